@@ -1,0 +1,45 @@
+"""Any causal language model of transformers, generating faster with itself.
+
+``model.generate(**inputs, assistant=SelfSpec())``: part of the model drafts tokens, the whole model verifies them, and
+the output is what it would have been.
+"""
+
+from .draft import EarlyExit, SkipLayers
+from .errors import (
+    NumericalError,
+    SelfSpecError,
+    SettingError,
+    SettingTypeError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from .integration import install, uninstall
+from .model.anatomy import Architecture, register_architecture
+from .selfspec import SelfSpec
+from .stop import ConfidenceThreshold, FixedLength
+from .types import GenerationStats
+from .verify import TopKTree
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Architecture",
+    "ConfidenceThreshold",
+    "EarlyExit",
+    "FixedLength",
+    "GenerationStats",
+    "NumericalError",
+    "SelfSpec",
+    "SelfSpecError",
+    "SettingError",
+    "SettingTypeError",
+    "SkipLayers",
+    "TopKTree",
+    "UnsupportedModelError",
+    "UnsupportedOptionError",
+    "install",
+    "register_architecture",
+    "uninstall",
+]
+
+install()

@@ -1,0 +1,99 @@
+"""What is refused, by name and before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process as lp
+
+from .errors import SettingError, UnsupportedOptionError
+from .model.cache import check_cache
+
+# Options of the generation config, the values that leave them off, and what to do instead.
+_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("num_beams", (None, 1), "beam search follows several texts at once; use num_beams=1"),
+    ("num_beam_groups", (None, 1), "beam search follows several texts at once; leave it out"),
+    ("penalty_alpha", (None, 0), "contrastive search re-ranks with its own forwards; leave it out"),
+    ("constraints", (None,), "constrained beam search is not supported; use prefix_allowed_tokens_fn"),
+    ("force_words_ids", (None,), "constrained beam search is not supported; use prefix_allowed_tokens_fn"),
+    ("dola_layers", (None,), "DoLa contrasts layers that a draft leaves out; leave it out"),
+    ("prompt_lookup_num_tokens", (None,), "it is another way of drafting; choose one of the two"),
+    ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
+    ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
+    ("guidance_scale", (None, 1, 1.0), "classifier-free guidance keeps a cache of its own; leave it out"),
+    ("cache_implementation", (None, "dynamic"), "only the dynamic cache can take tokens back; leave it out"),
+    ("use_cache", (None, True), "drafting lives on the KV cache; leave it out"),
+    ("output_attentions", (None, False), "drafted blocks do not have the attentions of single steps; leave it out"),
+    ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
+    ("watermarking_config", (None,), "watermarks depend on state that drafting would disturb; leave it out"),
+)
+
+_STATEFUL_PROCESSORS = (lp.UnbatchedClassifierFreeGuidanceLogitsProcessor, lp.SynthIDTextWatermarkLogitsProcessor)
+
+
+def check_options(config: GenerationConfig) -> None:
+    """Checks that a generation config has no option that self-speculative decoding cannot serve.
+
+    Raises:
+        UnsupportedOptionError: it has; the message names it.
+    """
+    for name, off, advice in _REFUSED:
+        value = getattr(config, name, None)
+        if value not in off:
+            raise UnsupportedOptionError(
+                f"generate({name}={value!r}) cannot be combined with self-speculative decoding: {advice}."
+            )
+
+
+def check_call(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Checks everything about one call of ``generate`` that can be known before the first forward.
+
+    Raises:
+        UnsupportedOptionError, UnsupportedModelError, SettingError: see the message.
+    """
+    check_options(config)
+    name = type(model).__name__
+    for processor in processors:
+        if isinstance(processor, _STATEFUL_PROCESSORS):
+            raise UnsupportedOptionError(
+                f"{type(processor).__name__} keeps a state from step to step that drafted tokens would disturb. Leave "
+                "it out, or call generate without `assistant`."
+            )
+    if synced_gpus:
+        raise UnsupportedOptionError(
+            "synced_gpus (DeepSpeed ZeRO-3, FSDP over several processes) needs the same number of forwards on every "
+            "process, which drafting does not keep. Call generate without `assistant`."
+        )
+    _check_prompt_learning(model)
+    check_cache(model_kwargs.get("past_key_values"), name)
+    embeds = model_kwargs.get("inputs_embeds")
+    length = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if length == 0:
+        raise SettingError(
+            "the prompt is empty. Pass at least one token to go on from, e.g. the tokenizer's bos token."
+        )
+    if isinstance(limit, int) and limit > 0 and length > limit:
+        raise SettingError(
+            f"the prompt has {length} tokens, but {name} has {limit} positions (max_position_embeddings). Shorten the "
+            "prompt, e.g. with truncation in the tokenizer."
+        )
+
+
+def _check_prompt_learning(model: PreTrainedModel) -> None:
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise UnsupportedOptionError(
+            f"PEFT's {peft_config.peft_type} puts virtual tokens in front of the prompt, which self-speculative "
+            "decoding does not know about. LoRA and other adapters inside the layers work."
+        )

@@ -1,0 +1,277 @@
+"""The decode loop: prefill, then draft, verify, commit until every row is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from .model.prompt import Prompt
+from .model.target import Nodes, Target
+from .types import Draft, GenerationStats, Text, Verdict
+from .verify.scoring import Scorer, check_logits
+from .verify.stopping import Stopper
+from .verify.walk import verify
+
+
+class RunningDraft(Protocol):
+    """What proposes tokens while a generation runs."""
+
+    steps: int
+
+    def propose(self, text: Text, room: list[int]) -> Draft: ...
+
+
+@dataclass
+class Record:
+    """Scores and logits of each row and token, where ``generate`` was asked to return them."""
+
+    scores: list[list[torch.Tensor]] | None
+    logits: list[list[torch.Tensor]] | None
+
+
+@dataclass
+class Decoder:
+    """One generation.
+
+    Attributes:
+        target: the model, prepared.
+        prompt: the laid-out prompts.
+        text: the ids, growing.
+        draft: proposes tokens.
+        scorer: logits processors.
+        stopper: stopping criteria.
+        record: what is to be returned beside the ids.
+        pad_token: id for rows that have ended.
+        streamer: gets tokens as all rows have them, or ``None``.
+        extra: further arguments for the model's forward.
+    """
+
+    target: Target
+    prompt: Prompt
+    text: Text
+    draft: RunningDraft
+    scorer: Scorer
+    stopper: Stopper
+    record: Record
+    pad_token: int
+    streamer: BaseStreamer | None = None
+    prefill_chunk: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    observe: Callable[[Draft, list[Verdict], torch.Tensor], None] | None = None
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+    def __post_init__(self) -> None:
+        b = self.text.batch_size
+        self._ended: list[int | None] = [None] * b
+        self._streamed = 0
+        self.stats.from_draft = [[] for _ in range(b)]
+
+    # The loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> torch.Tensor:
+        """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
+        started = perf_counter()
+        nothing = Draft(self.text.ids[:, :0], [0] * self.text.batch_size)
+        logits = self._prefill()
+        self.stats.prefill_seconds = perf_counter() - started
+        self._commit(nothing, verify(self.text, nothing, logits[:, None], self.scorer, self.stopper), logits[:, None])
+        while not all(self._is_done(row) for row in range(self.text.batch_size)):
+            room = [self._room(row) for row in range(self.text.batch_size)]
+            begun = perf_counter()
+            draft = self.draft.propose(self.text, room)
+            drafted = perf_counter()
+            logits = self._verify_pass(draft)
+            verified = perf_counter()
+            verdicts = verify(self.text, draft, logits, self.scorer, self.stopper)
+            self._count(draft, room, drafted - begun, verified - drafted)
+            self._commit(draft, verdicts, logits)
+            if self.observe is not None:
+                self.observe(draft, verdicts, logits)
+        if self.streamer is not None:
+            self.streamer.end()
+        ids = self._output_ids()
+        self.stats.draft_steps = self.draft.steps
+        self.stats.total_seconds = perf_counter() - started
+        return ids
+
+    def _prefill(self) -> torch.Tensor:
+        prompt, logits = self.prompt, None
+        width = prompt.tokens.shape[1]
+        chunk = self.prefill_chunk or width
+        for start in range(0, width, chunk):
+            tokens = prompt.tokens[:, start : start + chunk]
+            lengths = [min(max(length - start, 1), tokens.shape[1]) for length in prompt.lengths]
+            cursors = [cursor + start for cursor in prompt.cursors]
+            piece = self.target.prefill(tokens, cursors, lengths, self.extra)
+            ends_here = [start < length <= start + chunk for length in prompt.lengths]
+            chosen = torch.tensor(ends_here, device=piece.device)[:, None]
+            logits = piece if logits is None else torch.where(chosen, piece, logits)
+        assert logits is not None
+        logits = logits.to(self.text.ids.device, torch.float32)
+        check_logits(logits, self.target.anatomy.model_name)
+        return logits
+
+    def _verify_pass(self, draft: Draft) -> torch.Tensor:
+        """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""
+        text, target = self.text, self.target
+        tokens = torch.cat([text.last_tokens(), draft.tokens.to(text.ids.device)], dim=1)
+        roots = text.roots()
+        nodes = Nodes(draft.depths(), draft.parents()) if draft.is_tree else None
+        if draft.states is None:
+            step = target.step(tokens, roots, nodes=nodes)
+        else:
+            ready = draft.states.shape[1]
+            rest = target.step(
+                tokens[:, ready:],
+                roots if nodes is not None else [root + ready for root in roots],
+                nodes=nodes,
+                first_node=ready if nodes is not None else 0,
+                capture=draft.prefix,
+                head=False,
+            ).prefix_state
+            assert rest is not None
+            states = torch.cat([draft.states, rest], dim=1)
+            step = target.step(tokens, roots, nodes=nodes, state=states, capture=draft.prefix)
+        assert step.logits is not None
+        logits = step.logits.to(text.ids.device, torch.float32)
+        check_logits(logits, target.anatomy.model_name)
+        return logits
+
+    # Committing --------------------------------------------------------------------------------------------------
+
+    def _commit(self, draft: Draft, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        together = self.target.padding is not None
+        # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is drawn
+        # again, so this is exact too.
+        shortest = min(
+            (len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0
+        )
+        moves: list[tuple[int, int, int]] = []
+        roots = self.text.roots()
+        for row, verdict in enumerate(verdicts):
+            if self._is_done(row):
+                if together:
+                    for ahead in range(shortest):
+                        self.text.put_one(row, ahead, self.pad_token)
+                    self.text.lengths[row] += shortest
+                continue
+            count = shortest if together else len(verdict.tokens)
+            for depth, node in enumerate(verdict.nodes[:count], start=1):
+                if node > depth:
+                    moves.append((row, roots[row] + node, roots[row] + depth))
+            accepted = [node >= 0 for node in verdict.nodes[:count]]
+            self.text.lengths[row] += count
+            self.stats.from_draft[row] += accepted
+            self.stats.tokens += count
+            self.stats.accepted += sum(accepted)
+            if self.stats.verify_passes:
+                self.stats.accepted_lengths[sum(accepted)] += 1
+            if verdict.stopped and count == len(verdict.tokens) and self._ended[row] is None:
+                self._ended[row] = self.text.lengths[row] - self.text.prompt_width
+            self._keep(row, verdict, count, logits)
+        self.target.cache.keep_path(moves)
+        self._stream()
+
+    def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:
+        record = self.record
+        if record.logits is None and record.scores is None:
+            return
+        end = self.text.lengths[row]
+        for index, node in enumerate(verdict.sources[:count]):
+            at_node = logits[row, node]
+            if record.logits is not None:
+                record.logits[row].append(at_node.clone())
+            if record.scores is not None:
+                prefix = self.text.ids[row : row + 1, : end - count + index]
+                record.scores[row].append(self.scorer.row(row, prefix, at_node))
+
+    def _count(self, draft: Draft, room: list[int], draft_seconds: float, verify_seconds: float) -> None:
+        self.stats.draft_seconds += draft_seconds
+        self.stats.verify_seconds += verify_seconds
+        self.stats.verify_passes += 1
+        self.stats.drafted += sum(draft.lengths)
+        self.stats.rounds += sum(not self._is_done(row) for row in range(self.text.batch_size))
+
+    # Which rows go on ----------------------------------------------------------------------------------------------
+
+    def _target_length(self) -> int | None:
+        """Tokens that every row gets, where rows are not padded when they end: plain ``generate`` goes on with them."""
+        if self.stopper.has_eos or any(end is None for end in self._ended):
+            return None
+        return max(end for end in self._ended if end is not None)
+
+    def _is_done(self, row: int) -> bool:
+        end = self._ended[row]
+        if end is None:
+            return False
+        if self.stopper.has_eos:
+            return True
+        length = self._target_length()
+        generated = self.text.lengths[row] - self.text.prompt_width
+        at_most = self.stopper.max_length is not None and self.text.lengths[row] >= self.stopper.max_length
+        return at_most or (length is not None and generated >= length)
+
+    def _room(self, row: int) -> int:
+        """Tokens worth drafting: what the row may still get, less the one that verification adds."""
+        return 0 if self._is_done(row) else self.stopper.room(self.text, row) - 1
+
+    # Output --------------------------------------------------------------------------------------------------------
+
+    def generated(self, row: int) -> int:
+        """Tokens of ``row`` that the output shows (the rest is padding)."""
+        end, length = self._ended[row], self._target_length()
+        if length is not None:
+            return length
+        return self.text.lengths[row] - self.text.prompt_width if end is None else end
+
+    def _column(self, row: int, index: int) -> torch.Tensor:
+        if index >= self.generated(row):
+            return torch.tensor(self.pad_token)
+        return self.text.ids[row, self.text.prompt_width + index].cpu()
+
+    def _stream(self) -> None:
+        if self.streamer is None:
+            return
+        rows = range(self.text.batch_size)
+        open_rows = [self.text.lengths[row] - self.text.prompt_width for row in rows if not self._is_done(row)]
+        ready = min(open_rows) if open_rows else max(self.generated(row) for row in rows)
+        while self._streamed < ready:
+            self.streamer.put(torch.stack([self._column(row, self._streamed) for row in rows]))
+            self._streamed += 1
+
+    def _output_ids(self) -> torch.Tensor:
+        text = self.text
+        counts = [self.generated(row) for row in range(text.batch_size)]
+        ids = text.ids[:, : text.prompt_width + max(counts)].clone()
+        for row, count in enumerate(counts):
+            ids[row, text.prompt_width + count :] = self.pad_token
+        return ids
+
+    def output(self, ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
+        """What ``generate(return_dict_in_generate=True)`` returns; steps after a row's end hold zeros."""
+        steps = ids.shape[1] - self.text.prompt_width
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,
+            scores=_by_step(self.record.scores, steps),
+            logits=_by_step(self.record.logits, steps),
+            past_key_values=cache,
+        )
+
+    def hand_back(self, cache: Any, ids: torch.Tensor) -> None:
+        """Fills the cache that ``generate`` returns: everything but the last token."""
+        total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
+        counts = [self.generated(row) for row in range(self.text.batch_size)]
+        self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
+
+
+def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    if rows is None:
+        return None
+    empty = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

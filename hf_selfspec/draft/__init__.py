@@ -1,0 +1,6 @@
+"""Which part of the model drafts."""
+
+from .early_exit import EarlyExit
+from .skip_layers import SkipLayers
+
+__all__ = ["EarlyExit", "SkipLayers"]

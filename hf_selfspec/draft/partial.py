@@ -1,0 +1,188 @@
+"""Drafting with part of the model: what every draft that is a :class:`LayerPlan` does while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..model.partial import LayerPlan
+from ..model.target import Target
+from ..stop.rules import StopRule, confidence
+from ..types import Draft, Text
+from ..verify.sampling import draw_without_replacement
+from ..verify.scoring import Scorer, check_logits
+from ..verify.tree import TopKTree
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When drafting ends and how wide it is.
+
+    Attributes:
+        stop: the stop rule.
+        max_draft: most tokens on the line.
+        tree: sibling policy, or ``None`` for a line.
+        eos_tokens: a draft ends with any of these.
+    """
+
+    stop: StopRule
+    max_draft: int
+    tree: TopKTree | None = None
+    eos_tokens: frozenset[int] = frozenset()
+
+    @property
+    def longest(self) -> int:
+        return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
+
+
+class PartialDraft(CandidateGenerator):
+    """Proposes tokens by running part of the target model.
+
+    In this package's loop :meth:`propose` is called on the shared cache. As a ``CandidateGenerator`` of transformers it
+    keeps a cache of its own and serves any loop that calls :meth:`get_candidates`.
+
+    Args:
+        target: the model with the cache to use.
+        plan: which blocks run.
+        limits: stop rule, longest draft, tree.
+        scorer: logits processors and the decoding mode.
+    """
+
+    def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer) -> None:
+        self.target = target
+        self.plan = plan
+        self.limits = limits
+        self.scorer = scorer
+        self.steps = 0
+
+    @torch.no_grad()
+    def propose(self, text: Text, room: list[int]) -> Draft:
+        """Drafts after each row's last token.
+
+        Args:
+            text: the batch; what each row's KV holds is everything before its last token.
+            room: for each row the most tokens wanted (0: the row rides along).
+
+        Returns:
+            The draft, with the hidden states that verification starts from.
+        """
+        b = text.batch_size
+        roots = text.roots()
+        prefix = self.plan.first_altered if self.target.anatomy.replay else 0
+        limit = min(self.limits.longest, max(room))
+        drafting = [r > 0 for r in room]
+        lengths = [0] * b
+        feed = text.last_tokens()
+        line: list[torch.Tensor] = []
+        beside: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
+        qs: list[torch.Tensor] = []
+        while len(line) < limit and any(drafting):
+            depth = len(line)
+            step = self.target.step(
+                feed, [root + depth for root in roots], self.plan, capture=prefix if prefix else -1
+            )
+            self.steps += 1
+            assert step.logits is not None and step.exit_state is not None
+            logits = step.logits[:, -1].to(text.ids.device, torch.float32)
+            check_logits(logits, "the draft")
+            scores = self.scorer.ahead(text, depth, logits, drafting)
+            width = 1 if self.limits.tree is None else self._width(logits, drafting)
+            picks = self._pick(scores, width, qs)
+            for row in range(b):
+                lengths[row] += drafting[row]
+            text.put_ahead(picks[:, 0], depth)
+            line.append(picks[:, 0])
+            beside.append(picks[:, 1:])
+            if step.prefix_state is not None:
+                states.append(step.prefix_state)
+            feed = picks[:, :1]
+            ended = self._ended(text, picks[:, 0], logits, step.exit_state[:, -1], depth)
+            drafting = [on and not end and depth + 1 < room[row] for row, (on, end) in enumerate(zip(drafting, ended))]
+        return self._draft(line, beside, qs, states, lengths, prefix)
+
+    def _width(self, logits: torch.Tensor, drafting: list[bool]) -> int:
+        assert self.limits.tree is not None
+        sure = confidence(logits)
+        return min(self.limits.tree.width(sure[torch.tensor(drafting, device=sure.device)]), logits.shape[-1])
+
+    def _pick(self, scores: torch.Tensor, width: int, qs: list[torch.Tensor]) -> torch.Tensor:
+        """``[b, width]`` tokens for one depth, the one to extend first."""
+        if not self.scorer.do_sample:
+            return scores.topk(width, dim=-1).indices if width > 1 else scores.argmax(-1, keepdim=True)
+        q = scores.softmax(-1)
+        qs.append(q)
+        return draw_without_replacement(q, width)
+
+    def _ended(
+        self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
+    ) -> list[bool]:
+        done = self.limits.stop(text.ahead(depth + 1), logits, state)
+        ended: list[bool] = done.tolist()
+        if self.limits.eos_tokens:
+            ended = [
+                end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)
+            ]
+        return ended
+
+    @staticmethod
+    def _draft(
+        line: list[torch.Tensor],
+        beside: list[torch.Tensor],
+        qs: list[torch.Tensor],
+        states: list[torch.Tensor],
+        lengths: list[int],
+        prefix: int,
+    ) -> Draft:
+        siblings: list[list[int]] = []
+        node = len(line) + 1
+        for tokens in beside:
+            siblings.append(list(range(node, node + tokens.shape[1])))
+            node += tokens.shape[1]
+        tokens = torch.cat([torch.stack(line, dim=1), *beside], dim=1) if line else torch.empty(len(lengths), 0)
+        return Draft(
+            tokens=tokens.long(),
+            lengths=lengths,
+            siblings=siblings,
+            q=torch.stack(qs, dim=1) if qs else None,
+            states=torch.cat(states, dim=1) if states else None,
+            prefix=prefix if states else 0,
+        )
+
+    # Transformers' own loops -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Candidates for transformers' assisted generation (one row).
+
+        Only drafts whose blocks all lie before the first altered layer (early exit) can do so: their KV is exact, and
+        kept here.
+
+        Args:
+            input_ids: ``[1, s]`` the text so far.
+
+        Returns:
+            ``[1, s + t]`` the text with the draft, and ``[1, t, v]`` the scores behind it (``None`` when greedy).
+        """
+        ids = input_ids[0].tolist()
+        known = getattr(self, "_seen", [])
+        same = next((i for i, (a, c) in enumerate(zip(known, ids)) if a != c), min(len(known), len(ids)))
+        start = min(same, len(ids) - 1)
+        text = Text(input_ids.clone(), [len(ids)], [0], len(ids))
+        with self.target.prepared():
+            if start < len(ids) - 1:
+                self.target.step(input_ids[:, start:-1], [start], self.plan)
+            draft = self.propose(text, [self.limits.longest])
+        t = draft.line
+        # What the draft ran through the early layers: the text and all drafted tokens but the last.
+        self._seen = text.ids[0, : len(ids) + max(t - 1, 0)].tolist()
+        scores = None if draft.q is None else draft.q.log()
+        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores  # type: ignore[return-value]
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to learn: which blocks run is fixed."""

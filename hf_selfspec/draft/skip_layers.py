@@ -1,0 +1,69 @@
+"""Skipped sub-layers: any subset of attention and MLP blocks is left out (Self-SD; SWIFT §3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import SettingError, SettingTypeError
+from ..model.anatomy import Anatomy
+from ..model.partial import LayerPlan, check_plan
+
+
+@dataclass(frozen=True)
+class SkipLayers:
+    """Drafts with some attention and MLP blocks left out.
+
+    Args:
+        attention: layers whose attention block is skipped.
+        mlp: layers whose MLP block is skipped.
+
+    Without either, both blocks of every second layer from 1 to ``L-2`` are skipped. The first and the last layer
+    cannot be skipped (SWIFT keeps them always).
+    """
+
+    attention: tuple[int, ...] | None = None
+    mlp: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "mlp"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            is_list = isinstance(value, Iterable) and not isinstance(value, str)
+            indices = tuple(value) if is_list else ()
+            if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in indices):
+                raise SettingTypeError(f"SkipLayers({name}) must be a list of layer numbers, got {value!r}.")
+            if any(i < 1 for i in indices):
+                raise SettingError(
+                    f"SkipLayers({name}={list(indices)}): layer numbers start at 0, and layer 0 is never skipped."
+                )
+            object.__setattr__(self, name, tuple(sorted(set(indices))))
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan:
+        """The blocks that run for this model.
+
+        Raises:
+            SettingError: a block does not exist or is in the last layer, or nothing would be skipped.
+            UnsupportedModelError: a block was not found in the model.
+        """
+        count = anatomy.num_layers
+        if self.attention is None and self.mlp is None:
+            attention = mlp = range(1, count - 1, 2)
+        else:
+            attention, mlp = self.attention or (), self.mlp or ()
+        for name, indices in (("attention", attention), ("mlp", mlp)):
+            wrong = [index for index in indices if index > count - 2]
+            if wrong:
+                raise SettingError(
+                    f"SkipLayers({name}) names layer {wrong[0]}, but {anatomy.model_name} has {count} layers, of "
+                    f"which 1 to {count - 2} can be skipped (the first and the last are always kept)."
+                )
+        if not attention and not mlp:
+            raise SettingError(
+                f"SkipLayers() skips nothing in {anatomy.model_name} with its {count} layers, so the draft would be "
+                "the whole model. Name at least one block, or use a model of at least 3 layers."
+            )
+        plan = LayerPlan(count, frozenset(attention), frozenset(mlp))
+        check_plan(plan, anatomy)
+        return plan

@@ -1,0 +1,33 @@
+"""What this package raises when a user can do something about it.
+
+``SelfSpecError``
+ ├── ``SettingError``           a setting has a value that is not allowed (also a ``ValueError``)
+ ├── ``SettingTypeError``       a setting has the wrong type (also a ``TypeError``)
+ ├── ``UnsupportedModelError``  the model's structure does not allow it (also a ``ValueError``)
+ ├── ``UnsupportedOptionError`` an option of ``generate`` has no meaning here (also a ``ValueError``)
+ └── ``NumericalError``         the model returned NaN or infinite logits (also a ``RuntimeError``)
+"""
+
+
+class SelfSpecError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class SettingError(SelfSpecError, ValueError):
+    """A setting has a value that is not allowed."""
+
+
+class SettingTypeError(SelfSpecError, TypeError):
+    """A setting has the wrong type."""
+
+
+class UnsupportedModelError(SelfSpecError, ValueError):
+    """The model's structure does not allow what was asked for."""
+
+
+class UnsupportedOptionError(SelfSpecError, ValueError):
+    """An option of ``generate`` that cannot be combined with self-speculative decoding."""
+
+
+class NumericalError(SelfSpecError, RuntimeError):
+    """The model returned NaN or infinite logits, so no token can be chosen."""

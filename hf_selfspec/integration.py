@@ -1,0 +1,85 @@
+"""The one seam with transformers: ``generate(assistant=SelfSpec())``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationMixin, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from .checks import check_options
+from .errors import SettingTypeError, UnsupportedOptionError
+from .model.anatomy import Anatomy
+from .selfspec import SelfSpec
+
+_ORIGINAL = "_hf_selfspec_original"
+
+
+def install() -> None:
+    """Gives ``generate`` of all transformers models the argument ``assistant``; done when the package is imported.
+
+    Calls without it are passed on untouched. Calling this again changes nothing; :func:`uninstall` takes it back.
+    """
+    if not hasattr(GenerationMixin.generate, _ORIGINAL):
+        GenerationMixin.generate = _with_assistant(GenerationMixin.generate)  # type: ignore[method-assign]
+
+
+def uninstall() -> None:
+    """Takes the argument ``assistant`` away again. ``generate(custom_generate=SelfSpec())`` goes on working."""
+    original = getattr(GenerationMixin.generate, _ORIGINAL, None)
+    if original is not None:
+        GenerationMixin.generate = original  # type: ignore[method-assign]
+
+
+def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+        spec = kwargs.get("custom_generate") if assistant is None else assistant
+        if not isinstance(spec, SelfSpec):
+            if assistant is None:
+                return original(self, *args, **kwargs)
+            raise SettingTypeError(
+                f"generate(assistant=...) takes a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), got "
+                f"{assistant!r}. For a second model use transformers' `assistant_model`."
+            )
+        if assistant is not None and kwargs.get("custom_generate") is not None:
+            raise UnsupportedOptionError(
+                "generate(assistant=...) and generate(custom_generate=...) both replace the decode loop: give one."
+            )
+        # Arguments by name, whatever the caller's style, so that those which callables do not get can be taken out.
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
+        named.update(given.get("kwargs", {}))
+        if named.get("assistant_model") is not None:
+            raise UnsupportedOptionError(
+                "generate(assistant_model=...) is another way of drafting than `assistant`: give one of the two."
+            )
+        Anatomy.of(self)
+        effective, _ = self._prepare_generation_config(
+            named.get("generation_config"), **{k: v for k, v in named.items() if hasattr(self.generation_config, k)}
+        )
+        check_options(effective)
+        named["custom_generate"] = functools.partial(spec, streamer=named.get("streamer"))
+        if effective.stop_strings is not None:
+            _serve_stop_strings(named, effective.stop_strings)
+        return original(self, **named)
+
+    setattr(generate, _ORIGINAL, original)
+    return generate
+
+
+def _serve_stop_strings(named: dict[str, Any], stop_strings: str | list[str]) -> None:
+    """Transformers does not look for the tokenizer when a callable decodes, so the criterion is built here."""
+    tokenizer = named.get("tokenizer")
+    if tokenizer is None:
+        raise UnsupportedOptionError(
+            f"stop_strings={stop_strings!r} need the tokenizer: pass generate(tokenizer=tokenizer)."
+        )
+    criteria = named.get("stopping_criteria") or ()
+    named["stopping_criteria"] = StoppingCriteriaList(
+        [*criteria, StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)]
+    )
+    named["stop_strings"] = None

@@ -1,0 +1,1 @@
+"""A Hugging Face model as this package needs to see it."""

@@ -1,0 +1,186 @@
+"""The parts of a Hugging Face causal language model, whatever its architecture.
+
+A decoder is a list of layers; a layer has an attention block and an MLP block. Everything else in this package is
+written against :class:`Anatomy` and never against a model class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+from ..errors import SettingError, UnsupportedModelError
+
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+_MLP_NAMES = (
+    ("mlp",),
+    ("feed_forward",),
+    ("ffn",),
+    ("block_sparse_moe",),
+    ("moe",),
+    ("fc1", "fc2"),
+    ("intermediate", "output"),
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where a model type keeps its blocks; for the types that the usual names do not fit.
+
+    Args:
+        layers: path from the causal LM to the ``ModuleList`` of decoder layers, or ``None`` to search for it.
+        attention: path from a layer to its attention block, or ``None`` to search by the usual names.
+        mlp: paths from a layer to the modules that make up its MLP in the order in which they run (one for most
+            models, ``("fc1", "fc2")`` for OPT), or ``None`` to search.
+        tree: the model can be given a mask in which several tokens share a position. ``False`` where attention biases
+            follow from the place of a key in the cache (ALiBi).
+        ragged: rows of a batch may be at different lengths. ``False`` where the model computes positions or windows
+            from the length of the cache.
+        replay: a forward may start at a later layer from a stored state. ``False`` where later layers read what
+            earlier ones left behind in the same forward.
+    """
+
+    layers: str | None = None
+    attention: str | None = None
+    mlp: tuple[str, ...] | None = None
+    tree: bool = True
+    ragged: bool = True
+    replay: bool = True
+
+
+_ARCHITECTURES: dict[str, Architecture] = {
+    "bloom": Architecture(tree=False),
+    "mpt": Architecture(attention="attn", mlp=("ffn",), tree=False),
+    "gpt_neo": Architecture(attention="attn", tree=False, ragged=False),
+    "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
+}
+
+
+def register_architecture(model_type: str, architecture: Architecture) -> None:
+    """Tells the package where a model type keeps its blocks.
+
+    Args:
+        model_type: ``config.model_type`` of the model, e.g. ``"llama"``.
+        architecture: its block names and abilities; replaces an earlier registration.
+
+    Raises:
+        SettingError: ``model_type`` is not a non-empty string or ``architecture`` not an :class:`Architecture`.
+    """
+    if not isinstance(model_type, str) or not model_type or not isinstance(architecture, Architecture):
+        raise SettingError(
+            f"register_architecture takes a model type and an Architecture, got {model_type!r} and {architecture!r}. "
+            'Example: register_architecture("my_model", Architecture(attention="mixer", mlp=("ffn",))).'
+        )
+    _ARCHITECTURES[model_type] = architecture
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The decoder layers of one model and the blocks in them.
+
+    Attributes:
+        model_name: class name of the model, for messages.
+        layers: the ``L`` decoder layers, first to last.
+        attention: for each layer its attention block, ``None`` where none was found.
+        mlp: for each layer the modules of its MLP in the order in which they run, empty where none was found.
+        decoder: the model without its output head (the model itself where it has no such part).
+        tree, ragged, replay: see :class:`Architecture`.
+    """
+
+    model_name: str
+    layers: tuple[nn.Module, ...]
+    attention: tuple[nn.Module | None, ...]
+    mlp: tuple[tuple[nn.Module, ...], ...]
+    decoder: nn.Module
+    tree: bool
+    ragged: bool
+    replay: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Anatomy:
+        """Finds the parts of ``model``, a decoder-only causal LM of transformers.
+
+        Raises:
+            UnsupportedModelError: the model is an encoder-decoder or stateful, or its layers were not found.
+        """
+        name = type(model).__name__
+        config = model.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{name} is an encoder-decoder model. Self-speculative decoding needs a decoder-only model, such as "
+                "those that AutoModelForCausalLM loads."
+            )
+        if getattr(model, "_is_stateful", False):
+            raise UnsupportedModelError(
+                f"{name} is stateful (a recurrent or state-space model): its state cannot be rolled back when a draft "
+                "is rejected. Call generate without `assistant`."
+            )
+        architecture = _ARCHITECTURES.get(config.model_type, Architecture())
+        layers = _find_layers(model, architecture)
+        decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+        text_config = config.get_text_config(decoder=True)
+        shares_kv = bool(getattr(text_config, "num_kv_shared_layers", 0))
+        alibi = bool(getattr(text_config, "alibi", False))
+        takes_positions = alibi or architecture.tree is False or _takes_position_ids(model)
+        return cls(
+            model_name=name,
+            layers=layers,
+            attention=tuple(_find_attention(layer, architecture) for layer in layers),
+            mlp=tuple(_find_mlp(layer, architecture) for layer in layers),
+            decoder=decoder if isinstance(decoder, nn.Module) else model,
+            tree=architecture.tree and not alibi and takes_positions,
+            ragged=architecture.ragged and takes_positions,
+            replay=architecture.replay and not shares_kv,
+        )
+
+
+def _takes_position_ids(model: nn.Module) -> bool:
+    import inspect
+
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def _find_layers(model: nn.Module, architecture: Architecture) -> tuple[nn.Module, ...]:
+    if architecture.layers is not None:
+        return tuple(model.get_submodule(architecture.layers))
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    # A layer may hold lists of the same length (experts); the decoder's own list is the outermost, found first.
+    outer = [found for found in lists if not any(found is not other and _contains(other, found) for other in lists)]
+    if len(outer) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type {model.config.model_type!r}) has {len(outer)} module lists of "
+            f"num_hidden_layers={depth} entries, so its decoder layers are not certain. Name them with "
+            'register_architecture(model_type, Architecture(layers="path.to.layers")).'
+        )
+    return tuple(outer[0])
+
+
+def _contains(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+    try:
+        found = layer.get_submodule(path)
+    except AttributeError:
+        return None
+    return found
+
+
+def _find_attention(layer: nn.Module, architecture: Architecture) -> nn.Module | None:
+    names = _ATTENTION_NAMES if architecture.attention is None else (architecture.attention,)
+    return next((found for name in names if (found := _submodule(layer, name)) is not None), None)
+
+
+def _find_mlp(layer: nn.Module, architecture: Architecture) -> tuple[nn.Module, ...]:
+    for names in _MLP_NAMES if architecture.mlp is None else (architecture.mlp,):
+        found = [_submodule(layer, name) for name in names]
+        if all(module is not None for module in found):
+            return tuple(module for module in found if module is not None)
+    return ()

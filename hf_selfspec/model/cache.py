@@ -1,0 +1,203 @@
+"""A KV cache written in place, so that rejecting a draft costs nothing.
+
+One buffer for keys and one for values per layer. In every row the slot of a token is its position in the text, so a
+forward writes at a cursor that each row has for itself, and what lies beyond the cursor is simply overwritten later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import UnsupportedModelError, UnsupportedOptionError
+
+_GROWTH = 1.25
+
+
+class _SpeculativeLayer(CacheLayerMixin):
+    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to where its cache says."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SpeculativeCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        # Zeros, not empty memory: a NaN in a masked value still reaches the output through 0 * NaN.
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
+        self.is_initialized = True
+
+    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+        b, k, _, h = states.shape
+        return states.new_zeros(b, k, self._cache.capacity, h)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < self._cache.capacity:
+            self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
+        cache = self._cache
+        end = cache.max_cursor + key_states.shape[2]
+        slots = cache.slots(key_states.shape[2], key_states.device)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if slots is None:
+                buffer[:, :, cache.max_cursor : end] = states
+            else:
+                rows = torch.arange(states.shape[0], device=states.device)[:, None]
+                buffer[rows, :, slots] = states.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _grown(self, buffer: torch.Tensor) -> torch.Tensor:
+        grown = self._buffer(buffer)
+        grown[:, :, : buffer.shape[2]] = buffer
+        return grown
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.max_cursor + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.max_cursor
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SpeculativeCache(Cache):
+    """In-place KV cache with one write cursor per row, frozen while a forward runs.
+
+    Args:
+        num_layers: number of layers that the model's own cache has; more are added when a model asks for them.
+        batch_size: ``b``.
+        capacity: slots to allocate at first. The buffers grow by a quarter when that is not enough.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
+        super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
+        self.capacity = capacity
+        self.cursors = [0] * batch_size
+        self.max_cursor = 0
+        self._slots: tuple[int, torch.Tensor] | None = None
+
+    def seek(self, cursors: list[int], room: int) -> None:
+        """Sets where each row's next forward writes, and makes room for ``room`` tokens there."""
+        self.cursors = cursors
+        self.max_cursor = max(cursors)
+        self._slots = None
+        needed = self.max_cursor + room
+        if needed > self.capacity:
+            self.capacity = max(needed, int(self.capacity * _GROWTH))
+
+    def slots(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """Slots ``[b, length]`` that the running forward writes; ``None`` where all rows write at ``max_cursor``."""
+        if min(self.cursors) == self.max_cursor:
+            return None
+        if self._slots is None or self._slots[0] != length or self._slots[1].device != device:
+            start = torch.tensor(self.cursors, device=device)
+            self._slots = (length, start[:, None] + torch.arange(length, device=device))
+        return self._slots[1]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new tokens' keys and values at the cursors and returns all up to the furthest one.
+
+        Args:
+            key_states, value_states: ``[b, k, s, h]``.
+            layer_idx: the layer.
+
+        Returns:
+            Views ``[b, k, max_cursor + s, h]`` of the buffers.
+        """
+        while len(self.layers) <= layer_idx:
+            self.layers.append(_SpeculativeLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
+        """Moves accepted tokens' keys and values to where the text continues.
+
+        Args:
+            moves: ``(row, from slot, to slot)`` for each token that is not in its place.
+        """
+        if not moves:
+            return
+        for layer in self.layers:
+            if layer.is_initialized:
+                rows, source, target = torch.tensor(moves, device=layer.keys.device).unbind(1)
+                for buffer in (layer.keys, layer.values):
+                    buffer[rows, :, target] = buffer[rows, :, source]
+
+    def take_in(self, other: Cache, columns: torch.Tensor | None) -> None:
+        """Copies the content of a cache that an earlier ``generate`` returned; the cursors are left alone.
+
+        Args:
+            other: a ``DynamicCache`` with ``n`` tokens.
+            columns: ``[b, m]`` which of its tokens go to slots ``0..m-1`` of each row, ``None`` for all in order.
+        """
+        length = other.get_seq_length()
+        for index, source in enumerate(other.layers):
+            if not source.is_initialized:
+                continue
+            while len(self.layers) <= index:
+                self.layers.append(_SpeculativeLayer(self))
+            layer = self.layers[index]
+            layer.lazy_initialization(source.keys, source.values)
+            for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
+                # A sliding-window layer has dropped its oldest tokens, which no window reaches any more.
+                kept = states.shape[2]
+                whole = states.new_zeros(*states.shape[:2], length, states.shape[3])
+                whole[:, :, length - kept :] = states
+                if columns is not None:
+                    rows = torch.arange(states.shape[0], device=states.device)[:, None]
+                    whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
+                buffer[:, :, : whole.shape[2]] = whole
+
+    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int) -> None:
+        """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
+
+        Args:
+            other: the cache to fill, replaced as a whole.
+            columns: ``[b, length]`` slot of each token, -1 for none (padding); ``None`` for slots ``0..length-1``.
+            length: number of tokens.
+        """
+        other.reset()
+        for index, layer in enumerate(self.layers):
+            if not layer.is_initialized:
+                continue
+            pair = []
+            for buffer in (layer.keys, layer.values):
+                if columns is None:
+                    pair.append(buffer[:, :, :length].clone())
+                else:
+                    slots = columns.to(buffer.device)
+                    rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+                    picked = buffer[rows, :, slots.clamp(min=0)].transpose(1, 2)
+                    pair.append(picked.masked_fill((slots < 0)[:, None, :, None], 0).contiguous())
+            other.update(*pair, layer_idx=index)
+
+
+def check_cache(cache: Any, model_name: str) -> None:
+    """Checks that ``cache`` is one whose tokens can be taken back.
+
+    Raises:
+        UnsupportedOptionError: it is static, quantized, offloaded or of an unknown kind.
+        UnsupportedModelError: the model keeps states in it that cannot be rolled back.
+    """
+    if not isinstance(cache, DynamicCache) or cache.offloading:
+        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
+        raise UnsupportedOptionError(
+            f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `past_key_values` and "
+            "`cache_implementation`, or pass a DynamicCache."
+        )
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedModelError(
+                f"{model_name} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled back when a "
+                "draft is rejected. Call generate without `assistant`."
+            )

@@ -1,0 +1,135 @@
+"""Attention masks for tokens at positions of their own: ragged rows, windows and token trees in one rule.
+
+Transformers describes each mask (causal, sliding window, chunks) as a function of a query's and a key's position and
+expands it over a rectangle of consecutive ones. While a :class:`Geometry` is active in the current thread, the same
+function is expanded over the real positions instead, and tokens of a draft tree see their ancestors only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import grouped_attention
+
+
+@dataclass
+class Geometry:
+    """Where the tokens of one forward stand.
+
+    Attributes:
+        query_positions: ``[b, s]`` position of each token that runs.
+        key_positions: ``[b, n]`` position of the token in each cache slot.
+        visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
+    """
+
+    query_positions: torch.Tensor
+    key_positions: torch.Tensor
+    visible: torch.Tensor | None = None
+
+
+class _Current(threading.local):
+    geometry: Geometry | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def at_positions(geometry: Geometry | None) -> Iterator[None]:
+    """Makes ``geometry`` what masks are built from in this thread (``None``: as transformers builds them)."""
+    previous = _current.geometry
+    _current.geometry = geometry
+    try:
+        yield
+    finally:
+        _current.geometry = previous
+
+
+def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[..., Any]:
+    def mask(
+        *args: Any,
+        mask_function: Callable[..., torch.Tensor],
+        allow_is_causal_skip: bool = True,
+        local_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        geometry = _current.geometry
+        if geometry is None:
+            return original(
+                *args,
+                mask_function=mask_function,
+                allow_is_causal_skip=allow_is_causal_skip,
+                local_size=local_size,
+                dtype=dtype,
+                **kwargs,
+            )
+        b, s = geometry.query_positions.shape
+        n = geometry.key_positions.shape[1]
+        everything = b == 1 and s == 1 and geometry.visible is None and (local_size is None or n <= local_size)
+        if everything and allow_is_causal_skip and not additive:
+            return None
+        batch = torch.arange(b, device=geometry.query_positions.device)[:, None, None, None]
+        allowed = mask_function(
+            batch,
+            batch.new_zeros(()),
+            geometry.query_positions[:, None, :, None],
+            geometry.key_positions[:, None, None, :],
+        ).expand(b, 1, s, n)
+        if geometry.visible is not None:
+            allowed = allowed & geometry.visible[:, None]
+        if not additive:
+            return allowed
+        zero = torch.zeros((), dtype=dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(dtype).min)
+
+    return mask
+
+
+def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any):
+        if _current.geometry is None:
+            return original(module, query, key, value, *args, **kwargs)
+        return grouped_attention(module, query, key, value, *args, **kwargs)
+
+    return attention
+
+
+_lock = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def speculative_attention() -> Iterator[None]:
+    """Lets transformers' attention obey the :class:`Geometry` of the thread; threads without one are not affected.
+
+    Every fused implementation (sdpa, flash, flex) is served by sdpa while a geometry is active, since theirs take no
+    mask of this kind; eager attention keeps its own code and gets the additive mask that it expects.
+    """
+    global _users
+    with _lock:
+        if _users == 0:
+            for name, build in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
+                ALL_MASK_ATTENTION_FUNCTIONS[name] = _speculative_mask(build, additive=name == "eager")
+            for name, attend in list(ALL_ATTENTION_FUNCTIONS.items()):
+                if name in ALL_MASK_ATTENTION_FUNCTIONS:
+                    ALL_ATTENTION_FUNCTIONS[name] = _speculative_attention(attend)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                for interface in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS):
+                    for name, function in list(interface._local_mapping.items()):
+                        if function.__module__ == __name__:
+                            del interface[name]

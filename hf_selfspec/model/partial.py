@@ -1,0 +1,279 @@
+"""Running part of a model through the model's own forward.
+
+While a generation runs, the decoder layers and their blocks carry an instance ``forward`` that obeys the
+:class:`ForwardPass` of the current thread: run, pass the hidden state through, or start from a stored one. No
+architecture is written again: logits of an early exit come from the model's own norm, head, scale and soft-cap.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..errors import SettingError, UnsupportedModelError
+from .anatomy import Anatomy
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which of a model's blocks run.
+
+    Attributes:
+        num_layers: ``L``.
+        skipped_attention: layers whose attention block is left out.
+        skipped_mlp: layers whose MLP block is left out.
+
+    A layer in both sets is passed through as a whole.
+    """
+
+    num_layers: int
+    skipped_attention: frozenset[int] = frozenset()
+    skipped_mlp: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("skipped_attention", "skipped_mlp"):
+            wrong = sorted(index for index in getattr(self, name) if not 0 <= index < self.num_layers)
+            if wrong:
+                raise SettingError(
+                    f"{name.removeprefix('skipped_')} block {wrong[0]} does not exist: the model has "
+                    f"{self.num_layers} layers, 0 to {self.num_layers - 1}."
+                )
+
+    @classmethod
+    def early_exit(cls, num_layers: int, layer: int) -> LayerPlan:
+        """Layers ``0 .. layer-1`` run."""
+        skipped = frozenset(range(layer, num_layers))
+        return cls(num_layers, skipped, skipped)
+
+    @property
+    def skipped_layers(self) -> frozenset[int]:
+        """Layers of which nothing runs."""
+        return self.skipped_attention & self.skipped_mlp
+
+    @property
+    def first_altered(self) -> int:
+        """The first layer that does not run in full (``L`` for the whole model).
+
+        Hidden states entering it, and KV below it, are those of the full model: the exact prefix.
+        """
+        return min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
+
+    def picture(self) -> str:
+        """One character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing."""
+        marks = {(False, False): "#", (False, True): "a", (True, False): "m", (True, True): "."}
+        return "".join(
+            marks[index in self.skipped_attention, index in self.skipped_mlp] for index in range(self.num_layers)
+        )
+
+
+@dataclass
+class ForwardPass:
+    """One forward of a partial model: what runs, what it starts from, what it leaves behind.
+
+    Attributes:
+        plan: blocks to run.
+        start: layers below it are passed through; its input is ``state``.
+        state: ``[b, s, d]`` the hidden state that enters layer ``start``.
+        stop: layers from here on are passed through (``L`` for none).
+        capture: layer whose entering hidden state is kept, or -1.
+        captured: ``[b, s, d]`` that state, after the forward.
+        exit_state: ``[b, s, d]`` what left the last layer, after the forward.
+    """
+
+    plan: LayerPlan
+    start: int = 0
+    state: torch.Tensor | None = None
+    stop: int | None = None
+    capture: int = -1
+    captured: torch.Tensor | None = None
+    exit_state: torch.Tensor | None = None
+    passed: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stop = self.plan.num_layers if self.stop is None else self.stop
+        if self.start == 0 and stop == self.plan.num_layers:
+            self.passed = self.plan.skipped_layers
+        else:
+            outside = (*range(self.start), *range(stop, self.plan.num_layers))
+            self.passed = self.plan.skipped_layers.union(outside)
+
+
+class _Current(threading.local):
+    forward_pass: ForwardPass | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
+    """Makes ``forward_pass`` what prepared models obey in this thread."""
+    previous = _current.forward_pass
+    _current.forward_pass = forward_pass
+    try:
+        yield forward_pass
+    finally:
+        _current.forward_pass = previous
+
+
+_MISSING = object()
+_Replacement = Callable[..., Any]
+
+
+class _Installation:
+    """The instance forwards on one model, shared and counted by all threads that speculate with it."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        self.users = 0
+        self.saved: list[tuple[nn.Module, Any]] = []
+        self.arity: dict[type, int | None] = {}
+
+    def install(self) -> None:
+        for index, layer in enumerate(self.anatomy.layers):
+            self._replace(layer, self._layer_forward(index, layer))
+            attention = self.anatomy.attention[index]
+            if attention is not None:
+                self._replace(attention, self._block_forward(attention, _is_skipped_attention(index), silent=True))
+            mlp = self.anatomy.mlp[index]
+            for module in mlp:
+                self._replace(
+                    module, self._block_forward(module, _is_skipped_mlp(index), silent=module is mlp[-1])
+                )
+
+    def remove(self) -> None:
+        for module, forward in reversed(self.saved):
+            if forward is _MISSING:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+        self.saved.clear()
+
+    def _replace(self, module: nn.Module, forward: _Replacement) -> None:
+        self.saved.append((module, module.__dict__.get("forward", _MISSING)))
+        module.__dict__["forward"] = forward
+
+    def _layer_forward(self, index: int, layer: nn.Module) -> _Replacement:
+        original, arity, kind = layer.forward, self.arity, type(layer)
+        last = index == self.anatomy.num_layers - 1
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = _current.forward_pass
+            if current is None:
+                return original(*args, **kwargs)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if index == current.start and current.state is not None:
+                hidden = current.state
+                if args:
+                    args = (hidden, *args[1:])
+                else:
+                    kwargs["hidden_states"] = hidden
+            if index == current.capture:
+                current.captured = hidden
+            if index in current.passed:
+                output = _with_arity(hidden, arity.get(kind))
+            else:
+                output = original(*args, **kwargs)
+                if kind not in arity:
+                    arity[kind] = len(output) if isinstance(output, tuple) else None
+            if last:
+                current.exit_state = output[0] if isinstance(output, tuple) else output
+            return output
+
+        return forward
+
+    def _block_forward(
+        self, module: nn.Module, is_skipped: Callable[[LayerPlan], bool], silent: bool
+    ) -> _Replacement:
+        """``silent`` blocks contribute nothing when skipped; the others hand their input on at no cost."""
+        original, arity, kind = module.forward, self.arity, type(module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = _current.forward_pass
+            if current is None or not is_skipped(current.plan):
+                output = original(*args, **kwargs)
+                if kind not in arity:
+                    arity[kind] = len(output) if isinstance(output, tuple) else None
+                return output
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if silent:
+                # Blocks that add the residual themselves (BLOOM, MPT) must give it back untouched.
+                residual = _residual(args, kwargs, original)
+                hidden = torch.zeros_like(hidden) if residual is None else residual
+            return _with_arity(hidden, arity.get(kind))
+
+        return forward
+
+
+def _is_skipped_attention(index: int) -> Callable[[LayerPlan], bool]:
+    return lambda plan: index in plan.skipped_attention
+
+
+def _is_skipped_mlp(index: int) -> Callable[[LayerPlan], bool]:
+    return lambda plan: index in plan.skipped_mlp
+
+
+def _with_arity(hidden: torch.Tensor, arity: int | None) -> Any:
+    return hidden if arity is None else (hidden, *[None] * (arity - 1))
+
+
+def _residual(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]) -> torch.Tensor | None:
+    if "residual" in kwargs:
+        return kwargs["residual"]
+    names = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    parameters = names.co_varnames[1 : 1 + len(args)] if names is not None else ()
+    return args[parameters.index("residual")] if "residual" in parameters else None
+
+
+_installations: weakref.WeakKeyDictionary[nn.Module, _Installation] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextmanager
+def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
+    """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`.
+
+    Threads without one are not affected. Several threads share one preparation; the last to leave removes it, also
+    after an exception. An instance ``forward`` that was there before (accelerate) runs underneath and is put back.
+    """
+    with _lock:
+        installation = _installations.get(model)
+        if installation is None:
+            installation = _installations[model] = _Installation(anatomy)
+        if installation.users == 0:
+            installation.install()
+        installation.users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            installation.users -= 1
+            if installation.users == 0:
+                installation.remove()
+                _installations.pop(model, None)
+
+
+def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:
+    """Checks that the model has every block that ``plan`` skips on its own.
+
+    Raises:
+        UnsupportedModelError: a block to be skipped was not found in the model.
+    """
+    for name, skipped, found in (
+        ("attention", plan.skipped_attention - plan.skipped_mlp, anatomy.attention),
+        ("mlp", plan.skipped_mlp - plan.skipped_attention, anatomy.mlp),
+    ):
+        missing = sorted(index for index in skipped if not found[index])
+        if missing:
+            raise UnsupportedModelError(
+                f"the {name} block of layer {missing[0]} was not found in {anatomy.model_name}, so it cannot be "
+                "skipped on its own. Name it with register_architecture(model_type, "
+                f'Architecture({name}=...)), or skip the layer as a whole.'
+            )

@@ -1,0 +1,156 @@
+"""What ``generate`` hands over, laid out so that every row starts at slot 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from ..errors import SettingError, UnsupportedOptionError
+
+
+@dataclass
+class Prompt:
+    """The prompts of a batch, aligned left.
+
+    Attributes:
+        tokens: ``[b, s]`` ids or ``[b, s, d]`` embeddings that have not been through the model, junk on the right.
+        cursors: for each row the slot of its first token (its tokens in an earlier cache).
+        lengths: for each row how many of ``tokens`` are real.
+        base: for each row the slot of column 0 of ``input_ids``.
+        width: columns of the prompt as the attention mask counts them, earlier cache included.
+        valid: ``[b, width]`` which columns hold tokens, ``None`` for all.
+        padding: the mask, where rows must stay left-padded (see :class:`Target`).
+    """
+
+    tokens: torch.Tensor
+    cursors: list[int]
+    lengths: list[int]
+    base: list[int]
+    width: int
+    valid: torch.Tensor | None
+    padding: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        past: Cache,
+        mask_length: int | None,
+        ragged: bool,
+    ) -> Prompt:
+        """Lays out a prompt.
+
+        Args:
+            input_ids: ``[b, s]``, the whole text or what follows ``past``.
+            inputs_embeds: ``[b, s, d]`` in place of ids, or ``None``.
+            attention_mask: ``[b, m]`` over the whole text, ``None`` for all ones.
+            position_ids: ``[b or 1, m]`` as ``generate`` prepared them, or ``None``.
+            past: cache with the text's beginning, possibly empty.
+            mask_length: ``m`` where ``generate`` dropped a mask of ones.
+            ragged: whether the model takes rows at different lengths.
+
+        Raises:
+            SettingError: a prompt is empty.
+            UnsupportedOptionError: position ids of the user's own.
+        """
+        b, columns = input_ids.shape
+        seen = past.get_seq_length()
+        source = input_ids if inputs_embeds is None else inputs_embeds
+        if attention_mask is not None:
+            width = attention_mask.shape[1]
+        elif mask_length is not None:
+            width = mask_length
+        elif position_ids is not None:
+            width = position_ids.shape[-1]
+        else:
+            width = source.shape[1] if source.shape[1] > seen else seen + source.shape[1]
+        fresh = width - seen
+        if fresh < 1 or source.shape[1] < fresh:
+            raise SettingError(
+                f"the prompt is empty: {source.shape[1]} columns of input, {seen} of {width} tokens in the cache. "
+                "Pass at least one token to go on from, e.g. the tokenizer's bos token."
+            )
+        tokens = source[:, -fresh:]
+        if attention_mask is None or (not ragged and b > 1):
+            padding = None
+            if not ragged and b > 1:
+                padding = input_ids.new_ones(b, width) if attention_mask is None else attention_mask.long()
+            return cls(tokens, [seen] * b, [fresh] * b, [width - columns] * b, width, None, padding)
+        valid = attention_mask.bool()
+        _check_positions(position_ids, valid)
+        total = valid.sum(1).tolist()
+        lengths = valid[:, seen:].sum(1).tolist()
+        if min(lengths) == 0:
+            raise SettingError(
+                f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the "
+                f"{fresh} new columns. Pass at least one token to go on from, e.g. the tokenizer's bos token."
+            )
+        order = _front(valid[:, seen:])[:, : max(lengths)]
+        rows = torch.arange(b, device=order.device)[:, None]
+        return cls(
+            tokens=tokens[rows, order],
+            cursors=[whole - new for whole, new in zip(total, lengths, strict=True)],
+            lengths=lengths,
+            base=[whole - columns for whole in total],
+            width=width,
+            valid=valid,
+            padding=None,
+        )
+
+    def past_columns(self, seen: int) -> torch.Tensor | None:
+        """``[b, seen]`` columns of an earlier cache in the order of slots, ``None`` if they are in order."""
+        return None if self.valid is None else _front(self.valid[:, :seen])
+
+    def slots(self, total: int, generated: list[int]) -> torch.Tensor | None:
+        """``[b, total]`` slot of each column of the padded text, -1 where there is none, ``None`` if in order."""
+        if self.valid is None:
+            return None
+        ranks = self.valid.long().cumsum(1) - 1
+        prompt = torch.where(self.valid, ranks, -1)
+        ends = self.valid.sum(1, keepdim=True)
+        after = torch.arange(total - self.width, device=prompt.device)[None]
+        known = torch.tensor(generated, device=prompt.device)[:, None] - 1
+        return torch.cat([prompt, torch.where(after < known, ends + after, -1)], dim=1)
+
+
+def _front(valid: torch.Tensor) -> torch.Tensor:
+    """Column numbers ``[b, n]`` with the valid ones first, otherwise in order."""
+    return (~valid).int().argsort(dim=1, stable=True)
+
+
+def _check_positions(position_ids: torch.Tensor | None, valid: torch.Tensor) -> None:
+    if position_ids is None or position_ids.shape[-1] != valid.shape[1]:
+        return
+    expected = (valid.long().cumsum(1) - 1)[valid]
+    if position_ids.dim() != 2 or not torch.equal(position_ids.expand(valid.shape[0], -1)[valid], expected):
+        raise UnsupportedOptionError(
+            "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
+        )
+
+
+_PREPARED = {
+    "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
+    "output_attentions", "output_hidden_states", "cache_position", "cache_params",
+}  # fmt: skip
+
+
+def extra_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The user's own forward arguments, for the prefill and every later forward.
+
+    Raises:
+        UnsupportedOptionError: one of them is a tensor, which would have to grow with the text.
+    """
+    extra = {name: value for name, value in model_kwargs.items() if name not in _PREPARED and value is not None}
+    for name, value in extra.items():
+        if isinstance(value, torch.Tensor):
+            raise UnsupportedOptionError(
+                f"the tensor argument `{name}` is not supported with self-speculative decoding, which feeds the model "
+                "tokens in blocks of its own. Leave it out, or call generate without `assistant`."
+            )
+    return extra

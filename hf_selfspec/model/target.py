@@ -1,0 +1,242 @@
+"""One model during one generation: every forward of drafting and verification goes through here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from transformers import PreTrainedModel
+
+from .anatomy import Anatomy
+from .cache import SpeculativeCache
+from .masks import Geometry, at_positions, speculative_attention
+from .partial import ForwardPass, LayerPlan, obeying, partial_forwards
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How the tokens of one forward hang together when they are not simply a line.
+
+    Attributes:
+        depths: for each token its distance from the first one, which is its distance in position too.
+        parents: for each token the index of its parent; the first token has -1.
+    """
+
+    depths: list[int]
+    parents: list[int]
+
+    def ancestry(self, device: torch.device) -> torch.Tensor:
+        """``[t, t]`` whether the column's token is the row's token or an ancestor of it."""
+        seen = torch.zeros(len(self.parents), len(self.parents), dtype=torch.bool)
+        for index, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[index] = seen[parent]
+            seen[index, index] = True
+        return seen.to(device)
+
+
+@dataclass
+class Step:
+    """What one forward gave.
+
+    Attributes:
+        logits: ``[b, s, v]``, or ``None`` for a forward without the output head.
+        prefix_state: ``[b, s, d]`` hidden state at the layer that was to be captured, else ``None``.
+        exit_state: ``[b, s, d]`` hidden state that left the last layer that ran, before the final norm.
+    """
+
+    logits: torch.Tensor | None
+    prefix_state: torch.Tensor | None
+    exit_state: torch.Tensor | None
+
+
+class Target:
+    """The model that is being decoded, with its cache.
+
+    Args:
+        model: a decoder-only causal LM.
+        anatomy: its parts.
+        cache: where its keys and values go.
+        padding: ``[b, m]`` attention mask of the prompt where rows must stay left-padded because the model cannot
+            take rows at different lengths (``anatomy.ragged`` is false), else ``None``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        anatomy: Anatomy,
+        cache: SpeculativeCache,
+        padding: torch.Tensor | None = None,
+    ) -> None:
+        self.model = model
+        self.anatomy = anatomy
+        self.cache = cache
+        self.padding = padding
+        self.full_plan = LayerPlan(anatomy.num_layers)
+        parameters = inspect.signature(type(model).forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._decoder: nn.Module = anatomy.decoder
+
+    @contextmanager
+    def prepared(self) -> Iterator[Target]:
+        """Everything that a speculating model carries, put on and taken off again."""
+        with ExitStack() as stack:
+            stack.enter_context(partial_forwards(self.model, self.anatomy))
+            stack.enter_context(speculative_attention())
+            if _is_compiled(self.model):
+                # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield self
+
+    def prefill(
+        self, tokens: torch.Tensor, cursors: list[int], lengths: list[int], extra: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        """Runs the whole model over prompts and returns the logits of each row's last token.
+
+        Args:
+            tokens: ``[b, s]`` ids, or ``[b, s, d]`` embeddings; rows start left and may have junk on the right.
+            cursors: slot of each row's first token.
+            lengths: number of real tokens in each row.
+            extra: further arguments for the model's forward.
+
+        Returns:
+            ``[b, v]``.
+        """
+        width = tokens.shape[1]
+        ragged = min(lengths) < width
+        keep: int | torch.Tensor = 1
+        if ragged:
+            keep = torch.tensor(sorted({length - 1 for length in lengths}), device=tokens.device)
+        fresh = max(cursors) == 0
+        logits = self._call(
+            self.model, tokens, cursors, LayerPlan(self.anatomy.num_layers), keep=keep, simple=fresh, extra=extra
+        )[0].logits
+        if not ragged:
+            return logits[:, -1]
+        last = torch.tensor(lengths, device=logits.device) - 1
+        if self._takes_logits_to_keep:
+            last = torch.searchsorted(keep.to(logits.device), last)
+        return logits[torch.arange(len(lengths), device=logits.device), last]
+
+    def step(
+        self,
+        tokens: torch.Tensor,
+        cursors: list[int],
+        plan: LayerPlan | None = None,
+        *,
+        nodes: Nodes | None = None,
+        first_node: int = 0,
+        state: torch.Tensor | None = None,
+        capture: int = -1,
+        head: bool = True,
+    ) -> Step:
+        """One forward over a few tokens at the end of each row.
+
+        Args:
+            tokens: ``[b, s]``.
+            cursors: slot (and so position) of each row's first node.
+            plan: which blocks run; the whole model by default.
+            nodes: the draft tree, of which ``tokens`` are the last ``s`` nodes; a line by default.
+            first_node: index of the first of ``tokens`` among the nodes; earlier nodes are in the cache already.
+            state: ``[b, s, d]`` hidden states entering layer ``capture``; the layers below are not run.
+            capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
+            head: whether logits are wanted.
+
+        Returns:
+            The :class:`Step`.
+        """
+        plan = self.full_plan if plan is None else plan
+        replay = state is not None
+        run = ForwardPass(
+            plan,
+            start=capture if replay else 0,
+            state=state,
+            stop=None if head else capture,
+            capture=-1 if replay else capture,
+        )
+        module = self.model if head else self._decoder
+        output, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node)
+        return Step(output.logits if head else None, run.captured, run.exit_state)
+
+    def _call(
+        self,
+        module: nn.Module,
+        tokens: torch.Tensor,
+        cursors: list[int],
+        plan: LayerPlan,
+        *,
+        run: ForwardPass | None = None,
+        nodes: Nodes | None = None,
+        first_node: int = 0,
+        keep: int | torch.Tensor = 0,
+        simple: bool = False,
+        extra: dict[str, Any] | None = None,
+    ) -> tuple[Any, ForwardPass]:
+        s = tokens.shape[1]
+        cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
+        self.cache.seek(cursors, s)
+        device = tokens.device
+        kwargs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
+        geometry = None
+        if self.padding is None:
+            if nodes is None:
+                offsets = torch.arange(s, device=device)
+            else:
+                offsets = torch.tensor(nodes.depths[first_node:], device=device) - first_node
+            starts = cursors[:1] if min(cursors) == max(cursors) else cursors
+            positions = torch.tensor(starts, device=device)[:, None] + offsets
+            positions = positions.expand(tokens.shape[0], s)
+            if not simple:
+                geometry = self._geometry(positions, cursors, nodes, first_node)
+        else:
+            mask = self._padded_mask(cursors[0] + s)
+            kwargs["attention_mask"] = mask
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
+        if self._takes_positions:
+            kwargs["position_ids"] = positions
+        if self._takes_logits_to_keep and module is self.model:
+            kwargs["logits_to_keep"] = keep
+        if extra:
+            kwargs.update(extra)
+        run = ForwardPass(plan) if run is None else run
+        with obeying(run), at_positions(geometry):
+            return module(**kwargs), run
+
+    def _geometry(
+        self, positions: torch.Tensor, cursors: list[int], nodes: Nodes | None, first_node: int
+    ) -> Geometry:
+        device = positions.device
+        b, s = positions.shape
+        length = max(cursors) + s
+        keys = torch.arange(length, device=device)[None]
+        if nodes is None:
+            return Geometry(positions, keys)
+        # Slots of the tree: from each row's first node on, one for each node in order.
+        t = len(nodes.depths)
+        slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(t, device=device)
+        depths = torch.tensor(nodes.depths, device=device)
+        keys = keys.repeat(b, 1).scatter(1, slots, slots[:, :1] + depths)
+        visible = torch.ones(b, s, length, dtype=torch.bool, device=device)
+        ancestry = nodes.ancestry(device)[first_node:]
+        visible.scatter_(2, slots[:, None].expand(b, s, t), ancestry.expand(b, s, t))
+        return Geometry(positions, keys, visible)
+
+    def _padded_mask(self, length: int) -> torch.Tensor:
+        assert self.padding is not None
+        missing = length - self.padding.shape[1]
+        if missing <= 0:
+            return self.padding[:, :length]
+        return torch.cat([self.padding, self.padding.new_ones(self.padding.shape[0], missing)], dim=1)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    if hasattr(model.forward, "_torchdynamo_orig_callable"):
+        return True
+    return any(module._compiled_call_impl is not None for module in model.modules())

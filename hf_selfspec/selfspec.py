@@ -1,0 +1,217 @@
+"""``SelfSpec``: what the user configures."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+from .checks import check_call
+from .decoding import Decoder, Record, RunningDraft
+from .draft.candidates import CandidateDraft
+from .draft.early_exit import EarlyExit
+from .draft.partial import Limits, PartialDraft
+from .draft.skip_layers import SkipLayers
+from .errors import SettingTypeError
+from .model.anatomy import Anatomy
+from .model.cache import SpeculativeCache
+from .model.partial import LayerPlan
+from .model.prompt import Prompt, extra_arguments
+from .model.target import Target
+from .notices import say_once
+from .stop.rules import ConfidenceThreshold, StopRule, check_count
+from .types import GenerationStats, Text
+from .verify.scoring import Scorer
+from .verify.stopping import Stopper
+from .verify.tree import TopKTree
+
+_FIRST_SLOTS = 1024
+
+
+@dataclass
+class _Learned:
+    """What changes from call to call, shared by threads."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stats: GenerationStats | None = None
+
+
+@dataclass(frozen=True)
+class SelfSpec:
+    """Self-speculative decoding: part of a model drafts, the whole model verifies.
+
+    ``model.generate(**inputs, assistant=SelfSpec())`` gives the tokens of plain ``generate``, faster. A ``SelfSpec``
+    holds settings and can be used again, with other models and by several threads.
+
+    Args:
+        draft: which part of the model drafts, :class:`EarlyExit` or :class:`SkipLayers`, or any
+            ``CandidateGenerator`` of transformers. By default every second layer is skipped.
+        stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold` or any function of
+            ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``.
+        tree: sibling tokens at each depth of the draft, or ``None`` for a line.
+        max_draft: most tokens in a draft.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    draft: EarlyExit | SkipLayers | CandidateGenerator = SkipLayers()
+    stop: StopRule = ConfidenceThreshold(0.8)
+    tree: TopKTree | None = None
+    max_draft: int = 25
+    _learned: _Learned = field(default_factory=_Learned, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.draft, (EarlyExit, SkipLayers, CandidateGenerator)):
+            raise SettingTypeError(
+                f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, got {self.draft!r}."
+            )
+        if not callable(self.stop) or isinstance(self.stop, type):
+            raise SettingTypeError(
+                "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function of (input_ids, logits, "
+                f"hidden_states), got {self.stop!r}."
+            )
+        if self.tree is not None and not isinstance(self.tree, TopKTree):
+            raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {self.tree!r}.")
+        check_count("SelfSpec(max_draft)", self.max_draft)
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Statistics of the last finished call, ``None`` before the first."""
+        with self._learned.lock:
+            return self._learned.stats
+
+    def candidate_generator(
+        self,
+        model: PreTrainedModel,
+        logits_processor: LogitsProcessorList | None = None,
+        do_sample: bool = False,
+    ) -> PartialDraft:
+        """The draft as a ``CandidateGenerator`` for transformers' own assisted generation (one row).
+
+        Args:
+            model: the model to draft with.
+            logits_processor: processors of the generation.
+            do_sample: whether tokens are drawn.
+
+        Raises:
+            SettingTypeError: the draft is not an early exit; others need the full model's cache.
+        """
+        if not isinstance(self.draft, EarlyExit):
+            raise SettingTypeError(
+                f"only EarlyExit can draft on its own outside this package's loop, got {self.draft!r}: other drafts "
+                "read keys and values that only the full model writes."
+            )
+        anatomy = Anatomy.of(model)
+        target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _FIRST_SLOTS))
+        scorer = Scorer(logits_processor or LogitsProcessorList(), 1, do_sample)
+        return PartialDraft(target, self.draft.plan(anatomy), Limits(self.stop, self.max_draft), scorer)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decodes; called by ``generate`` with everything prepared (``custom_generate``)."""
+        anatomy = Anatomy.of(model)
+        check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+        plan = None if isinstance(self.draft, CandidateGenerator) else self.draft.plan(anatomy)
+        past = model_kwargs["past_key_values"]
+        seen = past.get_seq_length()
+        prompt = Prompt.of(
+            input_ids,
+            model_kwargs.get("inputs_embeds"),
+            model_kwargs.get("attention_mask"),
+            model_kwargs.get("position_ids"),
+            past,
+            getattr(generation_config, "_mask_length", None),
+            anatomy.ragged,
+        )
+        decoder = self._decoder(
+            model, anatomy, plan, prompt, input_ids, logits_processor, stopping_criteria, generation_config, past
+        )
+        decoder.streamer = streamer
+        decoder.extra = extra_arguments(model_kwargs)
+        if seen:
+            decoder.target.cache.take_in(past, prompt.past_columns(seen))
+        with decoder.target.prepared():
+            ids = decoder.run()
+        with self._learned.lock:
+            self._learned.stats = decoder.stats
+        returned = generation_config.return_dict_in_generate
+        if returned or getattr(past, "_is_user_defined", False):
+            decoder.hand_back(past, ids)
+        return decoder.output(ids, past) if returned else ids
+
+    def _decoder(
+        self,
+        model: PreTrainedModel,
+        anatomy: Anatomy,
+        plan: LayerPlan | None,
+        prompt: Prompt,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        past: Any,
+    ) -> Decoder:
+        b, width = input_ids.shape
+        wants_scores = config.return_dict_in_generate and config.output_scores
+        wants_logits = config.return_dict_in_generate and config.output_logits
+        record = Record(
+            scores=[[] for _ in range(b)] if wants_scores else None,
+            logits=[[] for _ in range(b)] if wants_logits else None,
+        )
+        scorer = Scorer(logits_processor, b, bool(config.do_sample))
+        stopper = Stopper(stopping_criteria, record.scores)
+        expected = min(stopper.max_length - width, _FIRST_SLOTS) if stopper.max_length is not None else _FIRST_SLOTS
+        longest = min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
+        cache = SpeculativeCache(len(past.layers), b, prompt.width + expected + longest)
+        target = Target(model, anatomy, cache, prompt.padding)
+        tree = self._tree(anatomy, prompt)
+        draft: RunningDraft
+        if plan is None:
+            assert isinstance(self.draft, CandidateGenerator)
+            draft = CandidateDraft(self.draft, self.max_draft, scorer.do_sample)
+        else:
+            draft = PartialDraft(target, plan, Limits(self.stop, self.max_draft, tree, stopper.eos_tokens), scorer)
+        ids = input_ids.new_zeros(b, width + expected + longest)
+        ids[:, :width] = input_ids
+        pad = getattr(config, "_pad_token_tensor", None)
+        return Decoder(
+            target=target,
+            prompt=prompt,
+            text=Text(ids, [width] * b, list(prompt.base), width),
+            draft=draft,
+            scorer=scorer,
+            stopper=stopper,
+            record=record,
+            pad_token=0 if pad is None else int(pad),
+            prefill_chunk=config.prefill_chunk_size,
+            stats=GenerationStats(plan="" if plan is None else plan.picture()),
+        )
+
+    def _tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
+        if prompt.padding is not None:
+            say_once(
+                f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
+                "shortest acceptance. The output is exact; small batches are faster."
+            )
+        if self.tree is None or (anatomy.tree and prompt.padding is None):
+            return self.tree
+        say_once(
+            f"{anatomy.model_name} cannot take a tree mask, so TopKTree is not used and drafts are linear. The output "
+            "is exact all the same."
+        )
+        return None

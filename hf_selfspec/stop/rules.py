@@ -1,0 +1,92 @@
+"""Rules that say when a draft is long enough.
+
+A rule is a callable in the manner of a ``LogitsProcessor``:
+``rule(input_ids [b, s], logits [b, v], hidden_states [b, d]) -> BoolTensor [b]``. It is asked after each drafted token,
+which is the last column of ``input_ids``; ``logits`` are the draft's own, from which that token was chosen, and
+``hidden_states`` is the state behind them. ``True`` ends the row's draft *after* that token: a rule never drops one. A
+function of one's own with this signature serves as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import SettingError, SettingTypeError
+
+StopRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def check_probability(name: str, value: object) -> None:
+    """Checks that ``value`` is a number strictly between 0 and 1.
+
+    Raises:
+        SettingTypeError, SettingError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SettingTypeError(f"{name} must be a number between 0 and 1, got {value!r}.")
+    if not 0.0 < value < 1.0:
+        raise SettingError(f"{name} must lie between 0 and 1 (both excluded), got {value!r}.")
+
+
+def check_count(name: str, value: object) -> None:
+    """Checks that ``value`` is a whole number of at least 1.
+
+    Raises:
+        SettingTypeError, SettingError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SettingTypeError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if value < 1:
+        raise SettingError(f"{name} must be at least 1, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Drafts ``num_tokens`` tokens, always (LayerSkip §4.3).
+
+    Args:
+        num_tokens: length of a draft, at least 1.
+    """
+
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_count("FixedLength(num_tokens)", self.num_tokens)
+
+    @property
+    def max_draft(self) -> int:
+        """Upper bound on the draft's length that this rule sets by itself."""
+        return self.num_tokens
+
+    def __call__(
+        self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold:
+    """Stops after a token whose top-1 probability is below ``threshold`` (SWIFT 0.8, Kangaroo 0.6).
+
+    Args:
+        threshold: between 0 and 1, both excluded.
+    """
+
+    threshold: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_probability("ConfidenceThreshold(threshold)", self.threshold)
+
+    def __call__(
+        self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        return confidence(logits) < self.threshold
+
+
+def confidence(logits: torch.Tensor) -> torch.Tensor:
+    """Top-1 probability ``[b]`` of logits ``[b, v]``."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()

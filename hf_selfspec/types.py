@@ -1,0 +1,236 @@
+"""What drafting, verification and the decode loop hand to each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Text:
+    """The token ids of a batch while it grows; rows may be at different lengths.
+
+    Attributes:
+        ids: ``[b, columns]`` the prompts as ``generate`` got them (left-padded) and what follows. What lies beyond a
+            row's length is scratch.
+        lengths: columns that count, for each row.
+        base: for each row the cache slot that belongs to column 0 (negative for a padded row).
+        prompt_width: columns of the prompts.
+    """
+
+    ids: torch.Tensor
+    lengths: list[int]
+    base: list[int]
+    prompt_width: int
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths)
+
+    def roots(self) -> list[int]:
+        """Cache slot of each row's last token, the one that has not been through the whole model yet."""
+        return [length - 1 + base for length, base in zip(self.lengths, self.base, strict=True)]
+
+    def last_tokens(self) -> torch.Tensor:
+        """``[b, 1]``."""
+        if self.batch_size == 1:
+            return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
+        columns = torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1
+        return self.ids.gather(1, columns)
+
+    def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:
+        """``[1, s]`` one row's tokens and ``ahead`` scratch columns."""
+        return self.ids[row : row + 1, : self.lengths[row] + ahead]
+
+    def put_ahead(self, tokens: torch.Tensor, ahead: int) -> None:
+        """Writes ``tokens`` ``[b]`` as scratch, ``ahead`` columns after each row's end."""
+        self.ensure(max(self.lengths) + ahead + 1)
+        if self.batch_size == 1:
+            self.ids[:, self.lengths[0] + ahead] = tokens
+        else:
+            columns = torch.tensor(self.lengths, device=self.ids.device)[:, None] + ahead
+            self.ids.scatter_(1, columns, tokens[:, None])
+
+    def put_one(self, row: int, ahead: int, token: int) -> None:
+        """Writes one token as scratch, ``ahead`` columns after the end of ``row``."""
+        column = self.lengths[row] + ahead
+        self.ensure(column + 1)
+        self.ids[row, column] = token
+
+    def ahead(self, length: int) -> torch.Tensor:
+        """``[b, s]`` the rows with ``length`` scratch columns, aligned right (older columns of short rows repeat)."""
+        width = max(self.lengths) + length
+        if min(self.lengths) == max(self.lengths):
+            return self.ids[:, :width]
+        shift = torch.tensor(self.lengths, device=self.ids.device)[:, None] + length - width
+        columns = torch.arange(width, device=self.ids.device)[None] + shift
+        return self.ids.gather(1, columns.clamp(min=0))
+
+    def ensure(self, columns: int) -> None:
+        """Makes room for ``columns`` columns."""
+        if columns > self.ids.shape[1]:
+            grown = self.ids.new_zeros(self.ids.shape[0], columns + columns // 4)
+            grown[:, : self.ids.shape[1]] = self.ids
+            self.ids = grown
+
+
+@dataclass
+class Draft:
+    """Tokens proposed after each row's last token: a line, each token of which may have siblings.
+
+    Node 0 is the row's last committed token, nodes ``1..T`` the line, the siblings follow.
+
+    Attributes:
+        tokens: ``[b, t]`` nodes 1 and up.
+        lengths: for each row how much of the line counts; siblings deeper than that do not count either.
+        siblings: for each depth ``1..T`` the nodes that stand beside the line's, in the order in which they were drawn.
+        q: ``[b, T, v]`` the distribution from which the nodes of each depth were drawn without replacement, or
+            ``None`` where they were simply named (greedy, n-gram look-up).
+        states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``.
+        prefix: the first layer that verification has to run for nodes that have a state.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    siblings: list[list[int]] = field(default_factory=list)
+    q: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    prefix: int = 0
+
+    @property
+    def line(self) -> int:
+        """``T``, the number of nodes on the line."""
+        return max(self.lengths, default=0)
+
+    @property
+    def is_tree(self) -> bool:
+        return any(self.siblings)
+
+    def children(self, row: int, node: int) -> list[int]:
+        """Nodes that continue ``node`` in ``row``, in the order in which they are to be tried."""
+        if node >= self.lengths[row]:
+            return []
+        siblings = self.siblings[node] if self.siblings else []
+        return [node + 1, *siblings]
+
+    def depths(self) -> list[int]:
+        depths = list(range(self.line + 1))
+        for depth, nodes in enumerate(self.siblings, start=1):
+            depths += [depth] * len(nodes)
+        return depths
+
+    def parents(self) -> list[int]:
+        return [depth - 1 for depth in self.depths()]
+
+
+@dataclass
+class Verdict:
+    """What verification decided for one row.
+
+    Attributes:
+        tokens: the tokens that follow, the last of them chosen by the full model alone unless generation stopped.
+        nodes: for each token the draft node it confirms, or -1.
+        stopped: a stopping criterion was met by the last token.
+        sources: for each token the node whose logits chose it.
+    """
+
+    tokens: list[int]
+    nodes: list[int]
+    stopped: bool
+    sources: list[int]
+
+
+@dataclass
+class GenerationStats:
+    """What one call of ``generate`` did.
+
+    Attributes:
+        tokens: tokens generated, all rows.
+        rounds: verification passes that each row took part in, all rows; the prefill is not one.
+        drafted: drafting steps, all rows (siblings in a tree do not count).
+        accepted: drafted tokens that were kept.
+        accepted_lengths: how often a round kept that many drafted tokens.
+        draft_steps: forwards of the draft, whatever the batch.
+        verify_passes: forwards of verification, whatever the batch.
+        prefill_seconds, draft_seconds, verify_seconds, total_seconds: wall-clock time; verification includes bringing
+            the last drafted token and siblings to the first layer that the draft altered.
+        from_draft: for each row and generated token whether it came from the draft.
+        plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    draft_steps: int = 0
+    verify_passes: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+    from_draft: list[list[bool]] = field(default_factory=list, repr=False)
+    plan: str = ""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α, accepted draft tokens / drafting steps (0 if nothing was drafted)."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_generated_length(self) -> float:
+        """M, tokens per verification pass and row (0 before the first)."""
+        kept = self.accepted + self.rounds
+        return kept / self.rounds if self.rounds else 0.0
+
+    def ctar(self, w: int) -> float:
+        """CTAR(w), the share of rounds in which ``w`` drafted tokens in a row were kept."""
+        long_enough = sum(count for length, count in self.accepted_lengths.items() if length >= w)
+        return long_enough / self.rounds if self.rounds else 0.0
+
+    @property
+    def other_seconds(self) -> float:
+        """Time outside prefill, drafting and verification."""
+        return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
+
+    @property
+    def draft_cost(self) -> float:
+        """c, time of a drafting step / time of a verification pass, both as measured in this call (0 if no draft).
+
+        METHODS of the field divide by a one-token pass of the full model; a verification pass takes as long as long as
+        memory bandwidth is the limit. ``hf_selfspec.bench`` measures the one-token pass itself.
+        """
+        if not self.draft_steps or not self.verify_passes or not self.verify_seconds:
+            return 0.0
+        return (self.draft_seconds / self.draft_steps) / (self.verify_seconds / self.verify_passes)
+
+    @property
+    def expected_speedup(self) -> float:
+        """``M α / ((M - 1) c + α)`` (SWIFT, equation 6) with the measured ``c``; 1 if nothing was drafted."""
+        m, alpha = self.mean_generated_length, self.acceptance_rate
+        if not self.drafted:
+            return 1.0
+        if not self.accepted:
+            return 1.0 / (1.0 + self.draft_cost * self.drafted / self.rounds)
+        return m * alpha / ((m - 1) * self.draft_cost + alpha)
+
+    def __str__(self) -> str:
+        seconds = (
+            f"{self.total_seconds:.2f} = prefill {self.prefill_seconds:.2f} + draft {self.draft_seconds:.2f}"
+            f" + verify {self.verify_seconds:.2f} + rest {self.other_seconds:.2f}"
+        )
+        lines = [
+            ("tokens", f"{self.tokens} in {self.rounds} rounds"),
+            ("drafted", f"{self.drafted}, accepted {self.accepted}"),
+            ("acceptance rate α", f"{self.acceptance_rate:.3f}"),
+            ("mean generated length M", f"{self.mean_generated_length:.2f}"),
+            ("CTAR(1), (2), (4)", ", ".join(f"{self.ctar(w):.2f}" for w in (1, 2, 4))),
+            ("seconds", seconds),
+            ("draft cost c", f"{self.draft_cost:.3f}"),
+            ("expected speed-up", f"{self.expected_speedup:.2f}"),
+        ]
+        if self.plan:
+            lines.append(("layers of the draft", self.plan))
+        return "\n".join(f"{name:<24} {value}" for name, value in lines)

@@ -1,0 +1,57 @@
+"""Speculative sampling: whatever is drafted, each token has exactly the full model's distribution."""
+
+from __future__ import annotations
+
+import torch
+
+
+def choose_sampled(
+    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None
+) -> tuple[int, int | None]:
+    """Accepts one of the drafted tokens or draws another, so that the result is distributed as ``softmax(scores)``.
+
+    One drafted token: Leviathan et al. 2023, algorithm 1. Several (a tree): they are tried in the order in which they
+    were drawn without replacement; a rejection replaces ``p`` by ``norm(max(0, p - q))`` and takes the token out of
+    ``q``, so that the next one stands before the same question with what is left (SpecInfer, multi-step speculative
+    sampling; the siblings there are drawn with replacement).
+
+    Args:
+        scores: ``[v]`` processed scores of the full model.
+        drafted: tokens proposed for this position, distinct, in the order in which they were drawn.
+        q: ``[v]`` the distribution from which they were drawn without replacement; ``None`` if they were named
+            whatever ``p`` is, which is a ``q`` that is 1 at each token in its turn.
+
+    Returns:
+        The token, and its index in ``drafted`` or ``None``.
+    """
+    p = scores.float().softmax(-1)
+    for index, token in enumerate(drafted):
+        at_token = 1.0 if q is None else float(q[token])
+        if at_token <= 0.0:
+            break
+        if float(torch.rand((), device=p.device)) < float(p[token]) / at_token:
+            return token, index
+        if q is None:
+            residual = p.clone()
+            residual[token] = 0.0
+        else:
+            residual = (p - q).clamp_(min=0.0)
+            q = q.clone()
+            q[token] = 0.0
+            q = q / q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
+        mass = residual.sum()
+        if not float(mass) > 0.0:
+            # p and q are equal but for rounding: a rejection that has no probability.
+            return token, index
+        p = residual / mass
+    return int(torch.multinomial(p, 1)), None
+
+
+def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
+    """Tokens ``[b, count]`` drawn one after another from ``q`` ``[b, v]`` without putting back, in that order.
+
+    Dividing by exponential noise and taking the largest is the same as drawing in turn (Efraimidis and Spirakis 2006);
+    where fewer than ``count`` tokens have a probability, the rest are tokens of probability 0.
+    """
+    noise = torch.empty_like(q).exponential_()
+    return (q / noise).topk(count, dim=-1).indices

@@ -1,0 +1,89 @@
+"""Logits processors and warpers, each position with its own prefix."""
+
+from __future__ import annotations
+
+import torch
+from transformers.generation import logits_process as lp
+
+from ..errors import NumericalError
+from ..types import Text
+
+# These look at the scores alone, so that any number of positions can be processed in one call.
+_PREFIX_FREE = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.SuppressTokensLogitsProcessor,
+    lp.LogitNormalization,
+    lp.InfNanRemoveLogitsProcessor,
+)
+
+
+class Scorer:
+    """Turns logits into the scores from which a token is chosen, as plain ``generate`` would.
+
+    Args:
+        processors: the list that ``generate`` prepared.
+        batch_size: ``b``.
+        do_sample: whether tokens are sampled.
+    """
+
+    def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
+        self.do_sample = do_sample
+        self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
+        self._empty = len(processors) == 0
+        self._all = processors
+        self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
+
+    def everywhere(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds."""
+        if self._empty:
+            return logits
+        flat = logits.reshape(-1, logits.shape[-1])
+        no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
+        return self._all(no_prefix, flat).view_as(logits)
+
+    def row(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores ``[v]`` of one row's logits ``[v]`` after ``prefix`` ``[1, s]``."""
+        return self._rows[row](prefix, logits[None].clone())[0]
+
+    def ahead(self, text: Text, ahead: int, logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
+        """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``ahead`` scratch columns, for the wanted rows."""
+        if self.prefix_free:
+            return self.everywhere(logits)
+        scores = logits.clone()
+        for row, want in enumerate(wanted):
+            if want:
+                scores[row] = self.row(row, text.prefix(row, ahead), logits[row])
+        return scores
+
+
+def _for_row(processors: lp.LogitsProcessorList, row: int, batch_size: int) -> lp.LogitsProcessorList:
+    """The processors for calls with one row at a time: those that count rows must go on seeing the right number."""
+    if batch_size == 1 or not any(isinstance(p, lp.PrefixConstrainedLogitsProcessor) for p in processors):
+        return processors
+    return lp.LogitsProcessorList(
+        lp.PrefixConstrainedLogitsProcessor(
+            lambda _, ids, allowed=processor._prefix_allowed_tokens_fn: allowed(row, ids), num_beams=1
+        )
+        if isinstance(processor, lp.PrefixConstrainedLogitsProcessor)
+        else processor
+        for processor in processors
+    )
+
+
+def check_logits(logits: torch.Tensor, whose: str) -> None:
+    """Checks that logits ``[..., v]`` can be chosen from.
+
+    Raises:
+        NumericalError: a NaN, a positive infinity, or nothing but negative infinities in some position.
+    """
+    if not torch.isfinite(logits.amax(-1)).all():
+        raise NumericalError(
+            f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
+            "bfloat16 and float32 do not)."
+        )

@@ -1,0 +1,48 @@
+"""Stopping criteria, tested on every prefix of an accepted block."""
+
+from __future__ import annotations
+
+import torch
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from ..types import Text
+
+
+class Stopper:
+    """Says whether a row ends with its last token.
+
+    Args:
+        criteria: the list that ``generate`` prepared.
+        scores: for each row the scores recorded so far, where ``generate`` was asked to return them (criteria may look
+            at them), else ``None``.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, scores: list[list[torch.Tensor]] | None) -> None:
+        self.max_length: int | None = criteria.max_length
+        self.eos_tokens: frozenset[int] = frozenset(
+            int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
+        )
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self._others = StoppingCriteriaList(
+            c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
+        )
+        self._scores = scores
+
+    def __call__(self, text: Text, row: int, ahead: int) -> bool:
+        """Whether ``row`` ends with its ``ahead``-th scratch token."""
+        length = text.lengths[row] + ahead
+        done = self.max_length is not None and length >= self.max_length
+        if self.eos_tokens and not done:
+            done = int(text.ids[row, length - 1]) in self.eos_tokens
+        if self._others and not done:
+            scores = None if self._scores is None else tuple(self._scores[row])
+            done = bool(self._others(text.prefix(row, ahead), scores).all())
+        return done
+
+    def room(self, text: Text, row: int) -> int:
+        """Tokens that ``row`` may still get, as far as lengths say."""
+        return self.max_length - text.lengths[row] if self.max_length is not None else 1 << 30

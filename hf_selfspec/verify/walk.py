@@ -1,0 +1,58 @@
+"""From the full model's logits over a draft to the tokens that follow."""
+
+from __future__ import annotations
+
+import torch
+
+from ..types import Draft, Text, Verdict
+from .greedy import choose_greedy
+from .sampling import choose_sampled
+from .scoring import Scorer
+from .stopping import Stopper
+
+
+def verify(text: Text, draft: Draft, logits: torch.Tensor, scorer: Scorer, stopper: Stopper) -> list[Verdict]:
+    """Walks each row from its last token through the draft as far as the full model agrees.
+
+    Args:
+        text: the batch; columns after each row's length are used as scratch.
+        draft: ``t`` drafted tokens after each row's last one.
+        logits: ``[b, t + 1, v]`` the full model's logits at the last token and at each drafted one.
+        scorer: logits processors; the tokens are chosen from its scores.
+        stopper: stopping criteria, tested after each token; the walk ends where one is met.
+
+    Returns:
+        A verdict for each row.
+    """
+    # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones moved at once.
+    scores = scorer.everywhere(logits) if scorer.prefix_free else None
+    best = scores.argmax(-1).tolist() if scores is not None and not scorer.do_sample else None
+    drafted = draft.tokens.tolist()
+    choose = choose_sampled if scorer.do_sample else choose_greedy
+    verdicts = []
+    for row in range(text.batch_size):
+        verdict = Verdict([], [], False, [])
+        node: int | None = 0
+        while node is not None:
+            children = draft.children(row, node)
+            candidates = [drafted[row][child - 1] for child in children]
+            if best is not None:
+                token = best[row][node]
+                index = candidates.index(token) if token in candidates else None
+            else:
+                if scores is not None:
+                    at_node = scores[row, node]
+                else:
+                    at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits[row, node])
+                q = draft.q[row, node] if draft.q is not None and children else None
+                token, index = choose(at_node, candidates, q)
+            verdict.sources.append(node)
+            text.put_one(row, len(verdict.tokens), token)
+            verdict.tokens.append(token)
+            node = None if index is None else children[index]
+            verdict.nodes.append(-1 if node is None else node)
+            verdict.stopped = stopper(text, row, len(verdict.tokens))
+            if verdict.stopped:
+                break
+        verdicts.append(verdict)
+    return verdicts

@@ -1,0 +1,66 @@
+"""Models for tests: tiny, built from configs, with layers that matter less the deeper they are."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+VOCABULARY = 97
+
+
+def damp(model: PreTrainedModel, layers: torch.nn.ModuleList, start: int, factor: float) -> None:
+    """Makes the layers from ``start`` on contribute less, so that drafts are sometimes right."""
+    with torch.no_grad():
+        for layer in list(layers)[start:]:
+            for parameter in layer.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(factor)
+
+
+def tiny_llama(layers: int = 6, seed: int = 0, vocabulary: int = VOCABULARY, factor: float = 0.3) -> LlamaForCausalLM:
+    """A Llama with grouped queries whose upper half is damped; no end-of-text token."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).eval()
+    damp(model, model.model.layers, layers // 2, factor)
+    return model
+
+
+def ragged_batch(
+    lengths: tuple[int, ...] = (4, 9, 6), vocabulary: int = VOCABULARY, seed: int = 1
+) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(2, vocabulary, (len(lengths), width), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : width - length] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama()
