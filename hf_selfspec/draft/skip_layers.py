@@ -49,7 +49,8 @@ class SkipLayers:
         """
         count = anatomy.num_layers
         if self.attention is None and self.mlp is None:
-            attention = mlp = range(1, count - 1, 2)
+            mlp = tuple(range(1, count - 1, 2))
+            attention = tuple(index for index in mlp if index not in anatomy.kv_sources)
         else:
             attention, mlp = self.attention or (), self.mlp or ()
         for name, indices in (("attention", attention), ("mlp", mlp)):
@@ -59,6 +60,12 @@ class SkipLayers:
                     f"SkipLayers({name}) names layer {wrong[0]}, but {anatomy.model_name} has {count} layers, of "
                     f"which 1 to {count - 2} can be skipped (the first and the last are always kept)."
                 )
+        needed = sorted(anatomy.kv_sources.intersection(attention))
+        if needed:
+            raise SettingError(
+                f"SkipLayers(attention) names layer {needed[0]}, whose keys and values later layers of "
+                f"{anatomy.model_name} read. Leave its attention out of the set; its MLP can be skipped."
+            )
         if not attention and not mlp:
             raise SettingError(
                 f"SkipLayers() skips nothing in {anatomy.model_name} with its {count} layers, so the draft would be "

@@ -6,7 +6,9 @@ written against :class:`Anatomy` and never against a model class.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn as nn
 
@@ -53,6 +55,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture(tree=False),
     "mpt": Architecture(attention="attn", mlp=("ffn",), tree=False),
     "gpt_neo": Architecture(attention="attn", tree=False, ragged=False),
+    "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
 }
 
@@ -85,6 +88,7 @@ class Anatomy:
         attention: for each layer its attention block, ``None`` where none was found.
         mlp: for each layer the modules of its MLP in the order in which they run, empty where none was found.
         decoder: the model without its output head (the model itself where it has no such part).
+        kv_sources: layers whose keys and values later layers read (Gemma 3n); their attention has to run.
         tree, ragged, replay: see :class:`Architecture`.
     """
 
@@ -93,6 +97,7 @@ class Anatomy:
     attention: tuple[nn.Module | None, ...]
     mlp: tuple[tuple[nn.Module, ...], ...]
     decoder: nn.Module
+    kv_sources: frozenset[int]
     tree: bool
     ragged: bool
     replay: bool
@@ -124,7 +129,7 @@ class Anatomy:
         layers = _find_layers(model, architecture)
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         text_config = config.get_text_config(decoder=True)
-        shares_kv = bool(getattr(text_config, "num_kv_shared_layers", 0))
+        kv_sources = _kv_sources(text_config)
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = alibi or architecture.tree is False or _takes_position_ids(model)
         return cls(
@@ -133,15 +138,23 @@ class Anatomy:
             attention=tuple(_find_attention(layer, architecture) for layer in layers),
             mlp=tuple(_find_mlp(layer, architecture) for layer in layers),
             decoder=decoder if isinstance(decoder, nn.Module) else model,
+            kv_sources=kv_sources,
             tree=architecture.tree and not alibi and takes_positions,
             ragged=architecture.ragged and takes_positions,
-            replay=architecture.replay and not shares_kv,
+            replay=architecture.replay and not kv_sources,
         )
 
 
-def _takes_position_ids(model: nn.Module) -> bool:
-    import inspect
+def _kv_sources(text_config: Any) -> frozenset[int]:
+    shared = getattr(text_config, "num_kv_shared_layers", 0) or 0
+    if not shared:
+        return frozenset()
+    own = text_config.num_hidden_layers - shared
+    kinds = (getattr(text_config, "layer_types", None) or ["full_attention"] * own)[:own]
+    return frozenset({kind: index for index, kind in enumerate(kinds)}.values())
 
+
+def _takes_position_ids(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 
 _GROWTH = 1.25
+
+# Layers that read another layer's keys and values have an empty place in newer versions' caches.
+_ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 
 
 class _SpeculativeLayer(CacheLayerMixin):
@@ -142,7 +146,7 @@ class SpeculativeCache(Cache):
         """
         length = other.get_seq_length()
         for index, source in enumerate(other.layers):
-            if not source.is_initialized:
+            if getattr(source, "keys", None) is None:
                 continue
             while len(self.layers) <= index:
                 self.layers.append(_SpeculativeLayer(self))
@@ -196,7 +200,7 @@ def check_cache(cache: Any, model_name: str) -> None:
             "`cache_implementation`, or pass a DynamicCache."
         )
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in _ROLLS_BACK:
             raise UnsupportedModelError(
                 f"{model_name} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled back when a "
                 "draft is rejected. Call generate without `assistant`."
