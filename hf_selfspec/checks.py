@@ -10,6 +10,7 @@ from transformers.generation import logits_process as lp
 
 from .errors import SettingError, UnsupportedOptionError
 from .model.cache import check_cache
+from .stop.rules import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -38,7 +39,10 @@ def check_options(config: GenerationConfig) -> None:
 
     Raises:
         UnsupportedOptionError: it has; the message names it.
+        SettingError, SettingTypeError: ``prefill_chunk_size`` is no chunk size.
     """
+    if config.prefill_chunk_size is not None:
+        check_count("generate(prefill_chunk_size)", config.prefill_chunk_size)
     for name, off, advice in _REFUSED:
         value = getattr(config, name, None)
         if value not in off:
@@ -92,7 +96,7 @@ def check_call(
 def _check_prompt_learning(model: PreTrainedModel) -> None:
     prepare = getattr(model, "prepare_inputs_for_generation", None)
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
-    if getattr(peft_config, "is_prompt_learning", False):
+    if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
         raise UnsupportedOptionError(
             f"PEFT's {peft_config.peft_type} puts virtual tokens in front of the prompt, which self-speculative "
             "decoding does not know about. LoRA and other adapters inside the layers work."

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -26,6 +26,8 @@ class RunningDraft(Protocol):
 
     def propose(self, text: Text, room: list[int]) -> Draft: ...
 
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None: ...
+
 
 @dataclass
 class Record:
@@ -33,6 +35,15 @@ class Record:
 
     scores: list[list[torch.Tensor]] | None
     logits: list[list[torch.Tensor]] | None
+
+    @classmethod
+    def of(cls, config: GenerationConfig, batch_size: int) -> Record:
+        """An empty record of what ``config`` asks for."""
+        returned = config.return_dict_in_generate
+        return cls(
+            scores=[[] for _ in range(batch_size)] if returned and config.output_scores else None,
+            logits=[[] for _ in range(batch_size)] if returned and config.output_logits else None,
+        )
 
 
 @dataclass
@@ -49,6 +60,7 @@ class Decoder:
         record: what is to be returned beside the ids.
         pad_token: id for rows that have ended.
         streamer: gets tokens as all rows have them, or ``None``.
+        prefill_chunk: most tokens of the prompt in one forward, ``None`` for all.
         extra: further arguments for the model's forward.
     """
 
@@ -63,7 +75,6 @@ class Decoder:
     streamer: BaseStreamer | None = None
     prefill_chunk: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    observe: Callable[[Draft, list[Verdict], torch.Tensor], None] | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
@@ -91,12 +102,12 @@ class Decoder:
             verdicts = verify(self.text, draft, logits, self.scorer, self.stopper)
             self._count(draft, room, drafted - begun, verified - drafted)
             self._commit(draft, verdicts, logits)
-            if self.observe is not None:
-                self.observe(draft, verdicts, logits)
+            self.draft.update(self.text, verdicts, logits)
         if self.streamer is not None:
             self.streamer.end()
         ids = self._output_ids()
         self.stats.draft_steps = self.draft.steps
+        self.stats.forward_seconds = self.target.forward_seconds
         self.stats.total_seconds = perf_counter() - started
         return ids
 
@@ -149,9 +160,7 @@ class Decoder:
         together = self.target.padding is not None
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is drawn
         # again, so this is exact too.
-        shortest = min(
-            (len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0
-        )
+        shortest = min((len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0)
         moves: list[tuple[int, int, int]] = []
         roots = self.text.roots()
         for row, verdict in enumerate(verdicts):

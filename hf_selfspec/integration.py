@@ -7,8 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .checks import check_options
 from .errors import SettingTypeError, UnsupportedOptionError
@@ -62,13 +65,25 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             named.get("generation_config"), **{k: v for k, v in named.items() if hasattr(self.generation_config, k)}
         )
         check_options(effective)
-        named["custom_generate"] = functools.partial(spec, streamer=named.get("streamer"))
+        named["custom_generate"] = functools.partial(
+            spec, streamer=named.get("streamer"), synced_gpus=_is_synced(self, named.get("synced_gpus"))
+        )
         if effective.stop_strings is not None:
             _serve_stop_strings(named, effective.stop_strings)
         return original(self, **named)
 
     setattr(generate, _ORIGINAL, original)
     return generate
+
+
+def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
+    """What ``generate`` makes of ``synced_gpus``, which it does not hand to callables."""
+    if synced_gpus is not None:
+        return synced_gpus
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not several or torch.distributed.get_world_size() == 1:
+        return False
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
 
 
 def _serve_stop_strings(named: dict[str, Any], stop_strings: str | list[str]) -> None:

@@ -60,8 +60,8 @@ class SelfSpec:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    draft: EarlyExit | SkipLayers | CandidateGenerator = SkipLayers()
-    stop: StopRule = ConfidenceThreshold(0.8)
+    draft: EarlyExit | SkipLayers | CandidateGenerator = field(default_factory=SkipLayers)
+    stop: StopRule = field(default_factory=ConfidenceThreshold)
     tree: TopKTree | None = None
     max_draft: int = 25
     _learned: _Learned = field(default_factory=_Learned, repr=False, compare=False)
@@ -69,7 +69,8 @@ class SelfSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.draft, (EarlyExit, SkipLayers, CandidateGenerator)):
             raise SettingTypeError(
-                f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, got {self.draft!r}."
+                f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, "
+                f"got {self.draft!r}."
             )
         if not callable(self.stop) or isinstance(self.stop, type):
             raise SettingTypeError(
@@ -128,7 +129,6 @@ class SelfSpec:
         check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
         plan = None if isinstance(self.draft, CandidateGenerator) else self.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
-        seen = past.get_seq_length()
         prompt = Prompt.of(
             input_ids,
             model_kwargs.get("inputs_embeds"),
@@ -138,14 +138,33 @@ class SelfSpec:
             getattr(generation_config, "_mask_length", None),
             anatomy.ragged,
         )
-        decoder = self._decoder(
-            model, anatomy, plan, prompt, input_ids, logits_processor, stopping_criteria, generation_config, past
+        batch_size, width = input_ids.shape
+        record = Record.of(generation_config, batch_size)
+        scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
+        stopper = Stopper(stopping_criteria, record.scores)
+        new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
+        limits = Limits(self.stop, self.max_draft, self._tree(anatomy, prompt), stopper.eos_tokens)
+        room = new_tokens + limits.longest
+        target = Target(
+            model, anatomy, SpeculativeCache(len(past.layers), batch_size, prompt.width + room), prompt.padding
         )
-        decoder.streamer = streamer
-        decoder.extra = extra_arguments(model_kwargs)
-        if seen:
-            decoder.target.cache.take_in(past, prompt.past_columns(seen))
-        with decoder.target.prepared():
+        decoder = Decoder(
+            target=target,
+            prompt=prompt,
+            text=Text.of(input_ids, prompt.base, room),
+            draft=self._running(target, plan, limits, scorer),
+            scorer=scorer,
+            stopper=stopper,
+            record=record,
+            pad_token=_pad_token(generation_config),
+            streamer=streamer,
+            prefill_chunk=generation_config.prefill_chunk_size,
+            extra=extra_arguments(model_kwargs),
+            stats=GenerationStats(plan="" if plan is None else plan.picture()),
+        )
+        if seen := past.get_seq_length():
+            target.cache.take_in(past, prompt.past_columns(seen))
+        with target.prepared():
             ids = decoder.run()
         with self._learned.lock:
             self._learned.stats = decoder.stats
@@ -154,53 +173,11 @@ class SelfSpec:
             decoder.hand_back(past, ids)
         return decoder.output(ids, past) if returned else ids
 
-    def _decoder(
-        self,
-        model: PreTrainedModel,
-        anatomy: Anatomy,
-        plan: LayerPlan | None,
-        prompt: Prompt,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        past: Any,
-    ) -> Decoder:
-        b, width = input_ids.shape
-        wants_scores = config.return_dict_in_generate and config.output_scores
-        wants_logits = config.return_dict_in_generate and config.output_logits
-        record = Record(
-            scores=[[] for _ in range(b)] if wants_scores else None,
-            logits=[[] for _ in range(b)] if wants_logits else None,
-        )
-        scorer = Scorer(logits_processor, b, bool(config.do_sample))
-        stopper = Stopper(stopping_criteria, record.scores)
-        expected = min(stopper.max_length - width, _FIRST_SLOTS) if stopper.max_length is not None else _FIRST_SLOTS
-        longest = min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
-        cache = SpeculativeCache(len(past.layers), b, prompt.width + expected + longest)
-        target = Target(model, anatomy, cache, prompt.padding)
-        tree = self._tree(anatomy, prompt)
-        draft: RunningDraft
-        if plan is None:
-            assert isinstance(self.draft, CandidateGenerator)
-            draft = CandidateDraft(self.draft, self.max_draft, scorer.do_sample)
-        else:
-            draft = PartialDraft(target, plan, Limits(self.stop, self.max_draft, tree, stopper.eos_tokens), scorer)
-        ids = input_ids.new_zeros(b, width + expected + longest)
-        ids[:, :width] = input_ids
-        pad = getattr(config, "_pad_token_tensor", None)
-        return Decoder(
-            target=target,
-            prompt=prompt,
-            text=Text(ids, [width] * b, list(prompt.base), width),
-            draft=draft,
-            scorer=scorer,
-            stopper=stopper,
-            record=record,
-            pad_token=0 if pad is None else int(pad),
-            prefill_chunk=config.prefill_chunk_size,
-            stats=GenerationStats(plan="" if plan is None else plan.picture()),
-        )
+    def _running(self, target: Target, plan: LayerPlan | None, limits: Limits, scorer: Scorer) -> RunningDraft:
+        if plan is not None:
+            return PartialDraft(target, plan, limits, scorer)
+        assert isinstance(self.draft, CandidateGenerator)
+        return CandidateDraft(self.draft, self.max_draft, scorer.do_sample)
 
     def _tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
         if prompt.padding is not None:
@@ -215,3 +192,8 @@ class SelfSpec:
             "is exact all the same."
         )
         return None
+
+
+def _pad_token(config: GenerationConfig) -> int:
+    pad = getattr(config, "_pad_token_tensor", None)
+    return 0 if pad is None else int(pad)

@@ -25,6 +25,14 @@ class Text:
     base: list[int]
     prompt_width: int
 
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, base: list[int], room: int) -> Text:
+        """The text that starts with ``input_ids`` ``[b, s]``, with room for ``room`` more columns."""
+        b, width = input_ids.shape
+        ids = input_ids.new_zeros(b, width + room)
+        ids[:, :width] = input_ids
+        return cls(ids, [width] * b, list(base), width)
+
     @property
     def batch_size(self) -> int:
         return len(self.lengths)
@@ -156,6 +164,7 @@ class GenerationStats:
         verify_passes: forwards of verification, whatever the batch.
         prefill_seconds, draft_seconds, verify_seconds, total_seconds: wall-clock time; verification includes bringing
             the last drafted token and siblings to the first layer that the draft altered.
+        forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
         from_draft: for each row and generated token whether it came from the draft.
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
     """
@@ -171,6 +180,7 @@ class GenerationStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
+    forward_seconds: float = 0.0
     from_draft: list[list[bool]] = field(default_factory=list, repr=False)
     plan: str = ""
 
@@ -182,8 +192,8 @@ class GenerationStats:
     @property
     def mean_generated_length(self) -> float:
         """M, tokens per verification pass and row (0 before the first)."""
-        kept = self.accepted + self.rounds
-        return kept / self.rounds if self.rounds else 0.0
+        after_prefill = self.tokens - len(self.from_draft)
+        return after_prefill / self.rounds if self.rounds else 0.0
 
     def ctar(self, w: int) -> float:
         """CTAR(w), the share of rounds in which ``w`` drafted tokens in a row were kept."""

@@ -112,7 +112,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "jais2": {},
     "llama": {},
     "llama4_text": _MOE
-    | {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "attn_temperature_tuning": False},
+    | {
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 2,
+        "attn_temperature_tuning": False,
+    },
     "ministral": _WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "mistral": _WINDOW,
     "mixtral": _MOE | _WINDOW,

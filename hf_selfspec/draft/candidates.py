@@ -6,7 +6,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..errors import SettingError
-from ..types import Draft, Text
+from ..types import Draft, Text, Verdict
 
 
 class CandidateDraft:
@@ -52,9 +52,7 @@ class CandidateDraft:
             tokens[row, : len(drafted)] = drafted
         return Draft(tokens=tokens, lengths=lengths, siblings=[], q=self._q(logits, tokens, lengths))
 
-    def _q(
-        self, logits: list[torch.Tensor | None], tokens: torch.Tensor, lengths: list[int]
-    ) -> torch.Tensor | None:
+    def _q(self, logits: list[torch.Tensor | None], tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
         known = [scores for scores in logits if scores is not None]
         if not self.do_sample or not known:
             return None
@@ -66,7 +64,8 @@ class CandidateDraft:
                 q[row].scatter_(1, tokens[row, :, None], 1.0)
         return q
 
-    def update(self, text: Text, scores: torch.Tensor, matches: list[int]) -> None:
-        """Tells the generator how its tokens fared (one row only, as its interface has it)."""
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """Tells the generator how its tokens fared, in batches of one as its interface has it."""
         if text.batch_size == 1:
-            self.generator.update_candidate_strategy(text.prefix(0), scores, matches[0])
+            matches = sum(node >= 0 for node in verdicts[0].nodes)
+            self.generator.update_candidate_strategy(text.prefix(0), logits, matches)

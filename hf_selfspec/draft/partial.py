@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..stop.rules import StopRule, confidence
-from ..types import Draft, Text
+from ..types import Draft, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer, check_logits
 from ..verify.tree import TopKTree
@@ -82,11 +82,10 @@ class PartialDraft(CandidateGenerator):
         qs: list[torch.Tensor] = []
         while len(line) < limit and any(drafting):
             depth = len(line)
-            step = self.target.step(
-                feed, [root + depth for root in roots], self.plan, capture=prefix if prefix else -1
-            )
+            step = self.target.step(feed, [root + depth for root in roots], self.plan, capture=prefix if prefix else -1)
             self.steps += 1
-            assert step.logits is not None and step.exit_state is not None
+            assert step.logits is not None
+            assert step.exit_state is not None
             logits = step.logits[:, -1].to(text.ids.device, torch.float32)
             check_logits(logits, "the draft")
             scores = self.scorer.ahead(text, depth, logits, drafting)
@@ -101,7 +100,9 @@ class PartialDraft(CandidateGenerator):
                 states.append(step.prefix_state)
             feed = picks[:, :1]
             ended = self._ended(text, picks[:, 0], logits, step.exit_state[:, -1], depth)
-            drafting = [on and not end and depth + 1 < room[row] for row, (on, end) in enumerate(zip(drafting, ended))]
+            drafting = [
+                on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, room, strict=True)
+            ]
         return self._draft(line, beside, qs, states, lengths, prefix)
 
     def _width(self, logits: torch.Tensor, drafting: list[bool]) -> int:
@@ -123,9 +124,7 @@ class PartialDraft(CandidateGenerator):
         done = self.limits.stop(text.ahead(depth + 1), logits, state)
         ended: list[bool] = done.tolist()
         if self.limits.eos_tokens:
-            ended = [
-                end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)
-            ]
+            ended = [end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)]
         return ended
 
     @staticmethod
@@ -171,7 +170,7 @@ class PartialDraft(CandidateGenerator):
         """
         ids = input_ids[0].tolist()
         known = getattr(self, "_seen", [])
-        same = next((i for i, (a, c) in enumerate(zip(known, ids)) if a != c), min(len(known), len(ids)))
+        same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
         start = min(same, len(ids) - 1)
         text = Text(input_ids.clone(), [len(ids)], [0], len(ids))
         with self.target.prepared():
@@ -183,6 +182,9 @@ class PartialDraft(CandidateGenerator):
         self._seen = text.ids[0, : len(ids) + max(t - 1, 0)].tolist()
         scores = None if draft.q is None else draft.q.log()
         return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores  # type: ignore[return-value]
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """Nothing to learn: which blocks run is fixed."""
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn: which blocks run is fixed."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
+from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 
@@ -107,7 +108,7 @@ class Anatomy:
         return len(self.layers)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Anatomy:
+    def of(cls, model: PreTrainedModel) -> Anatomy:
         """Finds the parts of ``model``, a decoder-only causal LM of transformers.
 
         Raises:
@@ -154,13 +155,13 @@ def _kv_sources(text_config: Any) -> frozenset[int]:
     return frozenset({kind: index for index, kind in enumerate(kinds)}.values())
 
 
-def _takes_position_ids(model: nn.Module) -> bool:
+def _takes_position_ids(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
-def _find_layers(model: nn.Module, architecture: Architecture) -> tuple[nn.Module, ...]:
+def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn.Module, ...]:
     if architecture.layers is not None:
-        return tuple(model.get_submodule(architecture.layers))
+        return tuple(model.get_submodule(architecture.layers).children())
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     # A layer may hold lists of the same length (experts); the decoder's own list is the outermost, found first.

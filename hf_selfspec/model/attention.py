@@ -36,7 +36,7 @@ def grouped_attention(
     """
     b, heads, s, h = query.shape
     k = key.shape[1]
-    fits = attention_mask is None and s == 1 or attention_mask is not None and attention_mask.shape[1] == 1
+    fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
     if k == heads or not fits or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     group = heads // k

@@ -95,7 +95,9 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
 
 
 def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any):
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if _current.geometry is None:
             return original(module, query, key, value, *args, **kwargs)
         return grouped_attention(module, query, key, value, *args, **kwargs)

@@ -19,6 +19,7 @@ import torch.nn as nn
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
+from .linear import few_token_forward, is_served
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,10 @@ class _Current(threading.local):
 _current = _Current()
 
 
+def _is_speculating() -> bool:
+    return _current.forward_pass is not None and not torch.is_grad_enabled()
+
+
 @contextmanager
 def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
     """Makes ``forward_pass`` what prepared models obey in this thread."""
@@ -136,7 +141,10 @@ class _Installation:
         self.saved: list[tuple[nn.Module, Any]] = []
         self.arity: dict[type, int | None] = {}
 
-    def install(self) -> None:
+    def install(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if is_served(module):
+                self._replace(module, few_token_forward(module, _is_speculating))
         for index, layer in enumerate(self.anatomy.layers):
             self._replace(layer, self._layer_forward(index, layer))
             attention = self.anatomy.attention[index]
@@ -144,9 +152,7 @@ class _Installation:
                 self._replace(attention, self._block_forward(attention, _is_skipped_attention(index), silent=True))
             mlp = self.anatomy.mlp[index]
             for module in mlp:
-                self._replace(
-                    module, self._block_forward(module, _is_skipped_mlp(index), silent=module is mlp[-1])
-                )
+                self._replace(module, self._block_forward(module, _is_skipped_mlp(index), silent=module is mlp[-1]))
 
     def remove(self) -> None:
         for module, forward in reversed(self.saved):
@@ -189,9 +195,7 @@ class _Installation:
 
         return forward
 
-    def _block_forward(
-        self, module: nn.Module, is_skipped: Callable[[LayerPlan], bool], silent: bool
-    ) -> _Replacement:
+    def _block_forward(self, module: nn.Module, is_skipped: Callable[[LayerPlan], bool], silent: bool) -> _Replacement:
         """``silent`` blocks contribute nothing when skipped; the others hand their input on at no cost."""
         original, arity, kind = module.forward, self.arity, type(module)
 
@@ -248,7 +252,7 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
         if installation is None:
             installation = _installations[model] = _Installation(anatomy)
         if installation.users == 0:
-            installation.install()
+            installation.install(model)
         installation.users += 1
     try:
         yield
@@ -275,5 +279,5 @@ def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:
             raise UnsupportedModelError(
                 f"the {name} block of layer {missing[0]} was not found in {anatomy.model_name}, so it cannot be "
                 "skipped on its own. Name it with register_architecture(model_type, "
-                f'Architecture({name}=...)), or skip the layer as a whole.'
+                f"Architecture({name}=...)), or skip the layer as a whole."
             )

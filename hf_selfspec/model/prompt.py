@@ -73,17 +73,18 @@ class Prompt:
         fresh = width - seen
         if fresh < 1 or source.shape[1] < fresh:
             raise SettingError(
-                f"the prompt is empty: {source.shape[1]} columns of input, {seen} of {width} tokens in the cache. "
-                "Pass at least one token to go on from, e.g. the tokenizer's bos token."
+                f"the prompt is empty: {source.shape[1]} columns of input for a text of {width} tokens, of which "
+                f"{seen} are in the cache. Pass the whole text with at least one token that is not in the cache, or "
+                "the new tokens with an `attention_mask` over the whole text."
             )
         tokens = source[:, -fresh:]
+        _check_positions(position_ids, input_ids.new_ones(1, width) if attention_mask is None else attention_mask)
         if attention_mask is None or (not ragged and b > 1):
             padding = None
             if not ragged and b > 1:
                 padding = input_ids.new_ones(b, width) if attention_mask is None else attention_mask.long()
             return cls(tokens, [seen] * b, [fresh] * b, [width - columns] * b, width, None, padding)
         valid = attention_mask.bool()
-        _check_positions(position_ids, valid)
         total = valid.sum(1).tolist()
         lengths = valid[:, seen:].sum(1).tolist()
         if min(lengths) == 0:
@@ -124,11 +125,12 @@ def _front(valid: torch.Tensor) -> torch.Tensor:
     return (~valid).int().argsort(dim=1, stable=True)
 
 
-def _check_positions(position_ids: torch.Tensor | None, valid: torch.Tensor) -> None:
-    if position_ids is None or position_ids.shape[-1] != valid.shape[1]:
+def _check_positions(position_ids: torch.Tensor | None, mask: torch.Tensor) -> None:
+    if position_ids is None:
         return
-    expected = (valid.long().cumsum(1) - 1)[valid]
-    if position_ids.dim() != 2 or not torch.equal(position_ids.expand(valid.shape[0], -1)[valid], expected):
+    columns = position_ids.shape[-1]
+    expected = (mask.long().cumsum(1) - 1)[:, -columns:]
+    if position_ids.dim() != 2 or ((position_ids != expected) & mask.bool()[:, -columns:]).any():
         raise UnsupportedOptionError(
             "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
         )

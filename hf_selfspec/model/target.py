@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class Target:
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._decoder: nn.Module = anatomy.decoder
+        self.forward_seconds = 0.0
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:
@@ -110,18 +112,18 @@ class Target:
         """
         width = tokens.shape[1]
         ragged = min(lengths) < width
-        keep: int | torch.Tensor = 1
-        if ragged:
-            keep = torch.tensor(sorted({length - 1 for length in lengths}), device=tokens.device)
-        fresh = max(cursors) == 0
+        ends = torch.tensor(sorted({length - 1 for length in lengths}), device=tokens.device)
+        keep = ends if ragged else 1
+        # One length and nothing in the cache: the mask that plain `generate` would use, often none at all.
+        simple = not ragged and max(cursors) == 0
         logits = self._call(
-            self.model, tokens, cursors, LayerPlan(self.anatomy.num_layers), keep=keep, simple=fresh, extra=extra
+            self.model, tokens, cursors, LayerPlan(self.anatomy.num_layers), keep=keep, simple=simple, extra=extra
         )[0].logits
         if not ragged:
             return logits[:, -1]
         last = torch.tensor(lengths, device=logits.device) - 1
         if self._takes_logits_to_keep:
-            last = torch.searchsorted(keep.to(logits.device), last)
+            last = torch.searchsorted(ends.to(logits.device), last)
         return logits[torch.arange(len(lengths), device=logits.device), last]
 
     def step(
@@ -206,12 +208,13 @@ class Target:
         if extra:
             kwargs.update(extra)
         run = ForwardPass(plan) if run is None else run
+        begun = perf_counter()
         with obeying(run), at_positions(geometry):
-            return module(**kwargs), run
+            output = module(**kwargs)
+        self.forward_seconds += perf_counter() - begun
+        return output, run
 
-    def _geometry(
-        self, positions: torch.Tensor, cursors: list[int], nodes: Nodes | None, first_node: int
-    ) -> Geometry:
+    def _geometry(self, positions: torch.Tensor, cursors: list[int], nodes: Nodes | None, first_node: int) -> Geometry:
         device = positions.device
         b, s = positions.shape
         length = max(cursors) + s

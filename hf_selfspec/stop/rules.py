@@ -61,9 +61,7 @@ class FixedLength:
         """Upper bound on the draft's length that this rule sets by itself."""
         return self.num_tokens
 
-    def __call__(
-        self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
 
 
@@ -80,9 +78,7 @@ class ConfidenceThreshold:
     def __post_init__(self) -> None:
         check_probability("ConfidenceThreshold(threshold)", self.threshold)
 
-    def __call__(
-        self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return confidence(logits) < self.threshold
 
 

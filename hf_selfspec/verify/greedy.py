@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def choose_greedy(
-    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None
-) -> tuple[int, int | None]:
+def choose_greedy(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
     """The full model's token at one position, and which drafted one it confirms.
 
     Args:

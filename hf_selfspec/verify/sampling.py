@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def choose_sampled(
-    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None
-) -> tuple[int, int | None]:
+def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
     """Accepts one of the drafted tokens or draws another, so that the result is distributed as ``softmax(scores)``.
 
     One drafted token: Leviathan et al. 2023, algorithm 1. Several (a tree): they are tried in the order in which they

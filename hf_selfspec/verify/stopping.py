@@ -27,9 +27,7 @@ class Stopper:
             int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self._others = StoppingCriteriaList(
-            c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
-        )
+        self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
         self._scores = scores
 
     def __call__(self, text: Text, row: int, ahead: int) -> bool:

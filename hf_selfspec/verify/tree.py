@@ -26,9 +26,11 @@ class TopKTree:
     def __post_init__(self) -> None:
         example = "Example: ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))."
         if not isinstance(self.widths, tuple) or not all(isinstance(w, tuple) and len(w) == 2 for w in self.widths):
-            raise SettingError(f"TopKTree(widths) must be a tuple of (confidence, k) pairs, got {self.widths!r}. {example}")
+            raise SettingError(
+                f"TopKTree(widths) must be a tuple of (confidence, k) pairs, got {self.widths!r}. {example}"
+            )
         edges = [edge for edge, _ in self.widths]
-        if not edges or edges != sorted(set(edges)) or not 0.0 < edges[0] or edges[-1] != 1.0:
+        if not edges or edges != sorted(set(edges)) or not edges[0] > 0.0 or edges[-1] != 1.0:
             raise SettingError(
                 f"TopKTree(widths) needs confidences that rise from above 0 to 1, got {edges!r}. {example}"
             )

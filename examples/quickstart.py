@@ -1,0 +1,95 @@
+"""Completes real function headers with the shipped demo model: with and without self-speculation, the same text.
+
+    python examples/quickstart.py
+
+Drafted tokens that the full model accepted are marked; what it chose itself is plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
+
+PROMPTS = (
+    'def read_text(path, encoding="utf-8"):\n    """Return the contents of a file."""\n',
+    "class TestParser(unittest.TestCase):\n    def setUp(self):\n",
+    "def __init__(self, name, default=None, *, required=False):\n",
+    'def main(args=None):\n    parser = argparse.ArgumentParser(description="',
+)
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+def timed(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], tokens: int, **kwargs: SelfSpec
+) -> tuple[torch.Tensor, float]:
+    start = time.perf_counter()
+    ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **kwargs)
+    return ids, time.perf_counter() - start
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, new_ids: list[int], from_draft: list[bool], color: bool) -> str:
+    """The text with accepted draft tokens in green, or in ‹ › where there is no colour."""
+    before, after = (GREEN, PLAIN) if color else ("‹", "›")
+    text, inside = "", False
+    for token, drafted in zip(new_ids, from_draft, strict=False):
+        if drafted != inside:
+            text += before if drafted else after
+            inside = drafted
+        text += tokenizer.decode([token])
+    return text + (after if inside else "")
+
+
+def report(name: str, stats: list[GenerationStats], plain: list[float], ours: list[float], tokens: int) -> None:
+    alpha = sum(s.accepted for s in stats) / max(sum(s.drafted for s in stats), 1)
+    mean_length = sum(s.tokens - 1 for s in stats) / max(sum(s.rounds for s in stats), 1)
+    speeds = [tokens / statistics.median(seconds) for seconds in (plain, ours)]
+    print(
+        f"{name:<24} plain {speeds[0]:6.1f} tokens/s   ours {speeds[1]:6.1f} tokens/s   α {alpha:.2f}"
+        f"   M {mean_length:.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(Path(__file__).parent / "demo_model"), help="a causal LM, path or name")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-color", action="store_true", help="mark accepted tokens with ‹ › instead")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    layers = model.config.num_hidden_layers
+    specs = {
+        f"early exit at {layers // 2}/{layers}": SelfSpec(draft=EarlyExit(layers // 2), stop=FixedLength(2)),
+        "three blocks skipped": SelfSpec(draft=SkipLayers(attention=[layers - 2], mlp=[layers - 3, layers - 4])),
+    }
+    timed(model, dict(tokenizer("def", return_tensors="pt")), 8)
+    for name, spec in specs.items():
+        stats, plain_seconds, our_seconds = [], [], []
+        for prompt in PROMPTS:
+            inputs = {k: v for k, v in tokenizer(prompt, return_tensors="pt").items() if k != "token_type_ids"}
+            expected, seconds = timed(model, inputs, args.tokens)
+            plain_seconds.append(seconds)
+            ids, seconds = timed(model, inputs, args.tokens, assistant=spec)
+            our_seconds.append(seconds)
+            if not torch.equal(ids, expected):
+                raise SystemExit("the tokens differ from plain generate: please report this")
+            stats.append(spec.stats)
+            if name.startswith("early"):
+                new = ids[0, inputs["input_ids"].shape[1] :].tolist()
+                print(prompt + marked(tokenizer, new, spec.stats.from_draft[0], not args.no_color) + "\n" + "-" * 80)
+        report(name, stats, plain_seconds, our_seconds, args.tokens)
+    print("tokens equal to plain generate: yes, all of them")
+
+
+if __name__ == "__main__":
+    main()

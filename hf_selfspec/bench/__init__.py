@@ -1,0 +1,1 @@
+"""Measurements: ``python -m hf_selfspec.bench --help``."""

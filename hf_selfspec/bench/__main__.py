@@ -1,0 +1,145 @@
+"""Command line of the measurements, one command per figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import torch
+
+from .engine import EngineFigures, engine_figures, peak_memory
+from .measure import machine
+from .synthetic import damped_llama
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_selfspec.bench",
+        description="Engine figures on random models whose early exit agrees at a set rate (synthetic acceptance).",
+    )
+    parser.add_argument(
+        "figure",
+        choices=("engine", "context", "batch", "memory"),
+        help="engine: efficiency; context: cost per token by context; batch: by batch size; memory: peak memory",
+    )
+    parser.add_argument("--width", type=int, nargs="+", default=[256, 1024], help="hidden sizes")
+    parser.add_argument(
+        "--dtype", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16", "float16")
+    )
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--intermediate", type=int, default=None, help="MLP width, 8/3 of the hidden size by default")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--exit-layer", type=int, default=4)
+    parser.add_argument("--num-draft", type=int, default=4)
+    parser.add_argument("--agreement", type=float, default=0.8)
+    parser.add_argument("--rows", type=int, nargs="+", default=None, help="batch sizes")
+    parser.add_argument("--prompt", type=int, nargs="+", default=None, help="prompt lengths")
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--peak-of", choices=("plain", "ours"), help=argparse.SUPPRESS)
+    return parser
+
+
+def _row(name: str, figures: EngineFigures) -> str:
+    cells = (
+        name,
+        f"{figures.plain_ms:.2f}",
+        f"{figures.ours_ms:.2f}",
+        f"±{figures.spread:.0%}",
+        f"{figures.acceptance_rate:.2f}",
+        f"{figures.mean_generated_length:.2f}",
+        f"{figures.draft_cost:.3f}",
+        f"{figures.verify_cost:.3f}",
+        f"{figures.speedup:.2f}",
+        f"{figures.expected:.2f}",
+        f"{figures.efficiency:.2f}",
+        f"{figures.outside:.1%}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+_COLUMNS = (
+    "case", "plain ms/token", "ours ms/token", "spread", "α", "M", "c", "verify", "speed-up", "expected", "efficiency",
+    "outside",
+)  # fmt: skip
+_HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
+
+
+def _peak(args: argparse.Namespace, width: int, dtype: str, variant: str) -> float:
+    """Peak memory of one variant in a process of its own."""
+    command = [sys.executable, "-m", "hf_selfspec.bench", "memory", "--peak-of", variant]
+    command += ["--width", str(width), "--dtype", dtype, "--device", args.device, "--layers", str(args.layers)]
+    command += [
+        "--exit-layer",
+        str(args.exit_layer),
+        "--vocabulary",
+        str(args.vocabulary),
+        "--tokens",
+        str(args.tokens),
+    ]
+    command += ["--threads", str(args.threads), "--prompt", str(args.prompt[0]), "--rows", str(args.rows[0])]
+    if args.intermediate is not None:
+        command += ["--intermediate", str(args.intermediate)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _cases(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """``(rows, prompt length)`` of each measurement."""
+    defaults = {
+        "engine": ([1], [64]),
+        "memory": ([1], [512]),
+        "context": ([1], [512, 8192]),
+        "batch": ([1, 4, 8], [64]),
+    }
+    rows, prompts = defaults[args.figure]
+    args.rows = args.rows or rows
+    args.prompt = args.prompt or prompts
+    return [(r, p) for r in args.rows for p in args.prompt]
+
+
+def main() -> None:
+    """Runs one figure and prints it as a table."""
+    args = _parser().parse_args()
+    torch.set_num_threads(args.threads)
+    cases = _cases(args)
+    if args.peak_of is None:
+        print(f"{machine(torch.device(args.device))}; synthetic acceptance; {args.tokens} new tokens, greedy")
+        print(f"python -m hf_selfspec.bench {' '.join(sys.argv[1:])}\n")
+        print("| case | plain MiB | ours MiB | ours / plain |\n|---|---|---|---|" if args.figure == "memory" else _HEAD)
+    for width in args.width:
+        for dtype in args.dtype:
+            if args.figure == "memory" and args.peak_of is None:
+                plain, ours = (_peak(args, width, dtype, variant) for variant in ("plain", "ours"))
+                print(f"| width {width}, {dtype} | {plain:.1f} | {ours:.1f} | {ours / plain:.3f} |", flush=True)
+                continue
+            # Memory does not depend on the agreement, so there is nothing to search for.
+            model, _ = damped_llama(
+                width,
+                layers=args.layers,
+                exit_layer=args.exit_layer,
+                num_draft=args.num_draft,
+                agreement=args.agreement,
+                vocabulary=args.vocabulary,
+                dtype=getattr(torch, dtype),
+                device=args.device,
+                intermediate=args.intermediate,
+                search=args.peak_of is None,
+            )
+            if args.peak_of is not None:
+                layer = None if args.peak_of == "plain" else args.exit_layer
+                print(json.dumps(peak_memory(model, layer, *cases[0], args.tokens)))
+                return
+            for rows, prompt in cases:
+                figures = engine_figures(
+                    model, args.exit_layer, args.num_draft, rows, prompt, args.tokens, args.repeats
+                )
+                print(_row(f"width {width}, {dtype}, batch {rows}, prompt {prompt}", figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
