@@ -4,6 +4,7 @@
 the output is what it would have been.
 """
 
+from .differences import Difference, first_differences
 from .draft import EarlyExit, SkipLayers
 from .errors import (
     NumericalError,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Architecture",
     "ConfidenceThreshold",
+    "Difference",
     "EarlyExit",
     "FixedLength",
     "GenerationStats",
@@ -37,6 +39,7 @@ __all__ = [
     "TopKTree",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "first_differences",
     "install",
     "register_architecture",
     "uninstall",

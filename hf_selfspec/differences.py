@@ -1,0 +1,93 @@
+"""Where two greedy texts of one model part, and whether rounding explains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from .errors import SettingError
+
+# Rounding errors add up over the layers; eight units in the last place of the largest logit bound what is seen.
+_UNITS = 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position at which one row of two texts differs.
+
+    Attributes:
+        row, column: where.
+        expected, token: the two tokens.
+        margin: difference of the full model's top two logits there.
+        tolerance: differences up to here can be rounding, given the dtype and the size of the logits.
+        are_top_two: the two tokens are the model's top two.
+    """
+
+    row: int
+    column: int
+    expected: int
+    token: int
+    margin: float
+    tolerance: float
+    are_top_two: bool
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether kernels that round differently may choose either token."""
+        return self.are_top_two and self.margin <= self.tolerance
+
+
+@torch.no_grad()
+def first_differences(
+    model: PreTrainedModel,
+    expected: torch.Tensor,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> list[Difference]:
+    """Compares two greedy texts row by row and looks at the full model's logits where they part.
+
+    In bfloat16 and float16 a forward over one token and one over several round differently, so texts may part where
+    the top two logits are almost equal, and only there.
+
+    Args:
+        model: the model that wrote both, without logits processors.
+        expected: ``[b, s]`` ids of plain ``generate``, prompt included.
+        tokens: ``[b, s']`` ids to compare.
+        attention_mask: ``[b, p]`` of the prompts where they are padded on the left.
+
+    Returns:
+        One :class:`Difference` for each row that differs; empty if none does.
+
+    Raises:
+        SettingError: the batch sizes differ.
+    """
+    if expected.shape[0] != tokens.shape[0]:
+        raise SettingError(
+            f"first_differences compares row by row, got {expected.shape[0]} and {tokens.shape[0]} rows. Pass the "
+            "results of two calls with the same prompts."
+        )
+    found = []
+    width = min(expected.shape[1], tokens.shape[1])
+    for row in range(expected.shape[0]):
+        different = (expected[row, :width] != tokens[row, :width]).nonzero()
+        if not len(different):
+            continue
+        column = int(different[0])
+        start = 0 if attention_mask is None else int(attention_mask[row].argmax())
+        logits = model(expected[row : row + 1, start:column]).logits[0, -1].float()
+        top = logits.topk(2)
+        pair = {int(expected[row, column]), int(tokens[row, column])}
+        found.append(
+            Difference(
+                row=row,
+                column=column,
+                expected=int(expected[row, column]),
+                token=int(tokens[row, column]),
+                margin=float(top.values[0] - top.values[1]),
+                tolerance=_UNITS * torch.finfo(model.dtype).eps * float(logits.abs().max()),
+                are_top_two=pair == set(top.indices.tolist()),
+            )
+        )
+    return found

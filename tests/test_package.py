@@ -1,0 +1,122 @@
+"""The package as a whole: its names, its low-precision promise, its statistics, its measurements, its demo model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ragged_batch, tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_selfspec
+from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SettingError, TopKTree, first_differences
+from hf_selfspec.bench.measure import Sample, Timings, interleave
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_public_names_are_the_real_surface() -> None:
+    names = {
+        name
+        for name, value in vars(hf_selfspec).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert names == set(hf_selfspec.__all__)
+    assert list(hf_selfspec.__all__) == sorted(hf_selfspec.__all__)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_differs_only_at_near_ties(dtype: torch.dtype) -> None:
+    model = tiny_llama().to(dtype)
+    batch = ragged_batch((9,) * 12, seed=5)
+    plain = model.generate(**batch, max_new_tokens=40, do_sample=False)
+    ours = model.generate(
+        **batch, max_new_tokens=40, do_sample=False, assistant=SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    )
+    for difference in first_differences(model, plain, ours):
+        assert difference.is_near_tie, difference
+
+
+def test_first_differences_tells_an_error_from_a_near_tie() -> None:
+    model = tiny_llama()
+    plain = model.generate(**ragged_batch(), max_new_tokens=10, do_sample=False)
+    assert first_differences(model, plain, plain) == []
+    wrong = plain.clone()
+    wrong[1, 12] = (wrong[1, 12] + 1) % 97
+    (difference,) = first_differences(model, plain, wrong, ragged_batch()["attention_mask"])
+    assert (difference.row, difference.column) == (1, 12)
+    assert not difference.is_near_tie
+    with pytest.raises(SettingError, match="3 and 2 rows"):
+        first_differences(model, plain, plain[:2])
+
+
+def test_stats_by_hand() -> None:
+    stats = GenerationStats(tokens=11, rounds=4, drafted=12, accepted=6, draft_steps=12, verify_passes=4)
+    stats.from_draft = [[]]
+    stats.accepted_lengths.update([0, 1, 2, 3])
+    stats.draft_seconds, stats.verify_seconds, stats.prefill_seconds, stats.total_seconds = 1.2, 2.0, 0.5, 4.0
+    assert stats.acceptance_rate == 0.5
+    assert stats.mean_generated_length == 2.5
+    assert [stats.ctar(w) for w in (1, 2, 3, 4)] == [0.75, 0.5, 0.25, 0.0]
+    assert stats.draft_cost == pytest.approx(0.2)
+    assert stats.expected_speedup == pytest.approx(2.5 * 0.5 / (1.5 * 0.2 + 0.5))
+    assert stats.other_seconds == pytest.approx(0.3)
+    assert "acceptance rate α        0.500" in str(stats)
+
+
+@pytest.mark.parametrize("tree", [None, TopKTree()])
+def test_stats_of_a_generation_add_up(tree: TopKTree | None) -> None:
+    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(3), tree=tree)
+    assert spec.stats is None
+    batch = ragged_batch()
+    tokens = tiny_llama().generate(**batch, max_new_tokens=20, do_sample=False, assistant=spec)
+    stats = spec.stats
+    assert stats is not None
+    assert stats.tokens == 3 * (tokens.shape[1] - batch["input_ids"].shape[1]) == 60
+    assert stats.accepted == sum(map(sum, stats.from_draft))
+    assert [len(row) for row in stats.from_draft] == [20] * 3
+    assert sum(stats.accepted_lengths.values()) == stats.rounds
+    assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.accepted
+    assert 0 < stats.forward_seconds < stats.total_seconds
+    assert stats.plan == "###..."
+
+
+def test_interleave_runs_in_turn_and_leaves_the_warmup_out() -> None:
+    calls: list[str] = []
+
+    def variant(name: str, seconds: float) -> Sample:
+        calls.append(name)
+        return Sample(0.0, seconds, 2)
+
+    timings = interleave({"a": lambda: variant("a", 1.0), "b": lambda: variant("b", 4.0)}, repeats=3)
+    assert calls == ["a", "b"] * 4
+    assert timings["b"].median() / timings["a"].median() == 4.0
+    assert Timings([Sample(0, s, 1) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]).spread() == pytest.approx(0.5)
+
+
+def test_bench_command_prints_its_figures() -> None:
+    command = [sys.executable, "-m", "hf_selfspec.bench", "engine", "--width", "64", "--dtype", "float32"]
+    command += ["--layers", "4", "--exit-layer", "2", "--tokens", "12", "--repeats", "1", "--vocabulary", "97"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    row = printed.splitlines()[-1]
+    assert row.startswith("| width 64, float32, batch 1, prompt 64 |")
+    assert len(row.split("|")) == 14
+
+
+def test_demo_model_is_lossless_and_partly_right() -> None:
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "demo_model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "demo_model")
+    prompts = ["def read_text(path):", "class Parser:\n    def __init__(self,", "import os\n\ndef main():"]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+    plain = model.generate(**batch, max_new_tokens=32, do_sample=False)
+    for spec in (
+        SelfSpec(draft=EarlyExit(model.config.num_hidden_layers // 2), stop=FixedLength(3)),
+        SelfSpec(tree=TopKTree()),
+    ):
+        assert torch.equal(model.generate(**batch, max_new_tokens=32, do_sample=False, assistant=spec), plain)
+        assert spec.stats is not None
+        assert 0 < spec.stats.acceptance_rate < 1
