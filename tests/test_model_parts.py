@@ -25,7 +25,7 @@ from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.linear import few_token_forward
+from hf_selfspec.model.linear import few_token_forward, is_served
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 from hf_selfspec.model.target import Nodes, Target
 
@@ -225,12 +225,22 @@ def test_grouped_attention_equals_repeated_keys(llama: LlamaForCausalLM, queries
     torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.parametrize("width", ["small", "large"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 40])
-def test_few_token_linear_equals_linear(tokens: int, bias: bool) -> None:
-    layer = torch.nn.Linear(24, 40, bias=bias)
+def test_few_token_linear_equals_linear(tokens: int, bias: bool, width: str) -> None:
+    layer = torch.nn.Linear(24, 40, bias=bias) if width == "small" else torch.nn.Linear(800, 700, bias=bias)
     forward = few_token_forward(layer, is_active=lambda: True)
-    x = torch.randn(1, tokens, 24)
+    x = torch.randn(1, tokens, layer.in_features)
     with torch.no_grad():
         torch.testing.assert_close(forward(x), layer(x))
         assert forward(x).is_contiguous()
+
+
+def test_plain_float32_linears_are_served_and_others_are_not(llama: LlamaForCausalLM) -> None:
+    assert is_served(llama.model.layers[0].mlp.up_proj)
+    assert not is_served(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
+    assert not is_served(torch.nn.Linear(4, 4, device="meta"))
+    hooked = torch.nn.Linear(4, 4)
+    hooked.forward = hooked.forward  # type: ignore[method-assign]
+    assert not is_served(hooked)

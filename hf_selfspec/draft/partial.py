@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..errors import SettingTypeError
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..stop.rules import StopRule, confidence
@@ -122,7 +123,12 @@ class PartialDraft(CandidateGenerator):
         self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
     ) -> list[bool]:
         done = self.limits.stop(text.ahead(depth + 1), logits, state)
-        ended: list[bool] = done.tolist()
+        if not isinstance(done, torch.Tensor) or done.shape != tokens.shape:
+            raise SettingTypeError(
+                f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
+                f"{done!r}."
+            )
+        ended: list[bool] = done.bool().tolist()
         if self.limits.eos_tokens:
             ended = [end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)]
         return ended

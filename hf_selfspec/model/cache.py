@@ -49,12 +49,12 @@ class _SpeculativeLayer(CacheLayerMixin):
             self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
         cache = self._cache
         end = cache.max_cursor + key_states.shape[2]
-        slots = cache.slots(key_states.shape[2], key_states.device)
+        places = cache.places(key_states.shape[2], key_states.device)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            if slots is None:
+            if places is None:
                 buffer[:, :, cache.max_cursor : end] = states
             else:
-                rows = torch.arange(states.shape[0], device=states.device)[:, None]
+                rows, slots = places
                 buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -87,25 +87,31 @@ class SpeculativeCache(Cache):
         self.capacity = capacity
         self.cursors = [0] * batch_size
         self.max_cursor = 0
-        self._slots: tuple[int, torch.Tensor] | None = None
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def seek(self, cursors: list[int], room: int) -> None:
         """Sets where each row's next forward writes, and makes room for ``room`` tokens there."""
         self.cursors = cursors
         self.max_cursor = max(cursors)
-        self._slots = None
+        self._places = None
         needed = self.max_cursor + room
         if needed > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
 
-    def slots(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """Slots ``[b, length]`` that the running forward writes; ``None`` where all rows write at ``max_cursor``."""
+    def places(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows ``[b, 1]`` and slots ``[b, length]`` that the running forward writes.
+
+        ``None`` where all rows write at ``max_cursor``, which needs no index.
+        """
         if min(self.cursors) == self.max_cursor:
             return None
-        if self._slots is None or self._slots[0] != length or self._slots[1].device != device:
-            start = torch.tensor(self.cursors, device=device)
-            self._slots = (length, start[:, None] + torch.arange(length, device=device))
-        return self._slots[1]
+        if self._places is None or self._places[1].device != device:
+            start = torch.tensor(self.cursors, device=device)[:, None]
+            self._places = (
+                torch.arange(len(self.cursors), device=device)[:, None],
+                start + torch.arange(length, device=device),
+            )
+        return self._places
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,9 +1,10 @@
 """Linear layers over a handful of tokens in float32 on a CPU.
 
 Verification runs a few tokens at once. There the BLAS behind ``torch.nn.functional.linear`` packs the whole weight
-matrix before it multiplies, so that two to eight tokens take twice as long as one. oneDNN, which torch carries as well,
-reads the weights once, and so does the BLAS for two or three tokens when these are the right-hand side. bfloat16 goes
-through oneDNN anyway, and GPUs have no such step.
+matrix before it multiplies, so that two to eight tokens take twice as long as one. Weights that fit the processor's
+cache are faster as the left-hand side; oneDNN, which torch carries as well, streams larger ones once. (One core of an
+AMD EPYC, 704 x 256 weights: 129 µs -> 72 µs for 5 tokens; 2752 x 1024: 1285 µs -> 919 µs, and 613 µs -> 463 µs for one.)
+bfloat16 goes through oneDNN anyway, and GPUs have no such step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 import torch.nn as nn
 
 _MOST_TOKENS = 32
+# Two megabytes of weights, and how many tokens are still faster as the right-hand side of those.
+_CACHED_WEIGHTS = 2**19
+_MOST_COLUMNS = 8
 
 
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -26,22 +30,24 @@ def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
         and module.weight.device.type == "cpu"
         and module.weight.dtype is torch.float32
         and torch.backends.mkldnn.is_available()
-        and False
     )
 
 
 def few_token_forward(module: nn.Linear, is_active: Callable[[], bool]) -> Callable[..., Any]:
     """A forward for ``module`` that is faster for up to 32 tokens while ``is_active``, and its own otherwise."""
     original = module.forward
-    linear = torch.ops.mkldnn._linear_pointwise
+    is_small = module.weight.numel() < _CACHED_WEIGHTS
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         tokens = input.shape[0] * input.shape[1] if input.dim() == 3 else _MOST_TOKENS + 1
         if tokens > _MOST_TOKENS or input.dtype is not torch.float32 or not is_active():
             return original(input)
         weight, bias = module.weight, module.bias
-        if tokens in (2, 3) and bias is None:
-            return torch.mm(weight, input.reshape(tokens, -1).t()).t().contiguous().view(*input.shape[:2], -1)
-        return linear(input, weight, bias, "none", [], "")
+        if not is_small:
+            return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+        if bias is not None or not 1 < tokens <= _MOST_COLUMNS:
+            return original(input)
+        columns = torch.mm(weight, input.reshape(tokens, -1).t())
+        return columns.t().contiguous().view(*input.shape[:2], -1)
 
     return forward
