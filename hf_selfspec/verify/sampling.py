@@ -39,8 +39,8 @@ def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | N
             q = q / q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
         mass = residual.sum()
         if not float(mass) > 0.0:
-            # p and q are equal but for rounding: a rejection that has no probability.
-            return token, index
+            # p and q are equal but for rounding, so any draw from p will do.
+            break
         p = residual / mass
     return int(torch.multinomial(p, 1)), None
 

@@ -1,0 +1,390 @@
+"""What is refused is refused by name, before any forward: what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCABULARY, ragged_batch, tiny_llama
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+    SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    WatermarkingConfig,
+)
+from transformers.generation import logits_process as lp
+
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    NumericalError,
+    SelfSpec,
+    SelfSpecError,
+    SettingError,
+    SettingTypeError,
+    SkipLayers,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+
+ROW = ragged_batch((7,))
+BATCH = ragged_batch()
+
+
+class Refused:
+    """Runs ``generate`` and asserts that it fails before any module of the model has run, with words in the message."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.hooks: list[Any] = []
+
+    def count(self, *args: Any) -> None:
+        self.forwards += 1
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        error: type[SelfSpecError],
+        words: tuple[str, ...],
+        inputs: dict[str, torch.Tensor] = ROW,
+        assistant: Any = None,
+        **options: Any,
+    ) -> None:
+        options = {"max_new_tokens": 4} | options
+        self.hooks += [module.register_forward_pre_hook(self.count) for module in model.modules()]
+        with pytest.raises(error) as caught:
+            model.generate(**inputs, **options, assistant=SelfSpec() if assistant is None else assistant)
+        assert self.forwards == 0
+        for word in words:
+            assert word in str(caught.value)
+
+
+@pytest.fixture
+def refused() -> Iterator[Refused]:
+    refused = Refused()
+    yield refused
+    for hook in refused.hooks:
+        hook.remove()
+
+
+# Options of generate --------------------------------------------------------------------------------------------------
+
+# Name, value, and words of the message beside the name and the value: what to do.
+OPTIONS: list[tuple[str, Any, str]] = [
+    ("num_beams", 2, "use num_beams=1"),
+    ("num_beam_groups", 2, "leave it out"),
+    ("penalty_alpha", 0.6, "leave it out"),
+    ("constraints", ["x"], "use prefix_allowed_tokens_fn"),
+    ("force_words_ids", [[5]], "use prefix_allowed_tokens_fn"),
+    ("dola_layers", "high", "leave it out"),
+    ("prompt_lookup_num_tokens", 3, "choose one of the two"),
+    ("assistant_early_exit", 2, "SelfSpec(draft=EarlyExit(layer))"),
+    ("guidance_scale", 1.5, "leave it out"),
+    ("cache_implementation", "static", "leave it out"),
+    ("cache_implementation", "quantized", "leave it out"),
+    ("cache_implementation", "offloaded", "leave it out"),
+    ("use_cache", False, "leave it out"),
+    ("output_attentions", True, "leave it out"),
+    ("output_hidden_states", True, "leave it out"),
+    ("watermarking_config", WatermarkingConfig(bias=2.0), "leave it out"),
+    ("watermarking_config", SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2]), "leave it out"),
+]
+OPTION_IDS = [f"{name}={value!r:.12}" for name, value, _ in OPTIONS]
+
+
+@pytest.mark.parametrize(("name", "value", "advice"), OPTIONS, ids=OPTION_IDS)
+def test_option(llama: LlamaForCausalLM, refused: Refused, name: str, value: Any, advice: str) -> None:
+    refused(llama, UnsupportedOptionError, (f"{name}={value!r}", advice), **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "advice"), OPTIONS, ids=OPTION_IDS)
+@pytest.mark.parametrize("place", ["argument", "model"])
+def test_option_in_a_config(
+    llama: LlamaForCausalLM,
+    refused: Refused,
+    name: str,
+    value: Any,
+    advice: str,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if place == "argument":
+        config = GenerationConfig()
+        setattr(config, name, value)
+        refused(llama, UnsupportedOptionError, (name, advice), generation_config=config)
+    else:
+        monkeypatch.setattr(llama.generation_config, name, value)
+        refused(llama, UnsupportedOptionError, (name, advice))
+
+
+@pytest.mark.parametrize("name", ["penalty_alpha", "prompt_lookup_num_tokens", "num_beams"])
+def test_custom_generate_refuses_too(llama: LlamaForCausalLM, name: str) -> None:
+    value = {"penalty_alpha": 0.6, "prompt_lookup_num_tokens": 3, "num_beams": 2}[name]
+    with pytest.raises(UnsupportedOptionError, match=name):
+        llama.generate(**ROW, custom_generate=SelfSpec(), **{name: value})
+
+
+def test_assistant_model(llama: LlamaForCausalLM, refused: Refused) -> None:
+    refused(llama, UnsupportedOptionError, ("assistant_model", "give one of the two"), assistant_model=llama)
+
+
+def test_custom_generate_beside_assistant(llama: LlamaForCausalLM, refused: Refused) -> None:
+    refused(llama, UnsupportedOptionError, ("custom_generate", "give one"), custom_generate=SelfSpec())
+
+
+def test_synced_gpus(llama: LlamaForCausalLM, refused: Refused) -> None:
+    refused(llama, UnsupportedOptionError, ("synced_gpus", "without `assistant`"), synced_gpus=True)
+
+
+def test_stop_strings_without_tokenizer(llama: LlamaForCausalLM, refused: Refused) -> None:
+    refused(llama, UnsupportedOptionError, ("stop_strings='x'", "tokenizer=tokenizer"), stop_strings="x")
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_prefill_chunk_size(llama: LlamaForCausalLM, refused: Refused, size: int) -> None:
+    words = ("generate(prefill_chunk_size)", "at least 1", f"got {size}")
+    refused(llama, SettingError, words, prefill_chunk_size=size)
+
+
+def test_stateful_processor(llama: LlamaForCausalLM, refused: Refused) -> None:
+    processor = lp.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, llama)
+    words = ("UnbatchedClassifierFreeGuidance", "Leave it out")
+    refused(llama, UnsupportedOptionError, words, logits_processor=[processor])
+
+
+CACHES: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+    "StaticCache": lambda model: StaticCache(config=model.config, max_cache_len=64),
+    "QuantizedCache": lambda model: object.__new__(QuantizedCache),
+    "offloaded DynamicCache": lambda model: DynamicCache(config=model.config, offloading=True),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_cache(llama: LlamaForCausalLM, refused: Refused, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An offloaded cache makes streams of the GPU, a quantized one needs a package for it: what they are is enough here.
+    monkeypatch.setattr(torch, "Stream", lambda *args, **kwargs: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
+    monkeypatch.setattr(QuantizedCache, "get_seq_length", lambda *args: 0)
+    words = (f"a KV cache of type {kind}", "pass a DynamicCache")
+    refused(llama, UnsupportedOptionError, words, past_key_values=CACHES[kind](llama))
+
+
+@pytest.mark.parametrize("inputs", [ROW, {"input_ids": ROW["input_ids"]}, BATCH], ids=["mask", "no mask", "batch"])
+def test_own_position_ids(llama: LlamaForCausalLM, refused: Refused, inputs: dict[str, torch.Tensor]) -> None:
+    positions = torch.arange(inputs["input_ids"].shape[1])[None] + 3
+    refused(llama, UnsupportedOptionError, ("position_ids", "Leave them out"), inputs, position_ids=positions)
+
+
+def test_usual_position_ids_are_fine(llama: LlamaForCausalLM) -> None:
+    positions = torch.arange(7)[None]
+    plain = llama.generate(**ROW, max_new_tokens=8)
+    assert torch.equal(llama.generate(**ROW, max_new_tokens=8, position_ids=positions, assistant=SelfSpec()), plain)
+
+
+def test_tensor_argument_of_the_model(llama: LlamaForCausalLM, refused: Refused) -> None:
+    refused(llama, UnsupportedOptionError, ("`labels`", "without `assistant`"), labels=ROW["input_ids"])
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+def test_empty_prompt(llama: LlamaForCausalLM, refused: Refused) -> None:
+    inputs = {"input_ids": torch.zeros(1, 0, dtype=torch.long)}
+    refused(llama, SettingError, ("the prompt is empty", "at least one token"), inputs)
+
+
+def test_empty_embeddings(llama: LlamaForCausalLM, refused: Refused) -> None:
+    refused(
+        llama, SettingError, ("the prompt is empty", "at least one token"), {"inputs_embeds": torch.zeros(1, 0, 64)}
+    )
+
+
+def test_fully_masked_row(llama: LlamaForCausalLM, refused: Refused) -> None:
+    mask = BATCH["attention_mask"].clone()
+    mask[1] = 0
+    words = ("the prompt of row 1 is empty", "at least one token")
+    refused(llama, SettingError, words, {"input_ids": BATCH["input_ids"], "attention_mask": mask})
+
+
+def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM, refused: Refused) -> None:
+    """A cache that already holds all of the prompt leaves nothing to go on from."""
+    output = llama.generate(**ROW, max_new_tokens=4, return_dict_in_generate=True)
+    inputs = {"input_ids": output.sequences[:, :-1]}
+    words = (
+        "the prompt is empty: 10 columns of input for a text of 10 tokens",
+        "10 are in the cache",
+        "Pass the whole text with at least one token",
+    )
+    refused(llama, SettingError, words, inputs, past_key_values=output.past_key_values)
+
+
+def test_prompt_beyond_the_positions(llama: LlamaForCausalLM, refused: Refused) -> None:
+    words = ("the prompt has 513 tokens", "512 positions", "Shorten the prompt")
+    refused(llama, SettingError, words, ragged_batch((513,)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "ragged batch"])
+def test_bad_logits(inputs: dict[str, torch.Tensor], bad: float) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[5] = bad
+    with pytest.raises(NumericalError, match=r"LlamaForCausalLM returned NaN or infinite logits\. Check the weights"):
+        model.generate(**inputs, max_new_tokens=8, assistant=SelfSpec())
+
+
+def test_bad_logits_of_the_draft_only() -> None:
+    """The skipped layers would have hidden it; a draft of NaN is no draft."""
+    model = tiny_llama()
+    tokens = model.generate(**ROW, max_new_tokens=8)[0, 7:].tolist()
+    broken: list[int] = []
+
+    def break_late(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        broken.append(args[0].shape[1])
+        return (args[0] * float("nan"),) if len(broken) == 3 else args
+
+    hook = model.lm_head.register_forward_pre_hook(break_late)
+    with pytest.raises(NumericalError, match="NaN"):
+        model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(draft=EarlyExit(3), stop=FixedLength(4)))
+    hook.remove()
+    assert model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec())[0, 7:].tolist() == tokens
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config).eval()
+
+
+def tiny_mamba() -> MambaForCausalLM:
+    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)).eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (tiny_t5, ("T5ForConditionalGeneration is an encoder-decoder", "needs a decoder-only model")),
+        (tiny_mamba, ("MambaForCausalLM is stateful", "without `assistant`")),
+    ],
+)
+def test_model(refused: Refused, build: Callable[[], PreTrainedModel], words: tuple[str, ...]) -> None:
+    refused(build(), UnsupportedModelError, words)
+
+
+def test_model_without_a_list_of_layers(refused: Refused) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32)).eval()
+    model.transformer.h = torch.nn.Sequential(*model.transformer.h)
+    words = ("GPT2LMHeadModel", "0 module lists", "register_architecture(")
+    refused(model, UnsupportedModelError, words)
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (EarlyExit(6), ("EarlyExit(layer=6)", "6 layers", "between 1 and 5")),
+        (EarlyExit(60), ("EarlyExit(layer=60)", "between 1 and 5")),
+        (SkipLayers(attention=[5]), ("SkipLayers(attention) names layer 5", "1 to 4 can be skipped")),
+        (SkipLayers(mlp=[2, 77]), ("SkipLayers(mlp) names layer 77", "1 to 4 can be skipped")),
+        (SkipLayers(attention=[], mlp=[]), ("skips nothing", "Name at least one block")),
+    ],
+    ids=str,
+)
+def test_block_that_does_not_exist(llama: LlamaForCausalLM, refused: Refused, draft: Any, words: Any) -> None:
+    refused(llama, SettingError, words, assistant=SelfSpec(draft=draft))
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("assistant", ["something", 3, EarlyExit(2), SelfSpec], ids=repr)
+def test_assistant_of_another_type(llama: LlamaForCausalLM, refused: Refused, assistant: Any) -> None:
+    refused(llama, SettingTypeError, ("takes a SelfSpec", repr(assistant), "assistant_model"), assistant=assistant)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: EarlyExit(0), SettingError, ("EarlyExit(layer)", "at least 1", "got 0")),
+        (lambda: EarlyExit(-1), SettingError, ("EarlyExit(layer)", "at least 1", "got -1")),
+        (lambda: EarlyExit("3"), SettingTypeError, ("EarlyExit(layer)", "whole number", "'3'")),
+        (lambda: EarlyExit(2.0), SettingTypeError, ("EarlyExit(layer)", "whole number", "2.0")),
+        (lambda: EarlyExit(True), SettingTypeError, ("EarlyExit(layer)", "whole number", "True")),
+        (lambda: SkipLayers(attention=[0]), SettingError, ("SkipLayers(attention=[0])", "layer 0 is never skipped")),
+        (lambda: SkipLayers(mlp=[-2]), SettingError, ("SkipLayers(mlp=[-2])", "start at 0")),
+        (lambda: SkipLayers(mlp="12"), SettingTypeError, ("SkipLayers(mlp)", "list of layer numbers", "'12'")),
+        (lambda: SkipLayers(mlp=3), SettingTypeError, ("SkipLayers(mlp)", "list of layer numbers", "3")),
+        (lambda: SkipLayers(attention=[1, "2"]), SettingTypeError, ("SkipLayers(attention)", "[1, '2']")),
+        (lambda: ConfidenceThreshold(0), SettingError, ("ConfidenceThreshold(threshold)", "between 0 and 1", "got 0")),
+        (lambda: ConfidenceThreshold(1), SettingError, ("ConfidenceThreshold(threshold)", "excluded", "got 1")),
+        (lambda: ConfidenceThreshold(float("nan")), SettingError, ("between 0 and 1", "nan")),
+        (lambda: ConfidenceThreshold("0.8"), SettingTypeError, ("must be a number between 0 and 1", "'0.8'")),
+        (lambda: FixedLength(0), SettingError, ("FixedLength(num_tokens)", "at least 1", "got 0")),
+        (lambda: FixedLength(2.5), SettingTypeError, ("FixedLength(num_tokens)", "whole number", "2.5")),
+        (lambda: TopKTree(((0.5, 2),)), SettingError, ("TopKTree(widths)", "[0.5]", "Example:")),
+        (lambda: TopKTree(((0.8, 2), (0.5, 3), (1.0, 1))), SettingError, ("confidences that rise", "[0.8, 0.5, 1.0]")),
+        (lambda: TopKTree(((0.5, 0), (1.0, 1))), SettingError, ("TopKTree(widths): k", "at least 1", "got 0")),
+        (lambda: TopKTree(5), SettingError, ("TopKTree(widths)", "pairs", "got 5", "Example:")),
+        (lambda: SelfSpec(draft="exit"), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'")),
+        (lambda: SelfSpec(draft=EarlyExit), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)")),
+        (lambda: SelfSpec(stop=0.8), SettingTypeError, ("SelfSpec(stop)", "ConfidenceThreshold(p)", "0.8")),
+        (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop)", "FixedLength(n)")),
+        (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree or None", "3")),
+        (lambda: SelfSpec(max_draft=0), SettingError, ("SelfSpec(max_draft)", "at least 1", "got 0")),
+        (lambda: SelfSpec(max_draft="9"), SettingTypeError, ("SelfSpec(max_draft)", "whole number", "'9'")),
+    ],
+)
+def test_setting(make: Callable[[], Any], error: type[SelfSpecError], words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_errors_are_what_python_programmers_catch() -> None:
+    assert issubclass(SettingError, ValueError)
+    assert issubclass(SettingTypeError, TypeError)
+    assert issubclass(UnsupportedModelError, ValueError)
+    assert issubclass(UnsupportedOptionError, ValueError)
+    assert issubclass(NumericalError, RuntimeError)
+
+
+# What others hand over ------------------------------------------------------------------------------------------------
+
+
+def test_stop_rule_that_returns_something_else(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(draft=EarlyExit(3), stop=lambda ids, logits, states: True)
+    with pytest.raises(SettingTypeError, match=r"stop rule .* BoolTensor \[1\].* got True"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=spec)
+
+
+def test_candidate_generator_that_changes_the_text(llama: LlamaForCausalLM) -> None:
+    from transformers.generation.candidate_generator import CandidateGenerator
+
+    class Forgetful(CandidateGenerator):
+        def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            return input_ids[:, 1:], None
+
+    with pytest.raises(SettingError, match=r"Forgetful\.get_candidates must return the given ids \[1, 8\] followed by"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(draft=Forgetful()))
+
+
+def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(SettingTypeError, match=r"only EarlyExit can draft on its own .* got SkipLayers"):
+        SelfSpec().candidate_generator(llama)

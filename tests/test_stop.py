@@ -1,0 +1,208 @@
+"""Stop rules: the shipped ones by hand, a user's own inside ``generate``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import VOCABULARY, ragged_batch, tiny_llama
+from transformers import LlamaForCausalLM
+
+from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError
+from hf_selfspec.stop import StopRule
+
+EXIT = 2
+
+
+def ask(rule: StopRule, logits: torch.Tensor) -> list[bool]:
+    rows = logits.shape[0]
+    return rule(torch.zeros(rows, 5, dtype=torch.long), logits, torch.zeros(rows, 8)).tolist()
+
+
+# Shipped rules by hand ---------------------------------------------------------------------------------------------
+
+
+def test_fixed_length_never_stops_by_what_it_sees() -> None:
+    assert ask(FixedLength(4), torch.tensor([[0.0, 0.0], [50.0, 0.0]])) == [False, False]
+    assert FixedLength(4).max_draft == 4
+
+
+def test_confidence_threshold_stops_below_the_top_probability() -> None:
+    # Top-1 probabilities 0.25, 0.6 and 0.9.
+    logits = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.6, 0.2, 0.1, 0.1], [0.05, 0.9, 0.05, 0.0]]).log()
+    assert ask(ConfidenceThreshold(0.5), logits) == [True, False, False]
+    assert ask(ConfidenceThreshold(0.7), logits) == [True, True, False]
+    assert ask(ConfidenceThreshold(0.95), logits) == [True, True, True]
+    assert ask(ConfidenceThreshold(), logits) == ask(ConfidenceThreshold(0.8), logits)
+
+
+def test_confidence_is_computed_in_full_precision() -> None:
+    # Softmax over many tokens: 4096 of e^0 beside one of e^9 leave 0.66 for the top.
+    logits = torch.zeros(1, 4097)
+    logits[0, 7] = 9.0
+    assert math.exp(9) / (math.exp(9) + 4096) == pytest.approx(0.664, abs=1e-3)
+    assert ask(ConfidenceThreshold(0.66), logits.bfloat16()) == [False]
+    assert ask(ConfidenceThreshold(0.67), logits.bfloat16()) == [True]
+
+
+# Settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 0.0, 1.0, -0.2, 1.5, math.nan, math.inf])
+def test_threshold_must_lie_between_0_and_1(threshold: float) -> None:
+    with pytest.raises(SettingError) as error:
+        ConfidenceThreshold(threshold)
+    assert f"ConfidenceThreshold(threshold) must lie between 0 and 1 (both excluded), got {threshold!r}" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize("threshold", [True, "0.5", None, [0.5], torch.tensor(0.5)], ids=repr)
+def test_threshold_must_be_a_number(threshold: object) -> None:
+    with pytest.raises(SettingTypeError) as error:
+        ConfidenceThreshold(threshold)
+    assert f"ConfidenceThreshold(threshold) must be a number between 0 and 1, got {threshold!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("FixedLength(num_tokens)", FixedLength),
+        ("SelfSpec(max_draft)", lambda count: SelfSpec(max_draft=count)),
+        ("EarlyExit(layer)", EarlyExit),
+    ],
+)
+def test_counts_start_at_1(name: str, make: Callable[[int], object], count: int) -> None:
+    with pytest.raises(SettingError) as error:
+        make(count)
+    assert f"{name} must be at least 1, got {count}" in str(error.value)
+
+
+@pytest.mark.parametrize("count", [True, 2.0, "2", None])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("FixedLength(num_tokens)", FixedLength),
+        ("SelfSpec(max_draft)", lambda count: SelfSpec(max_draft=count)),
+    ],
+)
+def test_counts_are_whole_numbers(name: str, make: Callable[[object], object], count: object) -> None:
+    with pytest.raises(SettingTypeError) as error:
+        make(count)
+    assert f"{name} must be a whole number of at least 1, got {count!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("stop", [None, 0.8, "fixed", FixedLength])
+def test_selfspec_refuses_what_is_no_rule(stop: object) -> None:
+    with pytest.raises(SettingTypeError) as error:
+        SelfSpec(stop=stop)
+    assert "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function" in str(error.value)
+    assert f"got {stop!r}" in str(error.value)
+
+
+# Rules inside generate ---------------------------------------------------------------------------------------------
+
+
+def always(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    return torch.ones(logits.shape[0], dtype=torch.bool)
+
+
+def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(logits.shape[0], dtype=torch.bool)
+
+
+def drafts_well() -> LlamaForCausalLM:
+    """A model whose layers from the exit on add nothing, so that every drafted token is kept."""
+    model = tiny_llama(layers=4)
+    with torch.no_grad():
+        for layer in model.model.layers[EXIT:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def generate(model: LlamaForCausalLM, stop: StopRule, new_tokens: int, max_draft: int = 25, **inputs: torch.Tensor):
+    spec = SelfSpec(draft=EarlyExit(EXIT), stop=stop, max_draft=max_draft)
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, assistant=spec)
+    assert spec.stats is not None
+    return ids, spec.stats
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_rule_never_drops_the_token_it_looked_at(rows: int) -> None:
+    # One token from the prompt, then two in each round: one drafted, one from verification.
+    inputs = ragged_batch((5, 9, 7)[:rows])
+    stats = generate(drafts_well(), always, new_tokens=1 + 2 * 4, **inputs)[1]
+    assert stats.rounds == 4 * rows
+    assert stats.drafted == stats.rounds
+    assert stats.accepted_lengths == Counter({1: 4 * rows})
+
+
+@pytest.mark.parametrize(
+    ("stop", "max_draft", "length"),
+    [(FixedLength(3), 25, 3), (FixedLength(5), 3, 3), (never, 3, 3), (never, 25, 11)],
+    ids=["fixed", "max_draft is shorter", "max_draft alone", "room alone"],
+)
+def test_length_of_drafts_that_no_token_ends(stop: StopRule, max_draft: int, length: int) -> None:
+    # 12 tokens after the first: three rounds of 3 + 1, or one round of 11 + 1.
+    stats = generate(drafts_well(), stop, new_tokens=13, max_draft=max_draft, **ragged_batch((5, 9)))[1]
+    assert stats.accepted_lengths == Counter({length: 2 * 12 // (length + 1)})
+    assert stats.drafted == 2 * 12 // (length + 1) * length
+
+
+def test_each_row_stops_by_itself() -> None:
+    def first_row_only(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([True, False])
+
+    stats = generate(drafts_well(), first_row_only, new_tokens=1 + 2 * 3, max_draft=2, **ragged_batch((5, 9)))[1]
+    assert stats.accepted_lengths == Counter({1: 3, 2: 2})
+    assert stats.drafted == 3 * 1 + 2 * 2
+
+
+class Recording:
+    """A user's own rule that keeps what it is shown."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
+        return torch.full((logits.shape[0],), self.answer)
+
+
+@pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
+def test_a_users_rule_sees_the_drafted_token_and_its_logits(llama: LlamaForCausalLM, lengths: tuple[int, ...]) -> None:
+    rule = Recording(answer=False)
+    stats = generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch(lengths))[1]
+    assert len(rule.calls) == stats.draft_steps
+    for input_ids, logits, hidden_states in rule.calls:
+        assert logits.shape == (len(lengths), VOCABULARY)
+        assert hidden_states.shape == (len(lengths), llama.config.hidden_size)
+        assert torch.equal(input_ids[:, -1], logits.argmax(-1))
+
+
+def test_a_users_rule_sees_the_state_of_the_exit_layer(llama: LlamaForCausalLM) -> None:
+    rule = Recording(answer=False)
+    generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch((6,)))
+    for input_ids, logits, hidden_states in rule.calls:
+        with torch.no_grad():
+            state = llama(input_ids[:, :-1], output_hidden_states=True).hidden_states[EXIT][:, -1]
+            torch.testing.assert_close(hidden_states, state, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits, llama.lm_head(llama.model.norm(state)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_users_rule_sees_the_text_of_rows_at_different_lengths(llama: LlamaForCausalLM) -> None:
+    rule, inputs = Recording(answer=True), ragged_batch((4, 9, 6))
+    ids, stats = generate(llama, rule, new_tokens=12, **inputs)
+    assert stats.accepted_lengths[0]
+    assert stats.accepted_lengths[1]
+    width = inputs["input_ids"].shape[1]
+    for input_ids, _, _ in rule.calls:
+        for row, output in enumerate(ids):
+            committed = input_ids[row, -1 - width : -1]
+            assert any(torch.equal(committed, piece) for piece in output.unfold(0, width, 1))

@@ -1,0 +1,430 @@
+"""Verification piece by piece: choosing a token, trees, walking a draft, processors, stopping criteria."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import permutations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import logits_process as lp
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
+from hf_selfspec.types import Draft, Text
+from hf_selfspec.verify.greedy import choose_greedy
+from hf_selfspec.verify.sampling import choose_sampled, draw_without_replacement
+from hf_selfspec.verify.scoring import Scorer, check_logits
+from hf_selfspec.verify.stopping import Stopper
+from hf_selfspec.verify.walk import verify
+
+ALMOST_ONE = 1 - 2**-30
+
+
+def fix_uniform(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    """The next calls of ``torch.rand`` return these."""
+    script = iter(values)
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.tensor(next(script), dtype=torch.float64))
+
+
+# Choosing one token ------------------------------------------------------------------------------------------------
+
+
+def orders(q: torch.Tensor, count: int) -> Iterator[tuple[list[int], float]]:
+    """Every sequence of ``count`` distinct tokens, with the probability of drawing it from ``q`` one after another."""
+    for drawn in permutations(range(len(q)), count):
+        probability, left = 1.0, 1.0
+        for token in drawn:
+            probability *= float(q[token]) / left if probability else 0.0
+            left -= float(q[token])
+        if probability > 0.0:
+            yield list(drawn), probability
+
+
+def exact_marginal(
+    p: torch.Tensor, q: torch.Tensor | None, drafts: list[tuple[list[int], float]], monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """Distribution of ``choose_sampled``'s token, by bisecting for the uniform numbers up to which it accepts."""
+    last_draw = []
+
+    def draw(residual: torch.Tensor, count: int) -> torch.Tensor:
+        last_draw[:] = [residual]
+        return torch.zeros(1, dtype=torch.long)
+
+    def accepted(drafted: list[int], *uniform: float) -> int | None:
+        fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
+        return choose_sampled(p.log(), drafted, q)[1]
+
+    monkeypatch.setattr(torch, "multinomial", draw)
+    marginal = torch.zeros(len(p))
+    for drafted, reached in drafts:
+        for index, token in enumerate(drafted):
+            rejections = [ALMOST_ONE] * index
+            low, high = 0.0, 1.0
+            while high - low > 1e-8:
+                middle = (low + high) / 2
+                low, high = (middle, high) if accepted(drafted, *rejections, middle) == index else (low, middle)
+            marginal[token] += reached * high
+            reached *= 1.0 - high
+        accepted(drafted)
+        if reached > 1e-6:
+            marginal += reached * last_draw[0]
+    return marginal
+
+
+def random_distribution(seed: int, zero: int) -> torch.Tensor:
+    logits = 1.5 * torch.randn(4, generator=torch.Generator().manual_seed(seed))
+    logits[zero] = -math.inf
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_sampled_token_has_the_distribution_p(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = random_distribution(seed, zero=0), random_distribution(seed + 10, zero=3)
+    marginal = exact_marginal(p, q, list(orders(q, count)), monkeypatch)
+    torch.testing.assert_close(marginal, p, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("drafted", [[2], [0], [1, 0, 2]])
+def test_named_tokens_leave_the_distribution_p(drafted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    p = random_distribution(0, zero=0)
+    marginal = exact_marginal(p, None, [(drafted, 1.0)], monkeypatch)
+    torch.testing.assert_close(marginal, p, rtol=0, atol=1e-5)
+
+
+def test_token_without_probability_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_uniform(monkeypatch, 0.0, 0.0)
+    p = torch.tensor([0.0, 0.0, 1.0])
+    assert choose_sampled(p.log(), [0, 1], torch.tensor([0.5, 0.4, 0.1])) == (2, None)
+
+
+def test_token_that_the_draft_could_not_draw_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Fewer tokens have a probability than siblings were asked for: the rest of the list is padding.
+    fix_uniform(monkeypatch, ALMOST_ONE, 0.0)
+    p, q = torch.tensor([0.2, 0.8]), torch.tensor([1.0, 0.0])
+    assert choose_sampled(p.log(), [0, 1], q) == (1, None)
+
+
+@pytest.mark.parametrize(("token", "q"), [(0, [0.5, 0.5, 0.0]), (2, [0.5, 0.5, 1e-9])])
+def test_rejection_without_residual_draws_from_p(token: int, q: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    # p and q are equal but for rounding; even then a token that p rules out must not come through.
+    fix_uniform(monkeypatch, 1.0)
+    p = torch.tensor([0.5, 0.5, 0.0])
+    assert choose_sampled(p.log(), [token], torch.tensor(q))[0] in (0, 1)
+
+
+def test_drawing_without_replacement_is_drawing_in_turn() -> None:
+    torch.manual_seed(0)
+    q, draws = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20000
+    drawn = draw_without_replacement(q.expand(draws, 5), 3)
+    expected = list(orders(q, 3))
+    observed = [int((drawn == torch.tensor(order)).all(1).sum()) for order, _ in expected]
+    assert sum(observed) == draws
+    assert chisquare(observed, [draws * probability for _, probability in expected], sum_check=False).pvalue > 1e-4
+
+
+def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
+    drawn = draw_without_replacement(torch.tensor([[0.0, 0.7, 0.3, 0.0]]), 4)[0].tolist()
+    assert sorted(drawn[:2]) == [1, 2]
+    assert sorted(drawn[2:]) == [0, 3]
+
+
+def test_greedy_token_confirms_a_drafted_one_or_none() -> None:
+    scores = torch.tensor([0.1, 3.0, 2.0])
+    assert choose_greedy(scores, [2, 1], None) == (1, 1)
+    assert choose_greedy(scores, [2, 0], None) == (1, None)
+    assert choose_greedy(scores, [], None) == (1, None)
+
+
+# Trees -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("confidence", "width"), [(0.01, 10), (0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.95, 3), (0.96, 1), (1.0, 1)]
+)
+def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
+    assert TopKTree().width(torch.tensor([confidence])) == width
+    assert TopKTree().width(torch.tensor([1.0, confidence])) == width
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ([(1.0, 3)], "must be a tuple of (confidence, k) pairs"),
+        (((1.0, 3, 2),), "must be a tuple of (confidence, k) pairs"),
+        ((), "rise from above 0 to 1, got []"),
+        (((0.8, 3), (0.5, 2), (1.0, 1)), "rise from above 0 to 1, got [0.8, 0.5, 1.0]"),
+        (((0.5, 3), (0.5, 2), (1.0, 1)), "rise from above 0 to 1"),
+        (((0.0, 3), (1.0, 1)), "rise from above 0 to 1"),
+        (((0.5, 3),), "rise from above 0 to 1"),
+        (((0.5, 3), (1.5, 1)), "rise from above 0 to 1"),
+        (((1.0, 0),), "k must be at least 1, got 0"),
+    ],
+)
+def test_tree_refuses_widths(widths: object, message: str) -> None:
+    with pytest.raises(SettingError) as error:
+        TopKTree(widths)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("width", [2.0, True, "3"])
+def test_tree_refuses_widths_that_are_not_whole_numbers(width: object) -> None:
+    with pytest.raises(SettingTypeError, match="k must be a whole number of at least 1, got "):
+        TopKTree(((1.0, width),))
+
+
+def tree_draft() -> Draft:
+    """A line of three nodes; 4 and 5 stand beside the first, 6 beside the third. Row 1 stopped after one token."""
+    return Draft(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), lengths=[3, 1], siblings=[[4, 5], [], [6]])
+
+
+def test_structure_of_a_tree() -> None:
+    draft = tree_draft()
+    assert draft.line == 3
+    assert draft.is_tree
+    assert draft.depths() == [0, 1, 2, 3, 1, 1, 3]
+    assert draft.parents() == [-1, 0, 1, 2, 0, 0, 2]
+    assert [draft.children(0, node) for node in range(7)] == [[1, 4, 5], [2], [3, 6], [], [], [], []]
+
+
+def test_nodes_after_a_rows_end_do_not_count() -> None:
+    assert [tree_draft().children(1, node) for node in range(7)] == [[1, 4, 5], [], [], [], [], [], []]
+
+
+def test_structure_of_a_line() -> None:
+    draft = Draft(torch.tensor([[7, 8]]), lengths=[2])
+    assert not draft.is_tree
+    assert draft.depths() == [0, 1, 2]
+    assert draft.parents() == [-1, 0, 1]
+    assert [draft.children(0, node) for node in range(3)] == [[1], [2], []]
+
+
+def test_structure_of_nothing() -> None:
+    draft = Draft(torch.empty(1, 0), lengths=[0])
+    assert (draft.line, draft.depths(), draft.parents(), draft.children(0, 0)) == (0, [0], [-1], [])
+
+
+# Walking a draft ---------------------------------------------------------------------------------------------------
+
+VOCABULARY = 10
+
+
+def text_of(*rows: list[int], width: int = 3) -> Text:
+    """A batch whose rows go on after a prompt of ``width`` columns; rows may differ in length."""
+    ids = torch.zeros(len(rows), max(map(len, rows)) + 8, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+    return Text(ids, [len(tokens) for tokens in rows], [0] * len(rows), width)
+
+
+def logits_for(*rows: list[int]) -> torch.Tensor:
+    """``[b, nodes, v]`` logits whose largest is at the given token of each node."""
+    return torch.nn.functional.one_hot(torch.tensor(rows), VOCABULARY).float()
+
+
+def walked(draft: Draft, logits: torch.Tensor, *criteria: StoppingCriteria, processors: tuple = ()) -> list:
+    text = text_of(*[[0, 0, 0]] * len(draft.lengths))
+    scorer = Scorer(LogitsProcessorList(processors), len(draft.lengths), do_sample=False)
+    return verify(text, draft, logits, scorer, Stopper(StoppingCriteriaList(criteria), None))
+
+
+def test_walk_follows_the_line_and_adds_the_full_models_token() -> None:
+    first, second = walked(Draft(torch.tensor([[1, 2], [1, 2]]), lengths=[2, 2]), logits_for([1, 2, 9], [1, 7, 9]))
+    assert (first.tokens, first.nodes, first.sources, first.stopped) == ([1, 2, 9], [1, 2, -1], [0, 1, 2], False)
+    assert (second.tokens, second.nodes, second.sources) == ([1, 7], [1, -1], [0, 1])
+
+
+def test_walk_goes_through_siblings_and_ends_there() -> None:
+    first, second = walked(tree_draft(), logits_for([1, 2, 6, 9, 9, 9, 8], [5, 9, 9, 9, 9, 8, 9]))
+    assert (first.tokens, first.nodes, first.sources) == ([1, 2, 6, 8], [1, 2, 6, -1], [0, 1, 2, 6])
+    assert (second.tokens, second.nodes, second.sources) == ([5, 8], [5, -1], [0, 5])
+
+
+def test_walk_does_not_go_past_a_rows_draft() -> None:
+    second = walked(tree_draft(), logits_for([9] * 7, [1, 2, 3, 9, 9, 9, 9]))[1]
+    assert (second.tokens, second.nodes) == ([1, 2], [1, -1])
+
+
+@pytest.mark.parametrize(
+    "criterion", [EosTokenCriteria(2), MaxLengthCriteria(5)], ids=["end-of-text token", "max_length"]
+)
+def test_walk_stops_inside_an_accepted_block(criterion: StoppingCriteria) -> None:
+    (verdict,) = walked(Draft(torch.tensor([[1, 2, 3]]), lengths=[3]), logits_for([1, 2, 3, 4]), criterion)
+    assert (verdict.tokens, verdict.nodes, verdict.stopped) == ([1, 2], [1, 2], True)
+
+
+class Recording(LogitsProcessor):
+    """Keeps the prefixes it is called with."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.prefixes += input_ids.tolist()
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_walk_gives_processors_each_positions_prefix(do_sample: bool) -> None:
+    processor, text = Recording(), text_of([0, 5], [0, 6, 7])
+    draft = Draft(torch.tensor([[1, 2], [3, 4]]), lengths=[2, 2])
+    scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample)
+    verify(text, draft, 1e4 * logits_for([1, 2, 9], [3, 8, 9]), scorer, Stopper(StoppingCriteriaList(), None))
+    assert processor.prefixes == [[0, 5], [0, 5, 1], [0, 5, 1, 2], [0, 6, 7], [0, 6, 7, 3]]
+
+
+# Processors --------------------------------------------------------------------------------------------------------
+
+PREFIX_FREE = [
+    lp.TemperatureLogitsWarper(0.7),
+    lp.TopKLogitsWarper(3),
+    lp.TopPLogitsWarper(0.6),
+    lp.MinPLogitsWarper(0.3),
+    lp.TypicalLogitsWarper(0.6),
+    lp.EpsilonLogitsWarper(0.1),
+    lp.EtaLogitsWarper(0.3),
+    lp.SuppressTokensLogitsProcessor([2, 4]),
+    lp.LogitNormalization(),
+    lp.InfNanRemoveLogitsProcessor(),
+]
+
+
+@pytest.mark.parametrize("processor", PREFIX_FREE, ids=lambda processor: type(processor).__name__)
+def test_scores_of_many_positions_are_those_of_each(processor: LogitsProcessor) -> None:
+    scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample=True)
+    logits = 3 * torch.randn(2, 4, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    assert scorer.prefix_free
+    scores = scorer.everywhere(logits)
+    for row in range(2):
+        for position in range(4):
+            alone = processor(torch.zeros(1, 5, dtype=torch.long), logits[row, position][None].clone())[0]
+            torch.testing.assert_close(scores[row, position], alone)
+
+
+class SubclassedTemperature(lp.TemperatureLogitsWarper):
+    """Might look at the prefix: only the exact classes are known not to."""
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [lp.RepetitionPenaltyLogitsProcessor(1.2), SubclassedTemperature(0.7), Recording()],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_other_processors_need_the_prefix(processor: LogitsProcessor) -> None:
+    assert not Scorer(LogitsProcessorList([lp.TopKLogitsWarper(3), processor]), 1, do_sample=True).prefix_free
+
+
+def test_scores_ahead_are_those_of_each_rows_prefix() -> None:
+    penalty = lp.RepetitionPenaltyLogitsProcessor(2.0)
+    scorer, text = Scorer(LogitsProcessorList([penalty]), 3, do_sample=True), text_of([0, 5], [0, 6, 7], [0, 8])
+    text.put_ahead(torch.tensor([1, 2, 3]), 0)
+    logits = torch.ones(3, VOCABULARY)
+    scores = scorer.ahead(text, 1, logits, [True, True, False])
+    assert [(row < 1).nonzero().flatten().tolist() for row in scores] == [[0, 1, 5], [0, 2, 6, 7], []]
+    assert torch.equal(logits, torch.ones(3, VOCABULARY))
+
+
+def test_a_processor_that_writes_into_its_scores_leaves_the_logits_alone() -> None:
+    def in_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.mul_(2.0)
+
+    scorer, text, logits = Scorer(LogitsProcessorList([in_place]), 2, True), text_of([0], [0]), torch.ones(2, 3)
+    assert scorer.row(0, text.prefix(0), logits[0]).tolist() == [2.0] * 3
+    assert scorer.ahead(text, 0, logits, [True, False]).tolist() == [[2.0] * 3, [1.0] * 3]
+    assert logits.tolist() == [[1.0] * 3] * 2
+
+
+def test_prefix_constraints_keep_their_batch_ids() -> None:
+    seen = []
+
+    def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
+        seen.append((batch_id, ids.tolist()))
+        return [batch_id, 7]
+
+    constraints = [
+        lp.PrefixConstrainedLogitsProcessor(allowed, num_beams=1),
+        lp.PrefixConstrainedLogitsProcessor(lambda batch_id, ids: [batch_id, 8], num_beams=1),
+    ]
+    scorer = Scorer(LogitsProcessorList([lp.TemperatureLogitsWarper(0.5), *constraints]), 3, do_sample=False)
+    for row in (2, 0):
+        scores = scorer.row(row, torch.tensor([[4, 5]]), torch.ones(VOCABULARY))
+        assert scores.isfinite().nonzero().flatten().tolist() == [row]
+        assert scores[row] == 2.0
+    assert seen == [(2, [4, 5]), (0, [4, 5])]
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
+def test_logits_that_cannot_be_chosen_from(bad: list[float]) -> None:
+    with pytest.raises(NumericalError, match="Tiny returned NaN or infinite logits"):
+        check_logits(torch.tensor([[0.0, 1.0], bad]), "Tiny")
+
+
+def test_ruled_out_tokens_are_fine() -> None:
+    check_logits(torch.tensor([[0.0, -math.inf]]), "Tiny")
+
+
+# Stopping criteria -------------------------------------------------------------------------------------------------
+
+
+class Watching(StoppingCriteria):
+    """Stops at a token, and keeps what it was shown."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.seen: list[tuple[list[list[int]], object]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        self.seen.append((input_ids.tolist(), scores))
+        return input_ids[:, -1] == self.token
+
+
+def stopper_of(*criteria: StoppingCriteria, scores: list | None = None) -> Stopper:
+    return Stopper(StoppingCriteriaList(criteria), scores)
+
+
+def stops(stopper: Stopper) -> list[list[bool]]:
+    """For each row whether it stops with its last token, with the first scratch token and with the second."""
+    text = text_of([0, 5], [0, 6, 7])
+    text.put_ahead(torch.tensor([1, 2]), 0)
+    text.put_ahead(torch.tensor([3, 4]), 1)
+    return [[stopper(text, row, ahead) for ahead in range(3)] for row in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("criteria", "expected"),
+    [
+        ([], [[False, False, False], [False, False, False]]),
+        ([MaxLengthCriteria(4)], [[False, False, True], [False, True, True]]),
+        ([EosTokenCriteria([1, 4])], [[False, True, False], [False, False, True]]),
+        ([Watching(2)], [[False, False, False], [False, True, False]]),
+        ([MaxLengthCriteria(5), EosTokenCriteria([1]), Watching(3)], [[False, True, True], [False, False, True]]),
+    ],
+    ids=["none", "max_length", "end-of-text tokens", "user's own", "all"],
+)
+def test_rows_stop_by_any_criterion(criteria: list[StoppingCriteria], expected: list[list[bool]]) -> None:
+    assert stops(stopper_of(*criteria)) == expected
+
+
+@pytest.mark.parametrize("scores", [None, [[], [torch.ones(VOCABULARY)]]])
+def test_a_users_criterion_sees_one_rows_prefix_and_scores(scores: list | None) -> None:
+    watching = Watching(9)
+    text = text_of([0, 5], [0, 6, 7])
+    text.put_one(1, 0, 3)
+    stopper_of(watching, scores=scores)(text, 1, 1)
+    ((ids, shown),) = watching.seen
+    assert ids == [[0, 6, 7, 3]]
+    assert shown is None if scores is None else shown == (scores[1][0],)
+
+
+def test_what_a_stopper_knows_beforehand() -> None:
+    text = text_of([0, 5], [0, 6, 7])
+    bounded = stopper_of(MaxLengthCriteria(8), EosTokenCriteria([1, 4]))
+    assert [bounded.room(text, row) for row in range(2)] == [6, 5]
+    assert (bounded.max_length, bounded.eos_tokens, bounded.has_eos) == (8, {1, 4}, True)
+    unbounded = stopper_of(Watching(1))
+    assert unbounded.room(text, 0) > 1_000_000
+    assert (unbounded.max_length, unbounded.eos_tokens, unbounded.has_eos) == (None, set(), False)
