@@ -91,7 +91,7 @@ class Decoder:
         nothing = Draft(self.text.ids[:, :0], [0] * self.text.batch_size)
         logits = self._prefill()
         self.stats.prefill_seconds = perf_counter() - started
-        self._commit(nothing, verify(self.text, nothing, logits[:, None], self.scorer, self.stopper), logits[:, None])
+        self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
         while not all(self._is_done(row) for row in range(self.text.batch_size)):
             room = [self._room(row) for row in range(self.text.batch_size)]
             begun = perf_counter()
@@ -99,9 +99,9 @@ class Decoder:
             drafted = perf_counter()
             logits = self._verify_pass(draft)
             verified = perf_counter()
-            verdicts = verify(self.text, draft, logits, self.scorer, self.stopper)
+            verdicts = self._judge(draft, logits)
             self._count(draft, room, drafted - begun, verified - drafted)
-            self._commit(draft, verdicts, logits)
+            self._commit(verdicts, logits)
             self.draft.update(self.text, verdicts, logits)
         if self.streamer is not None:
             self.streamer.end()
@@ -156,7 +156,11 @@ class Decoder:
 
     # Committing --------------------------------------------------------------------------------------------------
 
-    def _commit(self, draft: Draft, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+    def _judge(self, draft: Draft, logits: torch.Tensor) -> list[Verdict]:
+        done = [self._is_done(row) for row in range(self.text.batch_size)]
+        return verify(self.text, draft, logits, self.scorer, self.stopper, done, self.record.scores)
+
+    def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         together = self.target.padding is not None
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is drawn
         # again, so this is exact too.
@@ -188,17 +192,10 @@ class Decoder:
         self._stream()
 
     def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:
-        record = self.record
-        if record.logits is None and record.scores is None:
-            return
-        end = self.text.lengths[row]
-        for index, node in enumerate(verdict.sources[:count]):
-            at_node = logits[row, node]
-            if record.logits is not None:
-                record.logits[row].append(at_node.clone())
-            if record.scores is not None:
-                prefix = self.text.ids[row : row + 1, : end - count + index]
-                record.scores[row].append(self.scorer.row(row, prefix, at_node))
+        if self.record.logits is not None:
+            self.record.logits[row] += [logits[row, node].clone() for node in verdict.sources[:count]]
+        if self.record.scores is not None:
+            self.record.scores[row] += [scores.clone() for scores in verdict.scores[:count]]
 
     def _count(self, draft: Draft, room: list[int], draft_seconds: float, verify_seconds: float) -> None:
         self.stats.draft_seconds += draft_seconds
@@ -276,6 +273,11 @@ class Decoder:
         """Fills the cache that ``generate`` returns: everything but the last token."""
         total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
         counts = [self.generated(row) for row in range(self.text.batch_size)]
+        if min(counts) < max(counts) and self.target.padding is None:
+            # The last token of a row that ended before others belongs to the cache too; it has not been run yet.
+            self.target.step(
+                self.text.last_tokens(), self.text.roots(), head=False, capture=self.target.anatomy.num_layers
+            )
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
 
 

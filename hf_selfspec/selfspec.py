@@ -141,12 +141,17 @@ class SelfSpec:
         batch_size, width = input_ids.shape
         record = Record.of(generation_config, batch_size)
         scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
-        stopper = Stopper(stopping_criteria, record.scores)
+        stopper = Stopper(stopping_criteria)
         new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
         limits = Limits(self.stop, self.max_draft, self._tree(anatomy, prompt), stopper.eos_tokens)
         room = new_tokens + limits.longest
         target = Target(
-            model, anatomy, SpeculativeCache(len(past.layers), batch_size, prompt.width + room), prompt.padding
+            model,
+            anatomy,
+            SpeculativeCache(len(past.layers), batch_size, prompt.width + room),
+            prompt.padding,
+            prompt.holes,
+            None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
         )
         decoder = Decoder(
             target=target,
@@ -164,13 +169,13 @@ class SelfSpec:
         )
         if seen := past.get_seq_length():
             target.cache.take_in(past, prompt.past_columns(seen))
+        returned = generation_config.return_dict_in_generate
         with target.prepared():
             ids = decoder.run()
+            if returned or getattr(past, "_is_user_defined", False):
+                decoder.hand_back(past, ids)
         with self._learned.lock:
             self._learned.stats = decoder.stats
-        returned = generation_config.return_dict_in_generate
-        if returned or getattr(past, "_is_user_defined", False):
-            decoder.hand_back(past, ids)
         return decoder.output(ids, past) if returned else ids
 
     def _running(self, target: Target, plan: LayerPlan | None, limits: Limits, scorer: Scorer) -> RunningDraft:

@@ -142,12 +142,14 @@ class Verdict:
         nodes: for each token the draft node it confirms, or -1.
         stopped: a stopping criterion was met by the last token.
         sources: for each token the node whose logits chose it.
+        scores: for each token the scores ``[v]`` that it was chosen from, if they are recorded.
     """
 
     tokens: list[int]
     nodes: list[int]
     stopped: bool
     sources: list[int]
+    scores: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass

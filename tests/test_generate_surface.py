@@ -95,6 +95,14 @@ class PrefixShift(LogitsProcessor):
         return scores.scatter_add(1, favoured, torch.full(favoured.shape, 0.4))
 
 
+class RowShift(LogitsProcessor):
+    """Favours another token in each row of the batch."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        favoured = torch.tensor([[20], [30], [40]])[: len(scores)]
+        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 0.2) * (input_ids[:, -1:] % 3))
+
+
 def every_third(batch_id: int, ids: torch.Tensor) -> list[int]:
     """Allows a third of the vocabulary, another one for each row and last token."""
     return list(range(2 + (batch_id + int(ids[-1])) % 3, VOCABULARY, 3))
@@ -119,6 +127,7 @@ PROCESSORS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "encoder_repetition_penalty": lambda text: {"encoder_repetition_penalty": 1.5},
     "encoder_no_repeat_ngram_size": lambda text: {"encoder_no_repeat_ngram_size": 1},
     "custom": lambda text: {"logits_processor": [PrefixShift()]},
+    "custom, by row": lambda text: {"logits_processor": [RowShift()]},
     "several": lambda text: {
         "logits_processor": [PrefixShift()],
         "repetition_penalty": 1.2,
@@ -232,6 +241,24 @@ def test_custom_criterion_in_the_middle_of_an_accepted_block(
     criterion = AtLength({tuple(row): width + middle for row, middle in zip(rows, middles, strict=True)})
     ours, plain = both(llama, spec, inputs, stopping_criteria=[criterion], eos_token_id=eos)
     assert plain.shape[1] == width + max(middles)
+    assert torch.equal(ours, plain)
+
+
+class RowEnds(StoppingCriteria):
+    """Another last token for each row of the batch."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self.ends = torch.tensor(ends)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.ends
+
+
+def test_criterion_that_knows_the_rows(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    inputs = PROMPTS["ragged batch"]
+    ends = [row[END + 3 * index] for index, row in enumerate(new_tokens(llama, inputs))]
+    ours, plain = both(llama, spec, inputs, stopping_criteria=[RowEnds(ends)], eos_token_id=50)
+    assert plain.shape[1] < inputs["input_ids"].shape[1] + 24
     assert torch.equal(ours, plain)
 
 
@@ -477,8 +504,11 @@ def test_returned_cache_is_what_plain_generate_leaves(chat_model: PreTrainedMode
 
 
 @pytest.mark.parametrize("return_dict", [False, True])
-def test_own_cache_object_is_filled_in_place(chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool) -> None:
-    cache = DynamicCache(config=chat_model.config)
+@pytest.mark.parametrize("sized", [False, True], ids=["without config", "with config"])
+def test_own_cache_object_is_filled_in_place(
+    chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool
+) -> None:
+    cache = DynamicCache(config=chat_model.config) if sized else DynamicCache()
     output = turn(chat_model, EXIT, inputs, past_key_values=cache, return_dict_in_generate=return_dict)
     assert_mixed(EXIT)
     ids = output.sequences if return_dict else output
@@ -572,8 +602,10 @@ class LastSeen(CandidateGenerator):
 
     def __init__(self) -> None:
         self.matches: list[int] = []
+        self.seen = torch.empty(1, 0)
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        self.seen = input_ids
         earlier = (input_ids[0, :-1] == input_ids[0, -1]).nonzero()
         if not len(earlier):
             return input_ids, None
@@ -581,10 +613,15 @@ class LastSeen(CandidateGenerator):
         return torch.cat([input_ids, input_ids[:, start : start + 4]], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        before = self.seen.shape[1]
+        assert input_ids.shape[1] == before + num_matches + 1
+        assert torch.equal(input_ids[:, :before], self.seen)
         self.matches.append(num_matches)
 
 
-def test_own_candidate_generator(llama: LlamaForCausalLM, inputs: Inputs) -> None:
+@pytest.mark.parametrize("padding", [0, 3])
+def test_own_candidate_generator(llama: LlamaForCausalLM, inputs: Inputs, padding: int) -> None:
+    inputs = {name: torch.nn.functional.pad(value, (padding, 0)) for name, value in inputs.items()}
     draft = LastSeen()
     spec = SelfSpec(draft=draft)
     ours, plain = both(llama, spec, inputs, max_new_tokens=60)

@@ -55,6 +55,11 @@ def peak(final_norm: torch.nn.Module) -> None:
 def llama() -> LlamaForCausalLM:
     model = tiny_llama(layers=4, vocabulary=VOCABULARY, factor=1.5, seed=4)
     peak(model.model.norm)
+    # Attention that is far from uniform and weighs in, so that a wrong context shows.
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for name, factor in (("q_proj", 10.0), ("k_proj", 10.0), ("v_proj", 1.5), ("o_proj", 1.5)):
+                getattr(layer.self_attn, name).weight.mul_(factor)
     return model
 
 

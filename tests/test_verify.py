@@ -264,7 +264,7 @@ class Recording(LogitsProcessor):
         self.prefixes: list[list[int]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.prefixes += input_ids.tolist()
+        self.prefixes.append(input_ids[-1].tolist())
         return scores
 
 
@@ -375,10 +375,10 @@ class Watching(StoppingCriteria):
 
     def __init__(self, token: int) -> None:
         self.token = token
-        self.seen: list[tuple[list[list[int]], object]] = []
+        self.seen: list[tuple[list[int], object]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        self.seen.append((input_ids.tolist(), scores))
+        self.seen.append((input_ids[-1].tolist(), scores))
         return input_ids[:, -1] == self.token
 
 
@@ -416,7 +416,7 @@ def test_a_users_criterion_sees_one_rows_prefix_and_scores(scores: list | None) 
     text.put_one(1, 0, 3)
     stopper_of(watching, scores=scores)(text, 1, 1)
     ((ids, shown),) = watching.seen
-    assert ids == [[0, 6, 7, 3]]
+    assert ids == [0, 6, 7, 3]
     assert shown is None if scores is None else shown == (scores[1][0],)
 
 

@@ -67,5 +67,6 @@ class CandidateDraft:
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Tells the generator how its tokens fared, in batches of one as its interface has it."""
         if text.batch_size == 1:
-            matches = sum(node >= 0 for node in verdicts[0].nodes)
-            self.generator.update_candidate_strategy(text.prefix(0), logits, matches)
+            start = max(0, -text.base[0])
+            matches = len(verdicts[0].tokens) - 1
+            self.generator.update_candidate_strategy(text.prefix(0)[:, start:], logits, matches)

@@ -2,8 +2,9 @@
 
 Verification runs a few tokens at once. There the BLAS behind ``torch.nn.functional.linear`` packs the whole weight
 matrix before it multiplies, so that two to eight tokens take twice as long as one. Weights that fit the processor's
-cache are faster as the left-hand side; oneDNN, which torch carries as well, streams larger ones once. (One core of an
-AMD EPYC, 704 x 256 weights: 129 µs -> 72 µs for 5 tokens; 2752 x 1024: 1285 µs -> 919 µs, and 613 µs -> 463 µs for one.)
+cache are faster as the left-hand side; oneDNN, which torch carries as well, streams larger ones once. (One core of
+an AMD EPYC, 704 x 256 weights: 129 µs -> 72 µs for 5 tokens; 2752 x 1024: 1285 µs -> 919 µs, and 613 µs -> 463 µs for
+one.)
 bfloat16 goes through oneDNN anyway, and GPUs have no such step.
 """
 

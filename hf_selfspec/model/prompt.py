@@ -11,6 +11,37 @@ from transformers.cache_utils import Cache
 from ..errors import SettingError, UnsupportedOptionError
 
 
+@dataclass(frozen=True)
+class Holes:
+    """Masked columns between tokens, which sliding windows count as ``generate`` does.
+
+    Attributes:
+        coordinates: ``[b, n]`` column of the token in each slot of the prompt, counted from the row's first token.
+        counts: tokens of each row's prompt.
+        masked: masked columns of each row after its first token.
+    """
+
+    coordinates: torch.Tensor
+    counts: torch.Tensor
+    masked: torch.Tensor
+
+    @classmethod
+    def of(cls, valid: torch.Tensor) -> Holes | None:
+        """The holes of a mask ``[b, m]``, ``None`` where all tokens of each row stand together at its end."""
+        counts = valid.sum(1, keepdim=True)
+        first = valid.int().argmax(1, keepdim=True)
+        masked = valid.shape[1] - first - counts
+        if not masked.any():
+            return None
+        return cls(_front(valid) - first, counts, masked)
+
+    def at(self, slots: torch.Tensor) -> torch.Tensor:
+        """Coordinates of ``slots`` ``[b or 1, s]``."""
+        slots = slots.expand(self.counts.shape[0], -1)
+        prompt = self.coordinates.gather(1, slots.clamp(max=self.coordinates.shape[1] - 1))
+        return torch.where(slots < self.counts, prompt, slots + self.masked)
+
+
 @dataclass
 class Prompt:
     """The prompts of a batch, aligned left.
@@ -23,6 +54,7 @@ class Prompt:
         width: columns of the prompt as the attention mask counts them, earlier cache included.
         valid: ``[b, width]`` which columns hold tokens, ``None`` for all.
         padding: the mask, where rows must stay left-padded (see :class:`Target`).
+        holes: masked columns between tokens, ``None`` for none.
     """
 
     tokens: torch.Tensor
@@ -32,6 +64,7 @@ class Prompt:
     width: int
     valid: torch.Tensor | None
     padding: torch.Tensor | None
+    holes: Holes | None = None
 
     @classmethod
     def of(
@@ -102,6 +135,7 @@ class Prompt:
             width=width,
             valid=valid,
             padding=None,
+            holes=Holes.of(valid),
         )
 
     def past_columns(self, seen: int) -> torch.Tensor | None:
@@ -116,7 +150,7 @@ class Prompt:
         prompt = torch.where(self.valid, ranks, -1)
         ends = self.valid.sum(1, keepdim=True)
         after = torch.arange(total - self.width, device=prompt.device)[None]
-        known = torch.tensor(generated, device=prompt.device)[:, None] - 1
+        known = torch.tensor(generated, device=prompt.device)[:, None]
         return torch.cat([prompt, torch.where(after < known, ends + after, -1)], dim=1)
 
 

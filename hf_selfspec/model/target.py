@@ -17,6 +17,7 @@ from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import ForwardPass, LayerPlan, obeying, partial_forwards
+from .prompt import Holes
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class Target:
         cache: where its keys and values go.
         padding: ``[b, m]`` attention mask of the prompt where rows must stay left-padded because the model cannot
             take rows at different lengths (``anatomy.ragged`` is false), else ``None``.
+        holes: masked columns inside the prompts, ``None`` for none.
+        last_positions: for each row the last position that its text can reach, ``None`` if there is no end. Rows that
+            ride along behind it must not ask for a position embedding that does not exist.
     """
 
     def __init__(
@@ -73,11 +77,15 @@ class Target:
         anatomy: Anatomy,
         cache: SpeculativeCache,
         padding: torch.Tensor | None = None,
+        holes: Holes | None = None,
+        last_positions: list[int] | None = None,
     ) -> None:
         self.model = model
         self.anatomy = anatomy
         self.cache = cache
         self.padding = padding
+        self.holes = holes
+        self.last_positions = last_positions
         self.full_plan = LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -115,7 +123,7 @@ class Target:
         ends = torch.tensor(sorted({length - 1 for length in lengths}), device=tokens.device)
         keep = ends if ragged else 1
         # One length and nothing in the cache: the mask that plain `generate` would use, often none at all.
-        simple = not ragged and max(cursors) == 0
+        simple = not ragged and max(cursors) == 0 and self.holes is None
         logits = self._call(
             self.model, tokens, cursors, LayerPlan(self.anatomy.num_layers), keep=keep, simple=simple, extra=extra
         )[0].logits
@@ -202,7 +210,7 @@ class Target:
             kwargs["attention_mask"] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
         if self._takes_positions:
-            kwargs["position_ids"] = positions
+            kwargs["position_ids"] = self._existing(positions, cursors)
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = keep
         if extra:
@@ -214,13 +222,19 @@ class Target:
         self.forward_seconds += perf_counter() - begun
         return output, run
 
+    def _existing(self, positions: torch.Tensor, cursors: list[int]) -> torch.Tensor:
+        last, s = self.last_positions, positions.shape[1]
+        if last is None or all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
+            return positions
+        return positions.minimum(torch.tensor(last, device=positions.device)[:, None])
+
     def _geometry(self, positions: torch.Tensor, cursors: list[int], nodes: Nodes | None, first_node: int) -> Geometry:
         device = positions.device
         b, s = positions.shape
         length = max(cursors) + s
         keys = torch.arange(length, device=device)[None]
         if nodes is None:
-            return Geometry(positions, keys)
+            return Geometry(self._coordinates(positions), self._coordinates(keys))
         # Slots of the tree: from each row's first node on, one for each node in order.
         t = len(nodes.depths)
         slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(t, device=device)
@@ -229,7 +243,10 @@ class Target:
         visible = torch.ones(b, s, length, dtype=torch.bool, device=device)
         ancestry = nodes.ancestry(device)[first_node:]
         visible.scatter_(2, slots[:, None].expand(b, s, t), ancestry.expand(b, s, t))
-        return Geometry(positions, keys, visible)
+        return Geometry(self._coordinates(positions), self._coordinates(keys), visible)
+
+    def _coordinates(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions if self.holes is None else self.holes.at(positions)
 
     def _padded_mask(self, length: int) -> torch.Tensor:
         assert self.padding is not None

@@ -38,6 +38,7 @@ class Scorer:
         self._empty = len(processors) == 0
         self._all = processors
         self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
+        self._batch_size = batch_size
 
     def everywhere(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds."""
@@ -49,7 +50,9 @@ class Scorer:
 
     def row(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores ``[v]`` of one row's logits ``[v]`` after ``prefix`` ``[1, s]``."""
-        return self._rows[row](prefix, logits[None].clone())[0]
+        # Many processors know their batch by its size and a row by its place, so each place gets a copy.
+        copies = self._batch_size
+        return self._rows[row](prefix.expand(copies, -1), logits.expand(copies, -1).clone())[row]
 
     def ahead(self, text: Text, ahead: int, logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
         """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``ahead`` scratch columns, for the wanted rows."""
@@ -63,7 +66,7 @@ class Scorer:
 
 
 def _for_row(processors: lp.LogitsProcessorList, row: int, batch_size: int) -> lp.LogitsProcessorList:
-    """The processors for calls with one row at a time: those that count rows must go on seeing the right number."""
+    """The processors for one row at a time: a prefix function must not be asked about copies in other rows."""
     if batch_size == 1 or not any(isinstance(p, lp.PrefixConstrainedLogitsProcessor) for p in processors):
         return processors
     return lp.LogitsProcessorList(

@@ -17,28 +17,33 @@ class Stopper:
 
     Args:
         criteria: the list that ``generate`` prepared.
-        scores: for each row the scores recorded so far, where ``generate`` was asked to return them (criteria may look
-            at them), else ``None``.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, scores: list[list[torch.Tensor]] | None) -> None:
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.max_length: int | None = criteria.max_length
         self.eos_tokens: frozenset[int] = frozenset(
             int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
-        self._scores = scores
 
-    def __call__(self, text: Text, row: int, ahead: int) -> bool:
-        """Whether ``row`` ends with its ``ahead``-th scratch token."""
+    def __call__(self, text: Text, row: int, ahead: int, scores: list[torch.Tensor] | None) -> bool:
+        """Whether ``row`` ends with its ``ahead``-th scratch token.
+
+        Args:
+            text: the batch.
+            row, ahead: which token.
+            scores: the row's scores ``[v]`` of all tokens so far, where ``generate`` was asked to return them.
+        """
         length = text.lengths[row] + ahead
         done = self.max_length is not None and length >= self.max_length
         if self.eos_tokens and not done:
             done = int(text.ids[row, length - 1]) in self.eos_tokens
         if self._others and not done:
-            scores = None if self._scores is None else tuple(self._scores[row])
-            done = bool(self._others(text.prefix(row, ahead), scores).all())
+            # A criterion may know a row by its place in the batch, so each place gets a copy.
+            copies = text.batch_size
+            kept = None if scores is None else tuple(score.expand(copies, -1) for score in scores)
+            done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), kept)[row])
         return done
 
     def room(self, text: Text, row: int) -> int:

@@ -11,7 +11,15 @@ from .scoring import Scorer
 from .stopping import Stopper
 
 
-def verify(text: Text, draft: Draft, logits: torch.Tensor, scorer: Scorer, stopper: Stopper) -> list[Verdict]:
+def verify(
+    text: Text,
+    draft: Draft,
+    logits: torch.Tensor,
+    scorer: Scorer,
+    stopper: Stopper,
+    done: list[bool],
+    scores_so_far: list[list[torch.Tensor]] | None,
+) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
 
     Args:
@@ -20,6 +28,8 @@ def verify(text: Text, draft: Draft, logits: torch.Tensor, scorer: Scorer, stopp
         logits: ``[b, t + 1, v]`` the full model's logits at the last token and at each drafted one.
         scorer: logits processors; the tokens are chosen from its scores.
         stopper: stopping criteria, tested after each token; the walk ends where one is met.
+        done: rows that have ended; their verdict is empty.
+        scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
 
     Returns:
         A verdict for each row.
@@ -32,11 +42,15 @@ def verify(text: Text, draft: Draft, logits: torch.Tensor, scorer: Scorer, stopp
     verdicts = []
     for row in range(text.batch_size):
         verdict = Verdict([], [], False, [])
+        verdicts.append(verdict)
+        if done[row]:
+            continue
+        seen = None if scores_so_far is None else list(scores_so_far[row])
         node: int | None = 0
         while node is not None:
             children = draft.children(row, node)
             candidates = [drafted[row][child - 1] for child in children]
-            if best is not None:
+            if best is not None and seen is None:
                 token = best[row][node]
                 index = candidates.index(token) if token in candidates else None
             else:
@@ -46,13 +60,15 @@ def verify(text: Text, draft: Draft, logits: torch.Tensor, scorer: Scorer, stopp
                     at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits[row, node])
                 q = draft.q[row, node] if draft.q is not None and children else None
                 token, index = choose(at_node, candidates, q)
+                if seen is not None:
+                    seen.append(at_node)
+                    verdict.scores.append(at_node)
             verdict.sources.append(node)
             text.put_one(row, len(verdict.tokens), token)
             verdict.tokens.append(token)
             node = None if index is None else children[index]
             verdict.nodes.append(-1 if node is None else node)
-            verdict.stopped = stopper(text, row, len(verdict.tokens))
+            verdict.stopped = stopper(text, row, len(verdict.tokens), seen)
             if verdict.stopped:
                 break
-        verdicts.append(verdict)
     return verdicts
