@@ -15,14 +15,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
+from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
 
 PROMPTS = (
-    'def read_text(path, encoding="utf-8"):\n    """Return the contents of a file."""\n',
-    "class TestParser(unittest.TestCase):\n    def setUp(self):\n",
-    "def __init__(self, name, default=None, *, required=False):\n",
-    'def main(args=None):\n    parser = argparse.ArgumentParser(description="',
+    'def read_text(path, encoding="utf-8"):',
+    "class OrderedSet(collections.abc.MutableSet):",
+    "def __init__(self, name, default=None, *, required=False):",
+    "def main(args=None):",
 )
+# Found by trying each block of the demo model alone: together these ten of its 24 blocks matter little.
+SKIPPED = SkipLayers(attention=[1, 2, 3, 5, 7], mlp=[2, 3, 4, 5, 6])
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
@@ -69,8 +71,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     layers = model.config.num_hidden_layers
     specs = {
+        "ten blocks skipped": SelfSpec(draft=SKIPPED, stop=ConfidenceThreshold(0.7)),
         f"early exit at {layers // 2}/{layers}": SelfSpec(draft=EarlyExit(layers // 2), stop=FixedLength(2)),
-        "three blocks skipped": SelfSpec(draft=SkipLayers(attention=[layers - 2], mlp=[layers - 3, layers - 4])),
     }
     timed(model, dict(tokenizer("def", return_tensors="pt")), 8)
     for name, spec in specs.items():
@@ -84,7 +86,7 @@ def main() -> None:
             if not torch.equal(ids, expected):
                 raise SystemExit("the tokens differ from plain generate: please report this")
             stats.append(spec.stats)
-            if name.startswith("early"):
+            if name.startswith("ten"):
                 new = ids[0, inputs["input_ids"].shape[1] :].tolist()
                 print(prompt + marked(tokenizer, new, spec.stats.from_draft[0], not args.no_color) + "\n" + "-" * 80)
         report(name, stats, plain_seconds, our_seconds, args.tokens)

@@ -1,0 +1,467 @@
+"""Train the small Llama-type demo model on Python's own standard library, on a CPU.
+
+The corpus is the ``*.py`` source of the standard library of the interpreter that runs this script, so nothing is
+downloaded. A byte-level BPE is trained on it, then a ``LlamaForCausalLM`` from a config, with the stock ``Trainer``::
+
+    python examples/train_demo_model.py                                # the shipped model
+    python examples/train_demo_model.py --steps 2 --output trial       # the whole way in two steps
+
+On one core of an AMD EPYC with AVX-512 bfloat16 (``--threads 1``) the first takes about an hour and the second less
+than a minute. A run that was stopped continues from its last checkpoint when the same command is given again. The
+result is a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, with a model card that states what was
+measured.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import platform
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from torch.utils.data import Dataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+logger = logging.getLogger("train_demo_model")
+
+END_OF_TEXT = "<|endoftext|>"
+SKIPPED_FOLDERS = {"dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+# Tables written by a program, and the build's own settings (which hold paths of the machine that built Python).
+SKIPPED_FILES = ("_sysconfigdata*.py", "config-*/*.py", "html/entities.py", "keyword.py", "stringprep.py", "token.py")
+HELD_OUT_ONE_IN = 25
+MONITORING_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the trained weights, apart from the corpus and the library versions.
+
+    Attributes:
+        steps: Optimiser steps.
+        layers: Decoder layers.
+        width: Model width; the MLP is 8/3 times as wide, rounded up to a multiple of 64.
+        heads: Query heads.
+        key_value_heads: Key and value heads (grouped-query attention); divides ``heads``.
+        vocabulary: Size of the byte-level BPE vocabulary, the end-of-text token included.
+        context: Tokens per training sequence and longest supported position.
+        initializer_range: Standard deviation of the initial matrices, near one over the root of ``width``.
+        batch_size: Sequences per step; a corpus this small is learnt best in many small steps.
+        learning_rate: Peak learning rate of AdamW; linear warm-up, then a cosine down to a tenth of it.
+        warmup_steps: Steps of the warm-up, at most a tenth of ``steps``.
+        adam_beta2: Decay of AdamW's second moment; near 1 because single batches are small.
+        weight_decay: Decoupled weight decay of the matrices; norms have none.
+        seed: Seed of the initial weights and of the order of the sequences.
+        fp32: Compute in float32 rather than in bfloat16 autocast.
+    """
+
+    steps: int = 11500
+    layers: int = 12
+    width: int = 192
+    heads: int = 4
+    key_value_heads: int = 2
+    vocabulary: int = 4096
+    context: int = 512
+    initializer_range: float = 0.06
+    batch_size: int = 1
+    learning_rate: float = 1.5e-3
+    warmup_steps: int = 300
+    adam_beta2: float = 0.99
+    weight_decay: float = 0.1
+    seed: int = 0
+    fp32: bool = False
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The standard library's sources, split by file.
+
+    Attributes:
+        training: Text of each training file.
+        held_out: Text of each held-out file.
+        digest: SHA-256 over all paths and texts: two machines with the same digest train on the same bytes.
+    """
+
+    training: list[str]
+    held_out: list[str]
+    digest: str
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Mean held-out loss of the saved model.
+
+    Attributes:
+        loss: Nats per token.
+        bytes_per_token: UTF-8 bytes of held-out text that one token stands for on average.
+    """
+
+    loss: float
+    bytes_per_token: float
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity per token."""
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss in a unit that does not depend on the tokenizer."""
+        return self.loss / math.log(2) / self.bytes_per_token
+
+
+class Blocks(Dataset[dict[str, torch.Tensor]]):
+    """Token blocks of one length, in the form the Trainer takes.
+
+    Args:
+        blocks: Token ids, shape (number of blocks, s).
+    """
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        block = self.blocks[index]
+        return {"input_ids": block, "labels": block}
+
+
+def corpus_files(library: Path) -> Iterator[Path]:
+    """Yield the standard library's hand-written sources as paths relative to ``library``, in a fixed order."""
+    relative_paths = (path.relative_to(library) for path in library.rglob("*.py"))
+    for path in sorted(relative_paths, key=lambda path: path.as_posix()):
+        if SKIPPED_FOLDERS.isdisjoint(path.parts) and not any(path.match(pattern) for pattern in SKIPPED_FILES):
+            yield path
+
+
+def is_held_out(path: Path) -> bool:
+    """Whether a file is kept from training, decided by its name alone so that every machine agrees."""
+    return zlib.crc32(path.as_posix().encode()) % HELD_OUT_ONE_IN == 0
+
+
+def read_corpus(library: Path) -> Corpus:
+    """Read and split the sources below ``library``; files that are empty or not UTF-8 are left out."""
+    training: list[str] = []
+    held_out: list[str] = []
+    digest = hashlib.sha256()
+    for path in corpus_files(library):
+        try:
+            text = (library / path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if not text.strip():
+            continue
+        (held_out if is_held_out(path) else training).append(text)
+        digest.update(f"{path.as_posix()}\0{text}\0".encode())
+    return Corpus(training, held_out, digest.hexdigest())
+
+
+def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+    """Train a byte-level BPE; any text can be encoded, and decoding gives the same text back."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_or_train_tokenizer(file: Path, texts: list[str], recipe: Recipe) -> PreTrainedTokenizerFast:
+    """Return the tokenizer an earlier run left in ``file``, else train one and leave it there."""
+    if file.exists():
+        tokenizer = Tokenizer.from_file(str(file))
+    else:
+        tokenizer = train_tokenizer(texts, recipe.vocabulary)
+        tokenizer.save(str(file))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=recipe.context,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """Encode texts into one row of token ids, shape (n,), each text followed by the end-of-text token."""
+    encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    end_of_text = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    return torch.tensor([token for encoding in encodings for token in (*encoding.ids, end_of_text)])
+
+
+def cut(tokens: torch.Tensor, context: int) -> torch.Tensor:
+    """Cut a row of tokens into consecutive blocks, shape (number of blocks, context); the remainder is dropped."""
+    return tokens[: len(tokens) // context * context].view(-1, context)
+
+
+def build_model(recipe: Recipe, end_of_text: int) -> LlamaForCausalLM:
+    """Build the untrained model, in float32."""
+    config = LlamaConfig(
+        vocab_size=recipe.vocabulary,
+        hidden_size=recipe.width,
+        intermediate_size=math.ceil(recipe.width * 8 / 3 / 64) * 64,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.key_value_heads,
+        max_position_embeddings=recipe.context,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+        pad_token_id=end_of_text,
+    )
+    return LlamaForCausalLM(config)
+
+
+def training_arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
+    """Translate the recipe into the Trainer's settings."""
+    return TrainingArguments(
+        output_dir=str(checkpoints),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch_size,
+        per_device_eval_batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        warmup_steps=min(recipe.warmup_steps, recipe.steps // 10),
+        weight_decay=recipe.weight_decay,
+        adam_beta2=recipe.adam_beta2,
+        optim="adamw_torch_fused",
+        bf16=not recipe.fp32,
+        use_cpu=True,
+        seed=recipe.seed,
+        logging_steps=100,
+        eval_strategy="steps",
+        eval_steps=1000,
+        save_steps=500,
+        save_total_limit=2,
+        report_to="none",
+    )
+
+
+def train_model(
+    recipe: Recipe, end_of_text: int, training_blocks: torch.Tensor, held_out_blocks: torch.Tensor, checkpoints: Path
+) -> LlamaForCausalLM:
+    """Train a model by ``recipe``, going on from the last checkpoint if there is one.
+
+    Args:
+        recipe: What to train.
+        end_of_text: Id of the end-of-text token.
+        training_blocks: Token ids, shape (number of blocks, s).
+        held_out_blocks: Token ids, shape (number of blocks, s); some of them are evaluated now and then.
+        checkpoints: The Trainer's folder.
+    """
+    last_checkpoint = get_last_checkpoint(str(checkpoints))
+    if last_checkpoint is not None:
+        state = TrainerState.load_from_json(str(Path(last_checkpoint, "trainer_state.json")))
+        if state.global_step >= recipe.steps:  # the Trainer would take one step more
+            return LlamaForCausalLM.from_pretrained(last_checkpoint)
+    set_seed(recipe.seed)
+    model = build_model(recipe, end_of_text)
+    logger.info("%d parameters", model.num_parameters())
+    trainer = Trainer(
+        model=model,
+        args=training_arguments(recipe, checkpoints),
+        train_dataset=Blocks(training_blocks),
+        eval_dataset=Blocks(held_out_blocks[:: max(1, len(held_out_blocks) // MONITORING_BLOCKS)]),
+        data_collator=default_data_collator,
+    )
+    trainer.train(resume_from_checkpoint=last_checkpoint)
+    return model
+
+
+def check_same_run(checkpoints: Path, recipe: Recipe, corpus: Corpus) -> None:
+    """Record in ``checkpoints`` what the run is, or refuse to continue one that is something else.
+
+    Raises:
+        SystemExit: The folder holds a run with another recipe or corpus.
+    """
+    wanted = {**asdict(recipe), "corpus": corpus.digest}
+    record = checkpoints / "recipe.json"
+    if not record.exists():
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        return
+    found = json.loads(record.read_text(encoding="utf-8"))
+    changed = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+    if changed:
+        raise SystemExit(
+            f"{checkpoints} holds a run that differs in {', '.join(changed)}; "
+            "repeat its settings to continue it, or name another folder with --checkpoints"
+        )
+
+
+@torch.inference_mode()
+def held_out_loss(model: PreTrainedModel, blocks: torch.Tensor) -> float:
+    """Return the mean loss in nats per token over ``blocks``, shape (number of blocks, s), one block at a time."""
+    model.eval()
+    losses = [float(model(input_ids=block[None], labels=block[None]).loss) for block in blocks]
+    return sum(losses) / len(losses)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """Write the model in bfloat16 and its tokenizer to ``output``."""
+    model.config.use_cache = True  # the Trainer switches it off
+    model.bfloat16().save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def model_card(recipe: Recipe, corpus: Corpus, training_tokens: int, parameters: int, held_out: HeldOut) -> str:
+    """Return the text of the model card: what the model is, how it was made and how good it is."""
+    tokens_seen = recipe.steps * recipe.batch_size * recipe.context
+    precision = "float32" if recipe.fp32 else "bfloat16 autocast over float32 weights"
+    return f"""---
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+language: [code]
+tags: [python]
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# Demo model: Python's standard library
+
+A Llama-type language model with {parameters:,} parameters, small enough to ship with the examples and the tests. It
+continues Python source. It is made to show decoding at work, not to write code for anyone.
+
+## Model
+
+{recipe.layers} layers, width {recipe.width}, {recipe.heads} query heads and {recipe.key_value_heads} key-value heads,
+SwiGLU, rotary positions, context {recipe.context}, input and output embeddings tied, stored in bfloat16. The tokenizer
+is a byte-level BPE with {recipe.vocabulary} tokens, trained on the same files; `{END_OF_TEXT}` ends each file.
+
+## Data
+
+The `.py` files of CPython {platform.python_version()}'s standard library, without tests, installed packages,
+`encodings` and generated tables: {len(corpus.training)} files for training ({training_tokens:,} tokens) and
+{len(corpus.held_out)} held out. The CRC-32 of its path decides whether a file is held out, so every machine splits
+alike. SHA-256 of the corpus: `{corpus.digest}`.
+
+## Training
+
+`{training_command(recipe)}` with transformers {transformers.__version__}, torch {torch.__version__.split("+")[0]} and
+tokenizers {tokenizers.__version__}: plain next-token loss, AdamW (betas 0.9 and {recipe.adam_beta2}, weight decay
+{recipe.weight_decay}), {recipe.steps} steps of {recipe.batch_size} x {recipe.context} tokens ({tokens_seen:,} tokens,
+{tokens_seen / training_tokens:.1f} passes over the training files), peak learning rate {recipe.learning_rate:g}
+after a warm-up, cosine to a tenth of it, {precision}, seed {recipe.seed}.
+
+## Held-out quality
+
+Stored weights, computed in float32, blocks of {recipe.context} tokens:
+
+| loss (nats per token) | perplexity per token | bits per byte | bytes per token |
+| --- | --- | --- | --- |
+| {held_out.loss:.3f} | {held_out.perplexity:.2f} | {held_out.bits_per_byte:.3f} | {held_out.bytes_per_token:.2f} |
+
+## Licence
+
+The corpus is part of CPython, Copyright (c) 2001 Python Software Foundation and others, under the PSF License Agreement
+version 2 (https://docs.python.org/3/license.html). The model can repeat passages of it; treat such output as text under
+that licence.
+"""
+
+
+def training_command(recipe: Recipe) -> str:
+    """Return the command that repeats this recipe, with only the options that differ from the defaults."""
+    words = ["python examples/train_demo_model.py"]
+    for name, value in asdict(recipe).items():
+        if value != getattr(Recipe, name):
+            option = "--" + name.replace("_", "-")
+            words.append(option if isinstance(value, bool) else f"{option} {value}")
+    return " ".join(words)
+
+
+def train(recipe: Recipe, output: Path, checkpoints: Path) -> HeldOut:
+    """Train a model by ``recipe``, write it with its card to ``output`` and return its held-out quality.
+
+    Args:
+        recipe: What to train.
+        output: Folder for the finished model.
+        checkpoints: Folder for the tokenizer and the Trainer's checkpoints; a run found there is continued.
+    """
+    corpus = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
+    check_same_run(checkpoints, recipe, corpus)
+    tokenizer = load_or_train_tokenizer(checkpoints / "tokenizer.json", corpus.training, recipe)
+    training_tokens = encode(tokenizer, corpus.training)
+    held_out_tokens = encode(tokenizer, corpus.held_out)
+    held_out_blocks = cut(held_out_tokens, recipe.context)
+    logger.info("%d training tokens, %d held-out tokens", len(training_tokens), len(held_out_tokens))
+
+    training_blocks = cut(training_tokens, recipe.context)
+    model = train_model(recipe, tokenizer.eos_token_id, training_blocks, held_out_blocks, checkpoints)
+    save(model, tokenizer, output)
+    saved = LlamaForCausalLM.from_pretrained(output, dtype=torch.float32)
+    held_out_bytes = sum(len(text.encode()) for text in corpus.held_out)
+    held_out = HeldOut(held_out_loss(saved, held_out_blocks), held_out_bytes / len(held_out_tokens))
+    card = model_card(recipe, corpus, len(training_tokens), saved.num_parameters(), held_out)
+    (output / "README.md").write_text(card, encoding="utf-8")
+    return held_out
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line: one option per field of ``Recipe``, the folders and the threads."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default_output = Path(__file__).parent / "demo_model"
+    parser.add_argument("--output", type=Path, default=default_output, help="folder for the model")
+    parser.add_argument("--checkpoints", type=Path, help="folder to resume from (default: OUTPUT-checkpoints)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
+    for name, default in asdict(Recipe()).items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            parser.add_argument(option, action="store_true")
+        else:
+            parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
+    parsed = parser.parse_args(arguments)
+    parsed.checkpoints = parsed.checkpoints or parsed.output.with_name(parsed.output.name + "-checkpoints")
+    return parsed
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    options = parse_arguments(sys.argv[1:])
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    recipe = Recipe(**{name: getattr(options, name) for name in asdict(Recipe())})
+    held_out = train(recipe, options.output, options.checkpoints)
+    print(
+        f"{options.output}: held-out loss {held_out.loss:.3f} nats per token, perplexity {held_out.perplexity:.2f}, "
+        f"{held_out.bits_per_byte:.3f} bits per byte"
+    )
+
+
+if __name__ == "__main__":
+    main()
