@@ -355,7 +355,8 @@ pipeline_tag: text-generation
 # Demo model: Python's standard library
 
 A Llama-type language model with {parameters:,} parameters, small enough to ship with the examples and the tests. It
-continues Python source. It is made to show decoding at work, not to write code for anyone.
+continues Python source. It is made to show decoding at work, not to write code for anyone: greedy output soon repeats
+itself. End a prompt without a newline, since the tokenizer joins a newline with the indentation after it.
 
 ## Model
 

@@ -8,8 +8,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as lp
 
-from .errors import SettingError, UnsupportedOptionError
+from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.cache import check_cache
+from .model.masks import SERVED_ATTENTION
+from .model.prompt import Prompt
 from .stop.rules import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.
@@ -79,18 +81,51 @@ def check_call(
         )
     _check_prompt_learning(model)
     check_cache(model_kwargs.get("past_key_values"), name)
-    embeds = model_kwargs.get("inputs_embeds")
-    length = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if length == 0:
+    implementation = model.config._attn_implementation
+    if implementation is not None and implementation.partition("|")[0] not in SERVED_ATTENTION:
+        raise UnsupportedOptionError(
+            f"the attention implementation {implementation!r} cannot be combined with self-speculative decoding. Load "
+            f"the model with attn_implementation set to one of {', '.join(SERVED_ATTENTION)}."
+        )
+    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise SettingError(
             "the prompt is empty. Pass at least one token to go on from, e.g. the tokenizer's bos token."
         )
-    if isinstance(limit, int) and limit > 0 and length > limit:
+
+
+def check_length(model: PreTrainedModel, prompt: Prompt, max_length: int | None, width: int) -> None:
+    """Checks that the model has positions for the prompt, and one set of rotary frequencies for the whole text.
+
+    Raises:
+        SettingError: the prompt is too long.
+        UnsupportedModelError: the frequencies change on the way, so that a block of tokens differs from single ones.
+    """
+    config = model.config.get_text_config(decoder=True)
+    first = max(seen + new for seen, new in zip(prompt.cursors, prompt.lengths, strict=True))
+    if prompt.padding is not None:
+        first = int(prompt.padding.sum(1).max())
+    limit = getattr(config, "max_position_embeddings", None)
+    name = type(model).__name__
+    if isinstance(limit, int) and 0 < limit < first:
         raise SettingError(
-            f"the prompt has {length} tokens, but {name} has {limit} positions (max_position_embeddings). Shorten the "
+            f"the prompt has {first} tokens, but {name} has {limit} positions (max_position_embeddings). Shorten the "
             "prompt, e.g. with truncation in the tokenizer."
         )
+    last = None if max_length is None else first + max_length - width
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = list(parameters.values()) if all(isinstance(kind, dict) for kind in parameters.values()) else [parameters]
+    for kind in kinds:
+        edge = kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        edge = edge or limit
+        rope = kind.get("rope_type")
+        if edge is None or (last is not None and last <= edge):
+            continue
+        if rope == "dynamic" or (rope == "longrope" and first <= edge):
+            raise UnsupportedModelError(
+                f"{name} changes its rotary frequencies ({rope}) beyond {edge} tokens, and this call may reach "
+                f"{'any length' if last is None else last}. Keep the text within {edge} tokens with max_new_tokens, or "
+                "call generate without `assistant`."
+            )
 
 
 def _check_prompt_learning(model: PreTrainedModel) -> None:

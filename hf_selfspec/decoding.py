@@ -61,7 +61,6 @@ class Decoder:
         pad_token: id for rows that have ended.
         streamer: gets tokens as all rows have them, or ``None``.
         prefill_chunk: most tokens of the prompt in one forward, ``None`` for all.
-        extra: further arguments for the model's forward.
     """
 
     target: Target
@@ -74,7 +73,6 @@ class Decoder:
     pad_token: int
     streamer: BaseStreamer | None = None
     prefill_chunk: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
@@ -93,6 +91,7 @@ class Decoder:
         self.stats.prefill_seconds = perf_counter() - started
         self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
         while not all(self._is_done(row) for row in range(self.text.batch_size)):
+            self.target.roots = self.text.roots()
             room = [self._room(row) for row in range(self.text.batch_size)]
             begun = perf_counter()
             draft = self.draft.propose(self.text, room)
@@ -119,7 +118,7 @@ class Decoder:
             tokens = prompt.tokens[:, start : start + chunk]
             lengths = [min(max(length - start, 1), tokens.shape[1]) for length in prompt.lengths]
             cursors = [cursor + start for cursor in prompt.cursors]
-            piece = self.target.prefill(tokens, cursors, lengths, self.extra)
+            piece = self.target.prefill(tokens, cursors, lengths)
             ends_here = [start < length <= start + chunk for length in prompt.lengths]
             chosen = torch.tensor(ends_here, device=piece.device)[:, None]
             logits = piece if logits is None else torch.where(chosen, piece, logits)
@@ -195,7 +194,7 @@ class Decoder:
         if self.record.logits is not None:
             self.record.logits[row] += [logits[row, node].clone() for node in verdict.sources[:count]]
         if self.record.scores is not None:
-            self.record.scores[row] += [scores.clone() for scores in verdict.scores[:count]]
+            self.record.scores[row] += verdict.scores[:count]
 
     def _count(self, draft: Draft, room: list[int], draft_seconds: float, verify_seconds: float) -> None:
         self.stats.draft_seconds += draft_seconds
@@ -225,7 +224,11 @@ class Decoder:
 
     def _room(self, row: int) -> int:
         """Tokens worth drafting: what the row may still get, less the one that verification adds."""
-        return 0 if self._is_done(row) else self.stopper.room(self.text, row) - 1
+        if self._is_done(row):
+            return 0
+        room = self.stopper.room(self.text, row) - 1
+        limit = self.target.anatomy.max_positions
+        return room if limit is None else max(0, min(room, limit - 1 - self.target.roots[row]))
 
     # Output --------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def first_differences(
         One :class:`Difference` for each row that differs; empty if none does.
 
     Raises:
-        SettingError: the batch sizes differ.
+        SettingError: the batch sizes differ, or one text only goes on where the other ends.
     """
     if expected.shape[0] != tokens.shape[0]:
         raise SettingError(
@@ -73,6 +73,11 @@ def first_differences(
     for row in range(expected.shape[0]):
         different = (expected[row, :width] != tokens[row, :width]).nonzero()
         if not len(different):
+            if expected.shape[1] != tokens.shape[1]:
+                raise SettingError(
+                    f"row {row} is the same in both texts for {width} columns, but they have {expected.shape[1]} and "
+                    f"{tokens.shape[1]}. Pass the results of two calls with the same max_new_tokens."
+                )
             continue
         column = int(different[0])
         start = 0 if attention_mask is None else int(attention_mask[row].argmax())

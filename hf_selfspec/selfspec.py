@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from .checks import check_call
+from .checks import check_call, check_length
 from .decoding import Decoder, Record, RunningDraft
 from .draft.candidates import CandidateDraft
 from .draft.early_exit import EarlyExit
@@ -31,13 +31,13 @@ from .verify.stopping import Stopper
 from .verify.tree import TopKTree
 
 _FIRST_SLOTS = 1024
+_lock = threading.Lock()
 
 
 @dataclass
 class _Learned:
     """What changes from call to call, shared by threads."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
     stats: GenerationStats | None = None
 
 
@@ -64,7 +64,7 @@ class SelfSpec:
     stop: StopRule = field(default_factory=ConfidenceThreshold)
     tree: TopKTree | None = None
     max_draft: int = 25
-    _learned: _Learned = field(default_factory=_Learned, repr=False, compare=False)
+    _learned: _Learned = field(default_factory=_Learned, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, (EarlyExit, SkipLayers, CandidateGenerator)):
@@ -84,7 +84,7 @@ class SelfSpec:
     @property
     def stats(self) -> GenerationStats | None:
         """Statistics of the last finished call, ``None`` before the first."""
-        with self._learned.lock:
+        with _lock:
             return self._learned.stats
 
     def candidate_generator(
@@ -139,12 +139,13 @@ class SelfSpec:
             anatomy.ragged,
         )
         batch_size, width = input_ids.shape
+        check_length(model, prompt, generation_config.max_length, width)
         record = Record.of(generation_config, batch_size)
         scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
         stopper = Stopper(stopping_criteria)
         new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
-        limits = Limits(self.stop, self.max_draft, self._tree(anatomy, prompt), stopper.eos_tokens)
-        room = new_tokens + limits.longest
+        limits = Limits(self.stop, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens)
+        room = new_tokens + limits.most_nodes
         target = Target(
             model,
             anatomy,
@@ -152,6 +153,7 @@ class SelfSpec:
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
+            extra_arguments(model_kwargs),
         )
         decoder = Decoder(
             target=target,
@@ -164,7 +166,6 @@ class SelfSpec:
             pad_token=_pad_token(generation_config),
             streamer=streamer,
             prefill_chunk=generation_config.prefill_chunk_size,
-            extra=extra_arguments(model_kwargs),
             stats=GenerationStats(plan="" if plan is None else plan.picture()),
         )
         if seen := past.get_seq_length():
@@ -174,7 +175,7 @@ class SelfSpec:
             ids = decoder.run()
             if returned or getattr(past, "_is_user_defined", False):
                 decoder.hand_back(past, ids)
-        with self._learned.lock:
+        with _lock:
             self._learned.stats = decoder.stats
         return decoder.output(ids, past) if returned else ids
 
@@ -184,7 +185,7 @@ class SelfSpec:
         assert isinstance(self.draft, CandidateGenerator)
         return CandidateDraft(self.draft, self.max_draft, scorer.do_sample)
 
-    def _tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
+    def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
         if prompt.padding is not None:
             say_once(
                 f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "

@@ -240,7 +240,7 @@ class GenerationStats:
             ("mean generated length M", f"{self.mean_generated_length:.2f}"),
             ("CTAR(1), (2), (4)", ", ".join(f"{self.ctar(w):.2f}" for w in (1, 2, 4))),
             ("seconds", seconds),
-            ("draft cost c", f"{self.draft_cost:.3f}"),
+            ("c (step / verify pass)", f"{self.draft_cost:.3f}"),
             ("expected speed-up", f"{self.expected_speedup:.2f}"),
         ]
         if self.plan:

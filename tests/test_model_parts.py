@@ -214,6 +214,10 @@ def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> 
             torch.testing.assert_close(logits[row, path[-1]], alone)
 
 
+def in_line(mask: torch.Tensor, group: int) -> torch.Tensor:
+    return mask.repeat(1, 1, group, 1)
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 def test_grouped_attention_equals_repeated_keys(llama: LlamaForCausalLM, queries: int) -> None:
     module = llama.model.layers[0].self_attn
@@ -221,7 +225,7 @@ def test_grouped_attention_equals_repeated_keys(llama: LlamaForCausalLM, queries
     mask = torch.rand(2, 1, queries, 20) < 0.7
     mask[..., 0] = True
     expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
-    output, _ = grouped_attention(module, query, key, value, mask, scaling=0.3)
+    output, _ = grouped_attention(in_line, module, query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(output, expected)
 
 

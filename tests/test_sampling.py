@@ -120,7 +120,7 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
     check_exact(sample(SPECS[spec], **named), exact_joint(llama(), processors))
 
 
-@pytest.mark.parametrize("spec", ["skipped layers", "tree"])
+@pytest.mark.parametrize("spec", ["early exit", "tree"])
 def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
     sampled = sample(SPECS[spec], rows=1, calls=150, top_k=2)
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(2)]))

@@ -14,7 +14,7 @@ from ..model.target import Target
 from ..stop.rules import StopRule, confidence
 from ..types import Draft, Text, Verdict
 from ..verify.sampling import draw_without_replacement
-from ..verify.scoring import Scorer, check_logits
+from ..verify.scoring import Scorer
 from ..verify.tree import TopKTree
 
 
@@ -35,7 +35,14 @@ class Limits:
     eos_tokens: frozenset[int] = frozenset()
 
     @property
+    def most_nodes(self) -> int:
+        """Tokens that one verification may run, siblings of an unsure draft's last token included."""
+        widest = 1 if self.tree is None else max(width for _, width in self.tree.widths)
+        return self.longest + widest
+
+    @property
     def longest(self) -> int:
+        """Most tokens on the line."""
         return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
 
 
@@ -58,6 +65,7 @@ class PartialDraft(CandidateGenerator):
         self.limits = limits
         self.scorer = scorer
         self.steps = 0
+        self._seen: list[int] = []
 
     @torch.no_grad()
     def propose(self, text: Text, room: list[int]) -> Draft:
@@ -88,7 +96,13 @@ class PartialDraft(CandidateGenerator):
             assert step.logits is not None
             assert step.exit_state is not None
             logits = step.logits[:, -1].to(text.ids.device, torch.float32)
-            check_logits(logits, "the draft")
+            # A draft that overflows (float16) has nothing to say; the full model goes on from there.
+            sound = torch.isfinite(logits.amax(-1)).tolist()
+            if not all(sound):
+                drafting = [on and fine for on, fine in zip(drafting, sound, strict=True)]
+                if not any(drafting):
+                    break
+                logits = logits.nan_to_num()
             scores = self.scorer.ahead(text, depth, logits, drafting)
             width = 1 if self.limits.tree is None else self._width(logits, drafting)
             picks = self._pick(scores, width, qs)
@@ -100,11 +114,11 @@ class PartialDraft(CandidateGenerator):
             if step.prefix_state is not None:
                 states.append(step.prefix_state)
             feed = picks[:, :1]
-            ended = self._ended(text, picks[:, 0], logits, step.exit_state[:, -1], depth)
+            ended = self._ended(text, picks[:, 0], logits, step.exit_state[:, -1].to(logits.device), depth)
             drafting = [
                 on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, room, strict=True)
             ]
-        return self._draft(line, beside, qs, states, lengths, prefix)
+        return self._draft(text, line, beside, qs, states, lengths, prefix)
 
     def _width(self, logits: torch.Tensor, drafting: list[bool]) -> int:
         assert self.limits.tree is not None
@@ -135,6 +149,7 @@ class PartialDraft(CandidateGenerator):
 
     @staticmethod
     def _draft(
+        text: Text,
         line: list[torch.Tensor],
         beside: list[torch.Tensor],
         qs: list[torch.Tensor],
@@ -147,9 +162,9 @@ class PartialDraft(CandidateGenerator):
         for tokens in beside:
             siblings.append(list(range(node, node + tokens.shape[1])))
             node += tokens.shape[1]
-        tokens = torch.cat([torch.stack(line, dim=1), *beside], dim=1) if line else torch.empty(len(lengths), 0)
+        tokens = torch.cat([torch.stack(line, dim=1), *beside], dim=1) if line else text.ids[:, :0]
         return Draft(
-            tokens=tokens.long(),
+            tokens=tokens,
             lengths=lengths,
             siblings=siblings,
             q=torch.stack(qs, dim=1) if qs else None,
@@ -175,14 +190,17 @@ class PartialDraft(CandidateGenerator):
             ``[1, s + t]`` the text with the draft, and ``[1, t, v]`` the scores behind it (``None`` when greedy).
         """
         ids = input_ids[0].tolist()
-        known = getattr(self, "_seen", [])
+        known = self._seen
         same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
         start = min(same, len(ids) - 1)
-        text = Text(input_ids.clone(), [len(ids)], [0], len(ids))
+        text = Text.of(input_ids, [0], self.limits.longest)
+        limit = self.target.anatomy.max_positions
+        room = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
+        self.target.roots = text.roots()
         with self.target.prepared():
             if start < len(ids) - 1:
                 self.target.step(input_ids[:, start:-1], [start], self.plan)
-            draft = self.propose(text, [self.limits.longest])
+            draft = self.propose(text, [room])
         t = draft.line
         # What the draft ran through the early layers: the text and all drafted tokens but the last.
         self._seen = text.ids[0, : len(ids) + max(t - 1, 0)].tolist()

@@ -90,6 +90,7 @@ class Anatomy:
         mlp: for each layer the modules of its MLP in the order in which they run, empty where none was found.
         decoder: the model without its output head (the model itself where it has no such part).
         kv_sources: layers whose keys and values later layers read (Gemma 3n); their attention has to run.
+        max_positions: positions that the model has, ``None`` if its config does not say.
         tree, ragged, replay: see :class:`Architecture`.
     """
 
@@ -99,6 +100,7 @@ class Anatomy:
     mlp: tuple[tuple[nn.Module, ...], ...]
     decoder: nn.Module
     kv_sources: frozenset[int]
+    max_positions: int | None
     tree: bool
     ragged: bool
     replay: bool
@@ -140,6 +142,7 @@ class Anatomy:
             mlp=tuple(_find_mlp(layer, architecture) for layer in layers),
             decoder=decoder if isinstance(decoder, nn.Module) else model,
             kv_sources=kv_sources,
+            max_positions=_max_positions(text_config),
             tree=architecture.tree and not alibi and takes_positions,
             ragged=architecture.ragged and takes_positions,
             replay=architecture.replay and not kv_sources,
@@ -153,6 +156,14 @@ def _kv_sources(text_config: Any) -> frozenset[int]:
     own = text_config.num_hidden_layers - shared
     kinds = (getattr(text_config, "layer_types", None) or ["full_attention"] * own)[:own]
     return frozenset({kind: index for index, kind in enumerate(kinds)}.values())
+
+
+def _max_positions(text_config: Any) -> int | None:
+    for name in ("max_position_embeddings", "max_seq_len"):
+        limit = getattr(text_config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
 
 
 def _takes_position_ids(model: PreTrainedModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 def grouped_attention(
+    for_groups: Callable[[torch.Tensor, int], torch.Tensor],
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -25,6 +27,7 @@ def grouped_attention(
     one query; at 8k context that copy costs several times the attention itself.
 
     Args:
+        for_groups: lays a mask ``[b, 1, s, n]`` out for ``g`` query heads in line, ``[b, 1, g*s, n]``.
         module: the attention block.
         query: ``[b, k*g, s, h]`` with ``g`` query heads per key head.
         key, value: ``[b, k, n, h]``.
@@ -36,13 +39,49 @@ def grouped_attention(
     """
     b, heads, s, h = query.shape
     k = key.shape[1]
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return _capped_attention(query, key, value, attention_mask, scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
-    if k == heads or not fits or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+    if k == heads or not fits or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     group = heads // k
     if attention_mask is not None:
-        attention_mask = attention_mask.repeat(1, 1, group, 1)
+        attention_mask = for_groups(attention_mask, group)
     output = scaled_dot_product_attention(
         query.reshape(b, k, group * s, h), key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
     return output.reshape(b, heads, s, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """Attention with soft-capped scores (Gemma 2) or attention sinks (gpt-oss), which sdpa does not know.
+
+    Args:
+        query: ``[b, k*g, s, h]``.
+        key, value: ``[b, k, n, h]``.
+        attention_mask: ``[b, 1, s, n]`` boolean, or ``None``.
+        scaling: factor of the scores, ``h ** -0.5`` by default.
+        softcap: bound of the scores, or ``None``.
+        sinks: ``[k*g]`` score of each head's sink, or ``None``.
+    """
+    b, heads, s, h = query.shape
+    k = key.shape[1]
+    scores = query.reshape(b, k, heads // k * s, h) @ key.transpose(2, 3)
+    scores = scores.view(b, heads, s, -1) * (h**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(b, -1, s, 1).to(scores.dtype)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    output = weights.reshape(b, k, heads // k * s, -1) @ value
+    return output.view(b, heads, s, -1).transpose(1, 2).contiguous(), None

@@ -41,9 +41,10 @@ def few_token_forward(module: nn.Linear, is_active: Callable[[], bool]) -> Calla
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         tokens = input.shape[0] * input.shape[1] if input.dim() == 3 else _MOST_TOKENS + 1
-        if tokens > _MOST_TOKENS or input.dtype is not torch.float32 or not is_active():
-            return original(input)
         weight, bias = module.weight, module.bias
+        fits = tokens <= _MOST_TOKENS and input.dtype is torch.float32 and weight.is_cpu and input.is_cpu
+        if not fits or not is_active() or torch.is_autocast_enabled("cpu"):
+            return original(input)
         if not is_small:
             return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
         if bias is not None or not 1 < tokens <= _MOST_COLUMNS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,20 @@ class Geometry:
         query_positions: ``[b, s]`` position of each token that runs.
         key_positions: ``[b, n]`` position of the token in each cache slot.
         visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
+        grouped: masks that attention has already laid out for grouped query heads.
     """
 
     query_positions: torch.Tensor
     key_positions: torch.Tensor
     visible: torch.Tensor | None = None
+    grouped: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def for_groups(self, mask: torch.Tensor, group: int) -> torch.Tensor:
+        """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line; made once a forward."""
+        key = (id(mask), group)
+        if key not in self.grouped:
+            self.grouped[key] = mask.repeat(1, 1, group, 1)
+        return self.grouped[key]
 
 
 class _Current(threading.local):
@@ -98,15 +107,20 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if _current.geometry is None:
+        geometry = _current.geometry
+        if geometry is None:
             return original(module, query, key, value, *args, **kwargs)
-        return grouped_attention(module, query, key, value, *args, **kwargs)
+        return grouped_attention(geometry.for_groups, module, query, key, value, *args, **kwargs)
 
     return attention
 
 
+# What attention implementations are served, as far as transformers knows them.
+SERVED_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+
 _lock = threading.Lock()
 _users = 0
+_registered: list[tuple[Any, dict[str, Any]]] = []
 
 
 @contextmanager
@@ -119,11 +133,14 @@ def speculative_attention() -> Iterator[None]:
     global _users
     with _lock:
         if _users == 0:
-            for name, build in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
-                ALL_MASK_ATTENTION_FUNCTIONS[name] = _speculative_mask(build, additive=name == "eager")
-            for name, attend in list(ALL_ATTENTION_FUNCTIONS.items()):
+            for interface in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS):
+                _registered.append((interface, dict(interface._local_mapping)))
+            for name in SERVED_ATTENTION:
                 if name in ALL_MASK_ATTENTION_FUNCTIONS:
-                    ALL_ATTENTION_FUNCTIONS[name] = _speculative_attention(attend)
+                    build = ALL_MASK_ATTENTION_FUNCTIONS[name]
+                    ALL_MASK_ATTENTION_FUNCTIONS[name] = _speculative_mask(build, additive=name == "eager")
+                if name in ALL_ATTENTION_FUNCTIONS:
+                    ALL_ATTENTION_FUNCTIONS[name] = _speculative_attention(ALL_ATTENTION_FUNCTIONS[name])
         _users += 1
     try:
         yield
@@ -131,7 +148,10 @@ def speculative_attention() -> Iterator[None]:
         with _lock:
             _users -= 1
             if _users == 0:
-                for interface in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS):
-                    for name, function in list(interface._local_mapping.items()):
-                        if function.__module__ == __name__:
+                for interface, mapping in _registered:
+                    for name in SERVED_ATTENTION:
+                        if name in mapping:
+                            interface[name] = mapping[name]
+                        elif name in interface._local_mapping:
                             del interface[name]
+                _registered.clear()

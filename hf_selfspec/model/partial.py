@@ -252,7 +252,12 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
         if installation is None:
             installation = _installations[model] = _Installation(anatomy)
         if installation.users == 0:
-            installation.install(model)
+            try:
+                installation.install(model)
+            except BaseException:
+                installation.remove()
+                _installations.pop(model, None)
+                raise
         installation.users += 1
     try:
         yield

@@ -118,6 +118,11 @@ class Prompt:
                 padding = input_ids.new_ones(b, width) if attention_mask is None else attention_mask.long()
             return cls(tokens, [seen] * b, [fresh] * b, [width - columns] * b, width, None, padding)
         valid = attention_mask.bool()
+        if not valid[:, -1].all():
+            raise SettingError(
+                f"the prompt of row {int(valid[:, -1].int().argmin())} is padded on the right: its attention mask ends "
+                "with 0. Generation goes on from the last column, so set the tokenizer's padding_side='left'."
+            )
         total = valid.sum(1).tolist()
         lengths = valid[:, seen:].sum(1).tolist()
         if min(lengths) == 0:

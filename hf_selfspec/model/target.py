@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from .cache import SpeculativeCache
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import ForwardPass, LayerPlan, obeying, partial_forwards
 from .prompt import Holes
+
+_NO_END = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Target:
         padding: ``[b, m]`` attention mask of the prompt where rows must stay left-padded because the model cannot
             take rows at different lengths (``anatomy.ragged`` is false), else ``None``.
         holes: masked columns inside the prompts, ``None`` for none.
-        last_positions: for each row the last position that its text can reach, ``None`` if there is no end. Rows that
-            ride along behind it must not ask for a position embedding that does not exist.
+        last_positions: for each row the last position that its text can reach, ``None`` if there is no end.
+        extra: the user's own arguments for the model's forward.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Target:
         padding: torch.Tensor | None = None,
         holes: Holes | None = None,
         last_positions: list[int] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.anatomy = anatomy
@@ -86,6 +90,8 @@ class Target:
         self.padding = padding
         self.holes = holes
         self.last_positions = last_positions
+        self.extra = extra or {}
+        self.roots = [0] * len(cache.cursors)
         self.full_plan = LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -101,19 +107,16 @@ class Target:
             stack.enter_context(speculative_attention())
             if _is_compiled(self.model):
                 # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(_eagerly())
             yield self
 
-    def prefill(
-        self, tokens: torch.Tensor, cursors: list[int], lengths: list[int], extra: dict[str, Any] | None = None
-    ) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, cursors: list[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 
         Args:
             tokens: ``[b, s]`` ids, or ``[b, s, d]`` embeddings; rows start left and may have junk on the right.
             cursors: slot of each row's first token.
             lengths: number of real tokens in each row.
-            extra: further arguments for the model's forward.
 
         Returns:
             ``[b, v]``.
@@ -124,9 +127,9 @@ class Target:
         keep = ends if ragged else 1
         # One length and nothing in the cache: the mask that plain `generate` would use, often none at all.
         simple = not ragged and max(cursors) == 0 and self.holes is None
-        logits = self._call(
-            self.model, tokens, cursors, LayerPlan(self.anatomy.num_layers), keep=keep, simple=simple, extra=extra
-        )[0].logits
+        logits = self._call(self.model, tokens, cursors, LayerPlan(self.anatomy.num_layers), keep=keep, simple=simple)[
+            0
+        ].logits
         if not ragged:
             return logits[:, -1]
         last = torch.tensor(lengths, device=logits.device) - 1
@@ -170,7 +173,8 @@ class Target:
             stop=None if head else capture,
             capture=-1 if replay else capture,
         )
-        module = self.model if head else self._decoder
+        # Arguments of the user's own are the whole model's.
+        module = self.model if head or self.extra else self._decoder
         output, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node)
         return Step(output.logits if head else None, run.captured, run.exit_state)
 
@@ -186,7 +190,6 @@ class Target:
         first_node: int = 0,
         keep: int | torch.Tensor = 0,
         simple: bool = False,
-        extra: dict[str, Any] | None = None,
     ) -> tuple[Any, ForwardPass]:
         s = tokens.shape[1]
         cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
@@ -213,8 +216,7 @@ class Target:
             kwargs["position_ids"] = self._existing(positions, cursors)
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = keep
-        if extra:
-            kwargs.update(extra)
+        kwargs.update(self.extra)
         run = ForwardPass(plan) if run is None else run
         begun = perf_counter()
         with obeying(run), at_positions(geometry):
@@ -223,10 +225,20 @@ class Target:
         return output, run
 
     def _existing(self, positions: torch.Tensor, cursors: list[int]) -> torch.Tensor:
-        last, s = self.last_positions, positions.shape[1]
-        if last is None or all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
+        """Positions for which an embedding exists: rows that ride along may be behind the end of their text.
+
+        A row's root is a real token, wherever it is; drafted ones stay within ``anatomy.max_positions``.
+        """
+        s = positions.shape[1]
+        last = [self._last_position(row) for row in range(len(cursors))]
+        if all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
             return positions
         return positions.minimum(torch.tensor(last, device=positions.device)[:, None])
+
+    def _last_position(self, row: int) -> int:
+        reachable = _NO_END if self.last_positions is None else self.last_positions[row]
+        limit = self.anatomy.max_positions
+        return reachable if limit is None else max(min(reachable, limit - 1), self.roots[row])
 
     def _geometry(self, positions: torch.Tensor, cursors: list[int], nodes: Nodes | None, first_node: int) -> Geometry:
         device = positions.device
@@ -254,6 +266,29 @@ class Target:
         if missing <= 0:
             return self.padding[:, :length]
         return torch.cat([self.padding, self.padding.new_ones(self.padding.shape[0], missing)], dim=1)
+
+
+_stance_lock = threading.Lock()
+_stance_users = 0
+_stance: Any = None
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Bypasses compiled graphs; the switch is the process's, so all threads that need it share one."""
+    global _stance, _stance_users
+    with _stance_lock:
+        if _stance_users == 0:
+            _stance = torch.compiler.set_stance("force_eager")
+            _stance.__enter__()
+        _stance_users += 1
+    try:
+        yield
+    finally:
+        with _stance_lock:
+            _stance_users -= 1
+            if _stance_users == 0:
+                _stance.__exit__(None, None, None)
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -22,6 +22,17 @@ _PREFIX_FREE = (
     lp.InfNanRemoveLogitsProcessor,
 )
 
+# These look at one row's prefix and scores, whatever row it is.
+_ROW_BLIND = (
+    *_PREFIX_FREE,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+)
+
 
 class Scorer:
     """Turns logits into the scores from which a token is chosen, as plain ``generate`` would.
@@ -39,6 +50,7 @@ class Scorer:
         self._all = processors
         self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
         self._batch_size = batch_size
+        self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
 
     def everywhere(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds."""
@@ -51,13 +63,15 @@ class Scorer:
     def row(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores ``[v]`` of one row's logits ``[v]`` after ``prefix`` ``[1, s]``."""
         # Many processors know their batch by its size and a row by its place, so each place gets a copy.
-        copies = self._batch_size
+        copies = 1 if self._row_blind else self._batch_size
         return self._rows[row](prefix.expand(copies, -1), logits.expand(copies, -1).clone())[row]
 
     def ahead(self, text: Text, ahead: int, logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
         """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``ahead`` scratch columns, for the wanted rows."""
         if self.prefix_free:
             return self.everywhere(logits)
+        if all(wanted) and min(text.lengths) == max(text.lengths):
+            return self._all(text.ahead(ahead), logits.clone())
         scores = logits.clone()
         for row, want in enumerate(wanted):
             if want:

@@ -20,25 +20,28 @@ class Stopper:
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
-        self.max_length: int | None = criteria.max_length
+        self.max_length: int | None = min(
+            (criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)), default=None
+        )
         self.eos_tokens: frozenset[int] = frozenset(
             int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
 
-    def __call__(self, text: Text, row: int, ahead: int, scores: list[torch.Tensor] | None) -> bool:
+    def __call__(self, text: Text, row: int, ahead: int, token: int, scores: list[torch.Tensor] | None) -> bool:
         """Whether ``row`` ends with its ``ahead``-th scratch token.
 
         Args:
             text: the batch.
             row, ahead: which token.
+            token: its id.
             scores: the row's scores ``[v]`` of all tokens so far, where ``generate`` was asked to return them.
         """
         length = text.lengths[row] + ahead
         done = self.max_length is not None and length >= self.max_length
         if self.eos_tokens and not done:
-            done = int(text.ids[row, length - 1]) in self.eos_tokens
+            done = token in self.eos_tokens
         if self._others and not done:
             # A criterion may know a row by its place in the batch, so each place gets a copy.
             copies = text.batch_size

@@ -61,14 +61,15 @@ def verify(
                 q = draft.q[row, node] if draft.q is not None and children else None
                 token, index = choose(at_node, candidates, q)
                 if seen is not None:
-                    seen.append(at_node)
-                    verdict.scores.append(at_node)
+                    # A copy: a view would keep the rejected positions alive as well.
+                    verdict.scores.append(at_node.clone())
+                    seen.append(verdict.scores[-1])
             verdict.sources.append(node)
             text.put_one(row, len(verdict.tokens), token)
             verdict.tokens.append(token)
             node = None if index is None else children[index]
             verdict.nodes.append(-1 if node is None else node)
-            verdict.stopped = stopper(text, row, len(verdict.tokens), seen)
+            verdict.stopped = stopper(text, row, len(verdict.tokens), token, seen)
             if verdict.stopped:
                 break
     return verdicts

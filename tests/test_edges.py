@@ -1,0 +1,230 @@
+"""Where texts, models and processes end: positions, lengths, numbers, threads, registrations."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCABULARY, damp, ragged_batch, tiny_llama
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, UnsupportedModelError, UnsupportedOptionError
+from hf_selfspec.model import partial, target
+from hf_selfspec.model.attention import grouped_attention
+
+SPEC = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+
+
+def tiny_gpt2(positions: int = 32) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=6,
+        n_head=4,
+        n_positions=positions,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    damp(model, model.transformer.h, 3, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafts_end_at_the_last_learned_position(rows: int) -> None:
+    """The text may end in time by itself, so ``max_new_tokens`` beyond the positions is no mistake."""
+    model = tiny_gpt2()
+    batch = {name: value[-rows:] for name, value in ragged_batch().items()}
+    width = batch["input_ids"].shape[1]
+    text = model.generate(**batch, do_sample=False, max_length=32)
+    ends = text[:, -2].unique().tolist()
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": ends, "pad_token_id": 0}
+    expected = model.generate(**batch, **options)
+    assert 8 < expected.shape[1] - width < 60
+    assert torch.equal(model.generate(**batch, **options, assistant=SPEC), expected)
+
+
+def test_candidates_end_at_the_last_learned_position() -> None:
+    model = tiny_gpt2()
+    ids = ragged_batch()["input_ids"][1:2].repeat(1, 4)[:, :30]
+    generator = SPEC.candidate_generator(model)
+    assert generator.get_candidates(ids)[0].shape[1] == 32
+    full = torch.cat([ids, ids[:, :2]], dim=1)
+    assert torch.equal(generator.get_candidates(full)[0], full)
+
+
+@pytest.mark.parametrize(
+    ("rope", "prompt", "refused"),
+    [("dynamic", 9, True), ("longrope", 9, True), ("longrope", 40, False), ("default", 9, False)],
+)
+def test_changing_rotary_frequencies_are_refused(rope: str, prompt: int, refused: bool) -> None:
+    model = tiny_llama()
+    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    if rope == "dynamic":
+        parameters["factor"] = 2.0
+    if rope == "longrope":
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 16.0}
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = parameters
+    changed = LlamaForCausalLM(config).eval()
+    changed.load_state_dict(model.state_dict())
+    ids = torch.randint(2, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(3))
+    options = {"do_sample": False, "max_new_tokens": 40}
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=rf"rotary frequencies \({rope}\) beyond 32 tokens.*49"):
+            changed.generate(ids, **options, assistant=SPEC)
+        options["max_new_tokens"] = 20
+    assert torch.equal(changed.generate(ids, **options, assistant=SPEC), changed.generate(ids, **options))
+
+
+class Flipped(LlamaForCausalLM):
+    """A model with an argument of its own in its forward."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Any = None,
+        position_ids: Any = None,
+        logits_to_keep: Any = 0,
+        flip: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().forward(input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
+        if flip:
+            output.logits = -output.logits
+        return output
+
+
+def test_own_forward_argument_reaches_every_forward() -> None:
+    llama = tiny_llama()
+    model = Flipped(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    batch = ragged_batch()
+    expected = model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True)
+    assert not torch.equal(expected, model.generate(**batch, max_new_tokens=20, do_sample=False))
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True, assistant=SPEC), expected)
+
+
+def test_right_padding_is_refused(llama: LlamaForCausalLM) -> None:
+    batch = {name: value.flip(1) for name, value in ragged_batch().items()}
+    with pytest.raises(SettingError, match=r"row 0 is padded on the right.*padding_side='left'"):
+        llama.generate(**batch, max_new_tokens=5, assistant=SPEC)
+
+
+def test_padding_does_not_count_as_prompt() -> None:
+    model = tiny_gpt2()
+    batch = {name: torch.nn.functional.pad(value, (30, 0)) for name, value in ragged_batch().items()}
+    expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
+
+
+def test_a_draft_that_overflows_has_nothing_to_say() -> None:
+    model = tiny_llama()
+    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
+    head = model.lm_head.forward
+
+    def overflowing(hidden: torch.Tensor) -> torch.Tensor:
+        run = partial._current.forward_pass
+        drafts = run is not None and run.plan.skipped_layers
+        return head(hidden) * (float("nan") if drafts else 1.0)
+
+    model.lm_head.forward = overflowing
+    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    assert torch.equal(model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec), expected)
+    assert spec.stats is not None
+    assert spec.stats.drafted == 0
+
+
+def test_the_tightest_of_several_length_criteria_counts(llama: LlamaForCausalLM) -> None:
+    batch = ragged_batch()
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": [MaxLengthCriteria(14)]}
+    expected = llama.generate(**batch, **options)
+    ours = llama.generate(**batch, **options, assistant=SPEC)
+    assert expected.shape[1] == 14
+    assert torch.equal(ours, expected)
+
+
+def test_unknown_attention_is_refused_and_registrations_stay() -> None:
+    model = tiny_llama()
+    ALL_ATTENTION_FUNCTIONS["mine"] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        model.generate(**ragged_batch(), max_new_tokens=4, do_sample=False, assistant=SPEC)
+        assert ALL_ATTENTION_FUNCTIONS._local_mapping.keys() == {"mine"}
+        model.config._attn_implementation = "mine"
+        with pytest.raises(UnsupportedOptionError, match=r"attention implementation 'mine'.*sdpa"):
+            model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["mine"]
+
+
+def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def failing(self: Any, index: int, layer: torch.nn.Module) -> Any:
+        calls.append(index)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(partial._Installation, "_layer_forward", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        llama.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+    assert calls
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+
+
+def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
+    def stance() -> str:
+        return torch._dynamo.eval_frame._stance.stance
+
+    before = stance()
+    first, second = target._eagerly(), target._eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    second.__exit__(None, None, None)
+    assert stance() == before
+
+
+def test_settings_can_be_copied_without_their_statistics(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    shorter, same = dataclasses.replace(spec, max_draft=2), copy.deepcopy(spec)
+    llama.generate(**ragged_batch(), max_new_tokens=4, assistant=shorter)
+    assert spec.stats is None
+    assert same.stats is None
+    assert same == spec
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, torch.tensor([0.5, -1.0, 2.0, 0.0])), (None, None)])
+def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.Tensor | None) -> None:
+    query, key, value = (torch.randn(2, heads, n, 16) for heads, n in ((4, 3), (2, 9), (2, 9)))
+    mask = torch.rand(2, 1, 3, 9) < 0.7
+    mask[..., 0] = True
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 3, 1)], dim=-1)
+    expected = (scores.softmax(-1)[..., :9] @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    output, _ = grouped_attention(
+        lambda m, group: m.repeat(1, 1, group, 1),
+        module,
+        query,
+        key,
+        value,
+        mask,
+        scaling=0.3,
+        softcap=softcap,
+        s_aux=sinks,
+    )
+    torch.testing.assert_close(output, expected)
