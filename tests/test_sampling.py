@@ -177,6 +177,11 @@ def test_joint_distribution_with_a_candidate_generator(says_q: Callable[[int], b
     check_exact(sample(SelfSpec(draft=Bigrams(says_q)), top_p=0.9), exact_joint(llama(), [TopPLogitsWarper(0.9)]))
 
 
+def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
+    knowing, guessing = (SelfSpec(draft=Bigrams(lambda call, says_q=says_q: says_q)) for says_q in (True, False))
+    assert sample(knowing, rows=1000)[1] > sample(guessing, rows=1000)[1] + 0.02
+
+
 # The test itself ---------------------------------------------------------------------------------------------------
 
 Choice = tuple[int, int | None]
