@@ -14,7 +14,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
-from hf_selfspec.types import Draft, Text
+from hf_selfspec.types import Draft, Text, Verdict
 from hf_selfspec.verify.greedy import choose_greedy
 from hf_selfspec.verify.sampling import choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_logits
@@ -226,10 +226,18 @@ def logits_for(*rows: list[int]) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(rows), VOCABULARY).float()
 
 
-def walked(draft: Draft, logits: torch.Tensor, *criteria: StoppingCriteria, processors: tuple = ()) -> list:
-    text = text_of(*[[0, 0, 0]] * len(draft.lengths))
-    scorer = Scorer(LogitsProcessorList(processors), len(draft.lengths), do_sample=False)
-    return verify(text, draft, logits, scorer, Stopper(StoppingCriteriaList(criteria), None))
+def walked(
+    draft: Draft,
+    logits: torch.Tensor,
+    *criteria: StoppingCriteria,
+    done: list[bool] | None = None,
+    recorded: list[list[torch.Tensor]] | None = None,
+) -> list[Verdict]:
+    """Greedy verdicts after prompts of three tokens, without processors."""
+    rows = len(draft.lengths)
+    scorer = Scorer(LogitsProcessorList(), rows, do_sample=False)
+    stopper = Stopper(StoppingCriteriaList(criteria))
+    return verify(text_of(*[[0, 0, 0]] * rows), draft, logits, scorer, stopper, done or [False] * rows, recorded)
 
 
 def test_walk_follows_the_line_and_adds_the_full_models_token() -> None:
@@ -257,6 +265,24 @@ def test_walk_stops_inside_an_accepted_block(criterion: StoppingCriteria) -> Non
     assert (verdict.tokens, verdict.nodes, verdict.stopped) == ([1, 2], [1, 2], True)
 
 
+def test_rows_that_have_ended_get_an_empty_verdict() -> None:
+    first, second = walked(Draft(torch.tensor([[1], [1]]), [0, 1]), logits_for([5, 9], [1, 9]), done=[True, False])
+    assert (first.tokens, first.nodes, first.sources, first.stopped) == ([], [], [], False)
+    assert second.tokens == [1, 9]
+
+
+def test_walk_records_scores_where_they_are_wanted() -> None:
+    draft, logits = Draft(torch.tensor([[1, 2]]), lengths=[2]), logits_for([1, 3, 9])
+    watching, earlier = Watching(9), torch.zeros(VOCABULARY)
+    assert walked(draft, logits)[0].scores == []
+    (verdict,) = walked(draft, logits, watching, recorded=[[earlier]])
+    assert verdict.tokens == [1, 3]
+    assert torch.equal(torch.stack(verdict.scores), logits[0, :2])
+    # A criterion is shown the scores of all tokens so far, the last one's included.
+    assert [len(scores) for _, scores in watching.seen] == [2, 3]
+    assert torch.equal(watching.seen[-1][1][-1][0], logits[0, 1])
+
+
 class Recording(LogitsProcessor):
     """Keeps the prefixes it is called with."""
 
@@ -273,7 +299,8 @@ def test_walk_gives_processors_each_positions_prefix(do_sample: bool) -> None:
     processor, text = Recording(), text_of([0, 5], [0, 6, 7])
     draft = Draft(torch.tensor([[1, 2], [3, 4]]), lengths=[2, 2])
     scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample)
-    verify(text, draft, 1e4 * logits_for([1, 2, 9], [3, 8, 9]), scorer, Stopper(StoppingCriteriaList(), None))
+    logits, stopper = 1e4 * logits_for([1, 2, 9], [3, 8, 9]), Stopper(StoppingCriteriaList())
+    verify(text, draft, logits, scorer, stopper, [False, False], None)
     assert processor.prefixes == [[0, 5], [0, 5, 1], [0, 5, 1, 2], [0, 6, 7], [0, 6, 7, 3]]
 
 
@@ -318,7 +345,43 @@ def test_other_processors_need_the_prefix(processor: LogitsProcessor) -> None:
     assert not Scorer(LogitsProcessorList([lp.TopKLogitsWarper(3), processor]), 1, do_sample=True).prefix_free
 
 
-def test_scores_ahead_are_those_of_each_rows_prefix() -> None:
+def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A user's own processor that treats rows by their place in the batch."""
+    return scores + torch.arange(len(scores))[:, None]
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        lp.NoRepeatNGramLogitsProcessor(2),
+        lp.MinLengthLogitsProcessor(9, 3),
+        lp.NoBadWordsLogitsProcessor([[6, 4]]),
+        lp.SequenceBiasLogitsProcessor({(6, 2): 5.0}),
+        lp.RepetitionPenaltyLogitsProcessor(1.7),
+        lp.TopKLogitsWarper(3),
+        by_place,
+    ],
+    ids=lambda processor: getattr(processor, "__name__", type(processor).__name__),
+)
+def test_scores_of_a_row_alone_are_those_in_its_batch(processor: LogitsProcessor) -> None:
+    ids = torch.tensor([[5, 6, 7, 5], [6, 7, 8, 6], [1, 2, 3, 6]])
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    scorer = Scorer(LogitsProcessorList([processor]), 3, do_sample=True)
+    for row, expected in enumerate(processor(ids, logits.clone())):
+        torch.testing.assert_close(scorer.row(row, ids[row : row + 1], logits[row]), expected)
+
+
+@pytest.mark.parametrize("rows", [[[0, 5], [0, 6, 7]], [[0, 5], [6, 7]]], ids=["ragged", "even"])
+@pytest.mark.parametrize("processor", [lp.RepetitionPenaltyLogitsProcessor(2.0), by_place], ids=["penalty", "by place"])
+def test_scores_ahead_are_those_of_each_row(rows: list[list[int]], processor: LogitsProcessor) -> None:
+    scorer, text = Scorer(LogitsProcessorList([processor]), 2, do_sample=True), text_of(*rows)
+    text.put_ahead(torch.tensor([1, 2]), 0)
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    expected = [scorer.row(row, torch.tensor([[*rows[row], row + 1]]), logits[row]) for row in range(2)]
+    torch.testing.assert_close(scorer.ahead(text, 1, logits, [True, True]), torch.stack(expected))
+
+
+def test_scores_ahead_are_those_of_the_wanted_rows() -> None:
     penalty = lp.RepetitionPenaltyLogitsProcessor(2.0)
     scorer, text = Scorer(LogitsProcessorList([penalty]), 3, do_sample=True), text_of([0, 5], [0, 6, 7], [0, 8])
     text.put_ahead(torch.tensor([1, 2, 3]), 0)
@@ -339,10 +402,10 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits_alone() -> No
 
 
 def test_prefix_constraints_keep_their_batch_ids() -> None:
-    seen = []
+    seen = set()
 
     def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
-        seen.append((batch_id, ids.tolist()))
+        seen.add((batch_id, *ids.tolist()))
         return [batch_id, 7]
 
     constraints = [
@@ -354,7 +417,7 @@ def test_prefix_constraints_keep_their_batch_ids() -> None:
         scores = scorer.row(row, torch.tensor([[4, 5]]), torch.ones(VOCABULARY))
         assert scores.isfinite().nonzero().flatten().tolist() == [row]
         assert scores[row] == 2.0
-    assert seen == [(2, [4, 5]), (0, [4, 5])]
+    assert seen == {(2, 4, 5), (0, 4, 5)}
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
@@ -375,15 +438,24 @@ class Watching(StoppingCriteria):
 
     def __init__(self, token: int) -> None:
         self.token = token
-        self.seen: list[tuple[list[int], object]] = []
+        self.seen: list[tuple[list[int], tuple[torch.Tensor, ...] | None]] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **kwargs: object
+    ) -> torch.Tensor:
         self.seen.append((input_ids[-1].tolist(), scores))
         return input_ids[:, -1] == self.token
 
 
-def stopper_of(*criteria: StoppingCriteria, scores: list | None = None) -> Stopper:
-    return Stopper(StoppingCriteriaList(criteria), scores)
+class SecondRow(StoppingCriteria):
+    """Knows rows by their place in the batch."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        return torch.tensor([False, True])
+
+
+def stopper_of(*criteria: StoppingCriteria) -> Stopper:
+    return Stopper(StoppingCriteriaList(criteria))
 
 
 def stops(stopper: Stopper) -> list[list[bool]]:
@@ -391,7 +463,8 @@ def stops(stopper: Stopper) -> list[list[bool]]:
     text = text_of([0, 5], [0, 6, 7])
     text.put_ahead(torch.tensor([1, 2]), 0)
     text.put_ahead(torch.tensor([3, 4]), 1)
-    return [[stopper(text, row, ahead) for ahead in range(3)] for row in range(2)]
+    tokens = [[5, 1, 3], [7, 2, 4]]
+    return [[stopper(text, row, ahead, tokens[row][ahead], None) for ahead in range(3)] for row in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -399,25 +472,28 @@ def stops(stopper: Stopper) -> list[list[bool]]:
     [
         ([], [[False, False, False], [False, False, False]]),
         ([MaxLengthCriteria(4)], [[False, False, True], [False, True, True]]),
+        ([MaxLengthCriteria(5), MaxLengthCriteria(4)], [[False, False, True], [False, True, True]]),
         ([EosTokenCriteria([1, 4])], [[False, True, False], [False, False, True]]),
         ([Watching(2)], [[False, False, False], [False, True, False]]),
+        ([SecondRow()], [[False, False, False], [True, True, True]]),
         ([MaxLengthCriteria(5), EosTokenCriteria([1]), Watching(3)], [[False, True, True], [False, False, True]]),
     ],
-    ids=["none", "max_length", "end-of-text tokens", "user's own", "all"],
+    ids=["none", "max_length", "two lengths", "end-of-text tokens", "user's own", "by place", "all"],
 )
 def test_rows_stop_by_any_criterion(criteria: list[StoppingCriteria], expected: list[list[bool]]) -> None:
     assert stops(stopper_of(*criteria)) == expected
 
 
-@pytest.mark.parametrize("scores", [None, [[], [torch.ones(VOCABULARY)]]])
-def test_a_users_criterion_sees_one_rows_prefix_and_scores(scores: list | None) -> None:
-    watching = Watching(9)
-    text = text_of([0, 5], [0, 6, 7])
+def test_a_users_criterion_sees_the_rows_prefix_and_scores() -> None:
+    watching, text = Watching(9), text_of([0, 5], [0, 6, 7])
     text.put_one(1, 0, 3)
-    stopper_of(watching, scores=scores)(text, 1, 1)
-    ((ids, shown),) = watching.seen
+    stopper_of(watching)(text, 1, 1, 3, None)
+    stopper_of(watching)(text, 1, 1, 3, [torch.arange(VOCABULARY)])
+    (ids, nothing), (_, scores) = watching.seen
     assert ids == [0, 6, 7, 3]
-    assert shown is None if scores is None else shown == (scores[1][0],)
+    assert nothing is None
+    assert len(scores) == 1
+    assert torch.equal(scores[0][1], torch.arange(VOCABULARY))
 
 
 def test_what_a_stopper_knows_beforehand() -> None:

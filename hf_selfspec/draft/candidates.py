@@ -13,7 +13,7 @@ class CandidateDraft:
     """Asks a ``CandidateGenerator`` for each row's tokens.
 
     Args:
-        generator: called as ``get_candidates(input_ids [1, s])`` with one row's text, without padding; it returns
+        generator: called as ``get_candidates(input_ids [1, s])`` with one row's text, without its left padding; it returns
             ``[1, s + t]`` ids and, where tokens were drawn at random, their processed logits ``[1, t, v]``.
         longest: most tokens that are taken over.
         do_sample: whether generation samples; logits are of no use when it does not.

@@ -112,6 +112,8 @@ class Prompt:
             )
         tokens = source[:, -fresh:]
         _check_positions(position_ids, input_ids.new_ones(1, width) if attention_mask is None else attention_mask)
+        if attention_mask is not None:
+            _check_filled(attention_mask[:, seen:])
         if attention_mask is None or (not ragged and b > 1):
             padding = None
             if not ragged and b > 1:
@@ -125,11 +127,6 @@ class Prompt:
             )
         total = valid.sum(1).tolist()
         lengths = valid[:, seen:].sum(1).tolist()
-        if min(lengths) == 0:
-            raise SettingError(
-                f"the prompt of row {lengths.index(0)} is empty: its attention mask has no ones among the "
-                f"{fresh} new columns. Pass at least one token to go on from, e.g. the tokenizer's bos token."
-            )
         order = _front(valid[:, seen:])[:, : max(lengths)]
         rows = torch.arange(b, device=order.device)[:, None]
         return cls(
@@ -162,6 +159,15 @@ class Prompt:
 def _front(valid: torch.Tensor) -> torch.Tensor:
     """Column numbers ``[b, n]`` with the valid ones first, otherwise in order."""
     return (~valid).int().argsort(dim=1, stable=True)
+
+
+def _check_filled(mask: torch.Tensor) -> None:
+    filled = mask.bool().any(1).tolist()
+    if not all(filled):
+        raise SettingError(
+            f"the prompt of row {filled.index(False)} is empty: its attention mask has no ones among the "
+            f"{mask.shape[1]} new columns. Pass at least one token to go on from, e.g. the tokenizer's bos token."
+        )
 
 
 def _check_positions(position_ids: torch.Tensor | None, mask: torch.Tensor) -> None:

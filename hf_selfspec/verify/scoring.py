@@ -22,7 +22,7 @@ _PREFIX_FREE = (
     lp.InfNanRemoveLogitsProcessor,
 )
 
-# These look at one row's prefix and scores, whatever row it is.
+# These look at one row's prefix and scores, whatever row it is (prefix functions: once bound to their row).
 _ROW_BLIND = (
     *_PREFIX_FREE,
     lp.NoRepeatNGramLogitsProcessor,
@@ -31,6 +31,7 @@ _ROW_BLIND = (
     lp.NoBadWordsLogitsProcessor,
     lp.SequenceBiasLogitsProcessor,
     lp.ForcedEOSTokenLogitsProcessor,
+    lp.PrefixConstrainedLogitsProcessor,
 )
 
 
@@ -64,7 +65,7 @@ class Scorer:
         """Scores ``[v]`` of one row's logits ``[v]`` after ``prefix`` ``[1, s]``."""
         # Many processors know their batch by its size and a row by its place, so each place gets a copy.
         copies = 1 if self._row_blind else self._batch_size
-        return self._rows[row](prefix.expand(copies, -1), logits.expand(copies, -1).clone())[row]
+        return self._rows[row](prefix.expand(copies, -1), logits.expand(copies, -1).clone())[row % copies]
 
     def ahead(self, text: Text, ahead: int, logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
         """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``ahead`` scratch columns, for the wanted rows."""
