@@ -183,7 +183,8 @@ class SelfSpec:
         if plan is not None:
             return PartialDraft(target, plan, limits, scorer)
         assert isinstance(self.draft, CandidateGenerator)
-        return CandidateDraft(self.draft, self.max_draft, scorer.do_sample)
+        vocabulary = target.model.get_input_embeddings().num_embeddings
+        return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
         if prompt.padding is not None:

@@ -10,10 +10,20 @@ import pytest
 import torch
 from conftest import VOCABULARY, damp, ragged_batch, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, UnsupportedModelError, UnsupportedOptionError
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from hf_selfspec.model import partial, target
 from hf_selfspec.model.attention import grouped_attention
 
@@ -228,3 +238,35 @@ def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.T
         s_aux=sinks,
     )
     torch.testing.assert_close(output, expected)
+
+
+class Told(CandidateGenerator):
+    """Drafts what it was told, with logits of the shape that it was told."""
+
+    def __init__(self, token: int, shape: tuple[int, ...] | None) -> None:
+        self.token, self.shape = token, shape
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        drafted = torch.cat([input_ids, torch.full((1, 2), self.token)], dim=1)
+        return drafted, None if self.shape is None else torch.zeros(self.shape)
+
+
+@pytest.mark.parametrize(
+    ("token", "shape", "message"),
+    [
+        (VOCABULARY, None, rf"token ids from {VOCABULARY} to {VOCABULARY}.*0 to {VOCABULARY - 1}"),
+        (5, (1, 1, VOCABULARY), r"logits of shape \[1, 1, 97\] for 2 drafted tokens. Return \[1, 2, 97\]"),
+        (5, (1, 2, 3), r"logits of shape \[1, 2, 3\]"),
+    ],
+)
+def test_wrong_candidates_are_named(token: int, shape: tuple[int, ...] | None, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        tiny_llama().generate(
+            **ragged_batch(), max_new_tokens=8, do_sample=True, assistant=SelfSpec(draft=Told(token, shape))
+        )
+
+
+@pytest.mark.parametrize("edge", ["a", None, True])
+def test_tree_confidences_are_numbers(edge: Any) -> None:
+    with pytest.raises(SettingTypeError, match="must be a number"):
+        TopKTree(((edge, 3), (1.0, 1)))

@@ -306,6 +306,11 @@ def test_walk_gives_processors_each_positions_prefix(do_sample: bool) -> None:
 
 # Processors --------------------------------------------------------------------------------------------------------
 
+
+def name_of(processor: object) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
+
+
 PREFIX_FREE = [
     lp.TemperatureLogitsWarper(0.7),
     lp.TopKLogitsWarper(3),
@@ -320,7 +325,7 @@ PREFIX_FREE = [
 ]
 
 
-@pytest.mark.parametrize("processor", PREFIX_FREE, ids=lambda processor: type(processor).__name__)
+@pytest.mark.parametrize("processor", PREFIX_FREE, ids=name_of)
 def test_scores_of_many_positions_are_those_of_each(processor: LogitsProcessor) -> None:
     scorer = Scorer(LogitsProcessorList([processor]), 2, do_sample=True)
     logits = 3 * torch.randn(2, 4, VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -339,7 +344,7 @@ class SubclassedTemperature(lp.TemperatureLogitsWarper):
 @pytest.mark.parametrize(
     "processor",
     [lp.RepetitionPenaltyLogitsProcessor(1.2), SubclassedTemperature(0.7), Recording()],
-    ids=lambda processor: type(processor).__name__,
+    ids=name_of,
 )
 def test_other_processors_need_the_prefix(processor: LogitsProcessor) -> None:
     assert not Scorer(LogitsProcessorList([lp.TopKLogitsWarper(3), processor]), 1, do_sample=True).prefix_free
@@ -348,6 +353,11 @@ def test_other_processors_need_the_prefix(processor: LogitsProcessor) -> None:
 def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A user's own processor that treats rows by their place in the batch."""
     return scores + torch.arange(len(scores))[:, None]
+
+
+def by_length(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A user's own processor that looks at how long the text is."""
+    return scores * input_ids.shape[1]
 
 
 @pytest.mark.parametrize(
@@ -360,8 +370,9 @@ def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         lp.RepetitionPenaltyLogitsProcessor(1.7),
         lp.TopKLogitsWarper(3),
         by_place,
+        by_length,
     ],
-    ids=lambda processor: getattr(processor, "__name__", type(processor).__name__),
+    ids=name_of,
 )
 def test_scores_of_a_row_alone_are_those_in_its_batch(processor: LogitsProcessor) -> None:
     ids = torch.tensor([[5, 6, 7, 5], [6, 7, 8, 6], [1, 2, 3, 6]])
@@ -372,7 +383,7 @@ def test_scores_of_a_row_alone_are_those_in_its_batch(processor: LogitsProcessor
 
 
 @pytest.mark.parametrize("rows", [[[0, 5], [0, 6, 7]], [[0, 5], [6, 7]]], ids=["ragged", "even"])
-@pytest.mark.parametrize("processor", [lp.RepetitionPenaltyLogitsProcessor(2.0), by_place], ids=["penalty", "by place"])
+@pytest.mark.parametrize("processor", [lp.RepetitionPenaltyLogitsProcessor(2.0), by_place, by_length], ids=name_of)
 def test_scores_ahead_are_those_of_each_row(rows: list[list[int]], processor: LogitsProcessor) -> None:
     scorer, text = Scorer(LogitsProcessorList([processor]), 2, do_sample=True), text_of(*rows)
     text.put_ahead(torch.tensor([1, 2]), 0)

@@ -13,14 +13,16 @@ class CandidateDraft:
     """Asks a ``CandidateGenerator`` for each row's tokens.
 
     Args:
-        generator: called as ``get_candidates(input_ids [1, s])`` with one row's text, without its left padding; it returns
+        generator: called as ``get_candidates(input_ids [1, s])`` with one row's text, left padding removed; it returns
             ``[1, s + t]`` ids and, where tokens were drawn at random, their processed logits ``[1, t, v]``.
+        vocabulary: ``v``, number of token ids.
         longest: most tokens that are taken over.
         do_sample: whether generation samples; logits are of no use when it does not.
     """
 
-    def __init__(self, generator: CandidateGenerator, longest: int, do_sample: bool) -> None:
+    def __init__(self, generator: CandidateGenerator, vocabulary: int, longest: int, do_sample: bool) -> None:
         self.generator = generator
+        self.vocabulary = vocabulary
         self.longest = longest
         self.do_sample = do_sample
         self.steps = 0
@@ -42,6 +44,7 @@ class CandidateDraft:
                     f"{type(self.generator).__name__}.get_candidates must return the given ids [1, {ids.shape[1]}] "
                     f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
                 )
+            self._check(candidates[0, ids.shape[1] :], scores)
             count = min(room[row], self.longest, candidates.shape[1] - ids.shape[1])
             rows.append(candidates[0, ids.shape[1] : ids.shape[1] + count].to(ids.device))
             logits.append(None if scores is None else scores[0, :count].to(ids.device))
@@ -51,6 +54,20 @@ class CandidateDraft:
         for row, drafted in enumerate(rows):
             tokens[row, : len(drafted)] = drafted
         return Draft(tokens=tokens, lengths=lengths, siblings=[], q=self._q(logits, tokens, lengths))
+
+    def _check(self, drafted: torch.Tensor, scores: torch.Tensor | None) -> None:
+        name = f"{type(self.generator).__name__}.get_candidates"
+        if len(drafted) and not 0 <= int(drafted.min()) <= int(drafted.max()) < self.vocabulary:
+            raise SettingError(
+                f"{name} returned token ids from {int(drafted.min())} to {int(drafted.max())}, but the model has ids 0 "
+                f"to {self.vocabulary - 1}."
+            )
+        expected = (1, len(drafted), self.vocabulary)
+        if scores is not None and tuple(scores.shape) != expected:
+            raise SettingError(
+                f"{name} returned logits of shape {list(scores.shape)} for {len(drafted)} drafted tokens. Return "
+                f"{list(expected)}, the processed logits that each token was drawn from, or None."
+            )
 
     def _q(self, logits: list[torch.Tensor | None], tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
         known = [scores for scores in logits if scores is not None]

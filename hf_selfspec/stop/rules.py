@@ -3,8 +3,9 @@
 A rule is a callable in the manner of a ``LogitsProcessor``:
 ``rule(input_ids [b, s], logits [b, v], hidden_states [b, d]) -> BoolTensor [b]``. It is asked after each drafted token,
 which is the last column of ``input_ids``; ``logits`` are the draft's own, from which that token was chosen, and
-``hidden_states`` is the state behind them. ``True`` ends the row's draft *after* that token: a rule never drops one. A
-function of one's own with this signature serves as well.
+``hidden_states`` is the state behind them. In a batch, shorter rows are aligned right and repeat their first column on
+the left. ``True`` ends the row's draft *after* that token: a rule never drops one. A function of one's own with this
+signature serves as well.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import SettingError
+from ..errors import SettingError, SettingTypeError
 from ..stop.rules import check_count
 
 
@@ -29,6 +29,9 @@ class TopKTree:
             raise SettingError(
                 f"TopKTree(widths) must be a tuple of (confidence, k) pairs, got {self.widths!r}. {example}"
             )
+        for edge, _ in self.widths:
+            if isinstance(edge, bool) or not isinstance(edge, (int, float)):
+                raise SettingTypeError(f"TopKTree(widths): a confidence must be a number, got {edge!r}. {example}")
         edges = [edge for edge, _ in self.widths]
         if not edges or edges != sorted(set(edges)) or not edges[0] > 0.0 or edges[-1] != 1.0:
             raise SettingError(
