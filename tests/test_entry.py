@@ -271,6 +271,7 @@ def dispatched(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return dispatch_model(model, device_map=places, main_device="cpu", offload_dir=folder)
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
 @pytest.mark.parametrize("place", [offloaded, dispatched])
 def test_accelerate(
     llama: LlamaForCausalLM, spec: SelfSpec, place: Callable[[PreTrainedModel, Path], PreTrainedModel], tmp_path: Path

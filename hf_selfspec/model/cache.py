@@ -177,6 +177,11 @@ class SpeculativeCache(Cache):
             length: number of tokens.
         """
         other.reset()
+        for layer in other.layers:
+            if layer.is_initialized:
+                # Older versions' `reset` leaves zeros, to which `update` would append.
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         for index, layer in enumerate(self.layers):
             if not layer.is_initialized:
                 continue
