@@ -311,7 +311,7 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
     """Token for token plain ``generate``, with eos tokens somewhere in its text."""
     rates: list[float] = []
 
-    @settings(max_examples=50, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(
         spec=SPECS,
         lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
