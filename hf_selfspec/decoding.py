@@ -124,7 +124,7 @@ class Decoder:
             logits = piece if logits is None else torch.where(chosen, piece, logits)
         assert logits is not None
         logits = logits.to(self.text.ids.device, torch.float32)
-        check_logits(logits, self.target.anatomy.model_name)
+        self._check(logits)
         return logits
 
     def _verify_pass(self, draft: Draft) -> torch.Tensor:
@@ -150,8 +150,12 @@ class Decoder:
             step = target.step(tokens, roots, nodes=nodes, state=states, capture=draft.prefix)
         assert step.logits is not None
         logits = step.logits.to(text.ids.device, torch.float32)
-        check_logits(logits, target.anatomy.model_name)
+        self._check(logits)
         return logits
+
+    def _check(self, logits: torch.Tensor) -> None:
+        if not self.scorer.repairs:  # ``remove_invalid_values``
+            check_logits(logits, self.target.anatomy.model_name)
 
     # Committing --------------------------------------------------------------------------------------------------
 

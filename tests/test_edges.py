@@ -270,3 +270,11 @@ def test_wrong_candidates_are_named(token: int, shape: tuple[int, ...] | None, m
 def test_tree_confidences_are_numbers(edge: Any) -> None:
     with pytest.raises(SettingTypeError, match="must be a number"):
         TopKTree(((edge, 3), (1.0, 1)))
+
+
+def test_remove_invalid_values_repairs_the_models_logits() -> None:
+    model = tiny_llama()
+    model.lm_head.weight.data[7] = float("nan")
+    options = {"max_new_tokens": 12, "do_sample": False, "remove_invalid_values": True}
+    expected = model.generate(**ragged_batch(), **options)
+    assert torch.equal(model.generate(**ragged_batch(), **options, assistant=SPEC), expected)

@@ -47,6 +47,7 @@ class Scorer:
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
         self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
+        self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self._empty = len(processors) == 0
         self._all = processors
         self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
