@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCABULARY = 97
 
@@ -40,6 +40,26 @@ def tiny_llama(layers: int = 6, seed: int = 0, vocabulary: int = VOCABULARY, fac
     )
     model = LlamaForCausalLM(config).eval()
     damp(model, model.model.layers, layers // 2, factor)
+    return model
+
+
+def tiny_gpt2(positions: int = 32) -> GPT2LMHeadModel:
+    """A GPT-2 with this many learned positions, upper half damped; no end-of-text token."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=6,
+        n_head=4,
+        n_positions=positions,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    damp(model, model.transformer.h, 3, 0.5)
     return model
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, damp, ragged_batch, tiny_llama
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from conftest import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from transformers import LlamaForCausalLM
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,25 +28,6 @@ from hf_selfspec.model import partial, target
 from hf_selfspec.model.attention import grouped_attention
 
 SPEC = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
-
-
-def tiny_gpt2(positions: int = 32) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=64,
-        n_layer=6,
-        n_head=4,
-        n_positions=positions,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).eval()
-    damp(model, model.transformer.h, 3, 0.5)
-    return model
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, damp, ragged_batch, tiny_llama
+from conftest import VOCABULARY, damp, ragged_batch, tiny_gpt2, tiny_llama
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaForCausalLM,
     LogitsProcessor,
     MistralConfig,
@@ -545,21 +543,7 @@ def test_prefill_in_chunks(chat_model: PreTrainedModel, inputs: Inputs, size: in
 
 def test_up_to_the_last_position(spec: SelfSpec, inputs: Inputs) -> None:
     """Learned positions end somewhere, and rows come there at different times."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=64,
-        n_layer=6,
-        n_head=4,
-        n_positions=40,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).eval()
-    damp(model, model.transformer.h, 3, 0.5)
+    model = tiny_gpt2(positions=40)
     ours, plain = both(model, spec, inputs, max_new_tokens=None, max_length=40)
     assert torch.equal(ours, plain)
 
