@@ -27,14 +27,14 @@ def install() -> None:
     Calls without it are passed on untouched. Calling this again changes nothing; :func:`uninstall` takes it back.
     """
     if not hasattr(GenerationMixin.generate, _ORIGINAL):
-        GenerationMixin.generate = _with_assistant(GenerationMixin.generate)  # type: ignore[method-assign]
+        GenerationMixin.generate = _with_assistant(GenerationMixin.generate)
 
 
 def uninstall() -> None:
     """Takes the argument ``assistant`` away again. ``generate(custom_generate=SelfSpec())`` goes on working."""
     original = getattr(GenerationMixin.generate, _ORIGINAL, None)
     if original is not None:
-        GenerationMixin.generate = original  # type: ignore[method-assign]
+        GenerationMixin.generate = original
 
 
 def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:

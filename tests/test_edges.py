@@ -80,7 +80,7 @@ def test_changing_rotary_frequencies_are_refused(rope: str, prompt: int, refused
 class Flipped(LlamaForCausalLM):
     """A model with an argument of its own in its forward."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Any = None,
         position_ids: Any = None,
@@ -206,7 +206,7 @@ def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.T
         scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 3, 1)], dim=-1)
     expected = (scores.softmax(-1)[..., :9] @ value.repeat_interleave(2, 1)).transpose(1, 2)
     module = torch.nn.Module()
-    module.num_key_value_groups = 2  # type: ignore[assignment]
+    module.num_key_value_groups = 2
     output, _ = grouped_attention(
         lambda m, group: m.repeat(1, 1, group, 1),
         module,

@@ -66,7 +66,7 @@ def test_unknown_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_register_architecture_checks_its_arguments() -> None:
     with pytest.raises(SettingError, match="takes a model type and an Architecture"):
-        register_architecture("llama", "model.layers")  # type: ignore[arg-type]
+        register_architecture("llama", "model.layers")
 
 
 def test_plan_knows_its_exact_prefix_and_picture() -> None:
@@ -120,9 +120,7 @@ def test_verification_does_not_recompute_the_exact_prefix(draft: EarlyExit | Ski
     model = tiny_llama()
     tokens: Counter[int] = Counter()
     for index, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(
-            lambda _, args, index=index: tokens.update({index: args[0].shape[1]})  # type: ignore[misc]
-        )
+        layer.mlp.register_forward_pre_hook(lambda _, args, index=index: tokens.update({index: args[0].shape[1]}))
     spec = SelfSpec(draft=draft, stop=FixedLength(4), tree=tree)
     ids = torch.randint(2, VOCABULARY, (1, 5))
     model.generate(ids, max_new_tokens=30, do_sample=False, assistant=spec)
@@ -246,5 +244,5 @@ def test_plain_float32_linears_are_served_and_others_are_not(llama: LlamaForCaus
     assert not is_served(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
     assert not is_served(torch.nn.Linear(4, 4, device="meta"))
     hooked = torch.nn.Linear(4, 4)
-    hooked.forward = hooked.forward  # type: ignore[method-assign]
+    hooked.forward = hooked.forward
     assert not is_served(hooked)

@@ -175,9 +175,7 @@ class PartialDraft(CandidateGenerator):
     # Transformers' own loops -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Candidates for transformers' assisted generation (one row).
 
         Only drafts whose blocks all lie before the first altered layer (early exit) can do so: their KV is exact, and
@@ -205,7 +203,7 @@ class PartialDraft(CandidateGenerator):
         # What the draft ran through the early layers: the text and all drafted tokens but the last.
         self._seen = text.ids[0, : len(ids) + max(t - 1, 0)].tolist()
         scores = None if draft.q is None else draft.q.log()
-        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores  # type: ignore[return-value]
+        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Nothing to learn: which blocks run is fixed."""
