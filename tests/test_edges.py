@@ -136,7 +136,11 @@ def test_a_draft_that_overflows_has_nothing_to_say() -> None:
 
 def test_the_tightest_of_several_length_criteria_counts(llama: LlamaForCausalLM) -> None:
     batch = ragged_batch()
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": [MaxLengthCriteria(14)]}
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "stopping_criteria": [MaxLengthCriteria(17), MaxLengthCriteria(14)],
+    }
     expected = llama.generate(**batch, **options)
     ours = llama.generate(**batch, **options, assistant=SPEC)
     assert expected.shape[1] == 14
