@@ -18,6 +18,8 @@ from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .selfspec import SelfSpec
 from .stop import ConfidenceThreshold, FixedLength
+from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
+from .train.trainer import install as _install_trainer
 from .types import GenerationStats
 from .verify import TopKTree
 
@@ -28,9 +30,13 @@ __all__ = [
     "ConfidenceThreshold",
     "Difference",
     "EarlyExit",
+    "EarlyExitLoss",
     "FixedLength",
     "GenerationStats",
+    "Gradual",
+    "LayerDropout",
     "NumericalError",
+    "Rotational",
     "SelfSpec",
     "SelfSpecError",
     "SettingError",
@@ -46,3 +52,4 @@ __all__ = [
 ]
 
 install()
+_install_trainer()

@@ -12,7 +12,7 @@ from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.cache import check_cache
 from .model.masks import SERVED_ATTENTION
 from .model.prompt import Prompt
-from .stop.rules import check_count
+from .settings import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (

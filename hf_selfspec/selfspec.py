@@ -24,7 +24,8 @@ from .model.partial import LayerPlan
 from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
-from .stop.rules import ConfidenceThreshold, StopRule, check_count
+from .settings import check_count
+from .stop.rules import ConfidenceThreshold, StopRule
 from .types import GenerationStats, Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
-from ..stop.rules import check_count
+from ..settings import check_count
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class Architecture:
             from the length of the cache.
         replay: a forward may start at a later layer from a stored state. ``False`` where later layers read what
             earlier ones left behind in the same forward.
+        exits: the code after the last layer takes any number of rows, so that the states of several exits can go
+            through it together.
     """
 
     layers: str | None = None
@@ -50,12 +52,14 @@ class Architecture:
     tree: bool = True
     ragged: bool = True
     replay: bool = True
+    exits: bool = True
 
 
 _ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture(tree=False),
     "mpt": Architecture(attention="attn", mlp=("ffn",), tree=False),
     "gpt_neo": Architecture(attention="attn", tree=False, ragged=False),
+    "gpt_bigcode": Architecture(exits=False),
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
 }
@@ -89,9 +93,10 @@ class Anatomy:
         attention: for each layer its attention block, ``None`` where none was found.
         mlp: for each layer the modules of its MLP in the order in which they run, empty where none was found.
         decoder: the model without its output head (the model itself where it has no such part).
+        stack: the module whose forward runs the layers; what it returns goes into the output head.
         kv_sources: layers whose keys and values later layers read (Gemma 3n); their attention has to run.
         max_positions: positions that the model has, ``None`` if its config does not say.
-        tree, ragged, replay: see :class:`Architecture`.
+        tree, ragged, replay, exits: see :class:`Architecture`.
     """
 
     model_name: str
@@ -99,11 +104,13 @@ class Anatomy:
     attention: tuple[nn.Module | None, ...]
     mlp: tuple[tuple[nn.Module, ...], ...]
     decoder: nn.Module
+    stack: nn.Module
     kv_sources: frozenset[int]
     max_positions: int | None
     tree: bool
     ragged: bool
     replay: bool
+    exits: bool
 
     @property
     def num_layers(self) -> int:
@@ -141,11 +148,13 @@ class Anatomy:
             attention=tuple(_find_attention(layer, architecture) for layer in layers),
             mlp=tuple(_find_mlp(layer, architecture) for layer in layers),
             decoder=decoder if isinstance(decoder, nn.Module) else model,
+            stack=_find_stack(model, layers),
             kv_sources=kv_sources,
             max_positions=_max_positions(text_config),
             tree=architecture.tree and not alibi and takes_positions,
             ragged=architecture.ragged and takes_positions,
             replay=architecture.replay and not kv_sources,
+            exits=architecture.exits,
         )
 
 
@@ -184,6 +193,14 @@ def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn
             'register_architecture(model_type, Architecture(layers="path.to.layers")).'
         )
     return tuple(outer[0])
+
+
+def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
+    for module in model.modules():
+        lists = (child for child in module.children() if isinstance(child, (nn.ModuleList, nn.Sequential)))
+        if any(len(found) and found[0] is layers[0] for found in lists):
+            return module
+    return model
 
 
 def _contains(outer: nn.Module, inner: nn.Module) -> bool:

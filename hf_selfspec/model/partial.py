@@ -19,6 +19,7 @@ import torch.nn as nn
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
+from .forwards import Forward, InstanceForwards
 from .linear import few_token_forward, is_served
 
 
@@ -128,45 +129,33 @@ def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
         _current.forward_pass = previous
 
 
-_MISSING = object()
-_Replacement = Callable[..., Any]
-
-
 class _Installation:
     """The instance forwards on one model, shared and counted by all threads that speculate with it."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
         self.users = 0
-        self.saved: list[tuple[nn.Module, Any]] = []
+        self.forwards = InstanceForwards()
         self.arity: dict[type, int | None] = {}
 
     def install(self, model: nn.Module) -> None:
         for module in model.modules():
             if is_served(module):
-                self._replace(module, few_token_forward(module, _is_speculating))
+                self.forwards.replace(module, few_token_forward(module, _is_speculating))
         for index, layer in enumerate(self.anatomy.layers):
-            self._replace(layer, self._layer_forward(index, layer))
+            self.forwards.replace(layer, self._layer_forward(index, layer))
             attention = self.anatomy.attention[index]
             if attention is not None:
-                self._replace(attention, self._block_forward(attention, _is_skipped_attention(index), silent=True))
+                self.forwards.replace(
+                    attention, self._block_forward(attention, _is_skipped_attention(index), silent=True)
+                )
             mlp = self.anatomy.mlp[index]
             for module in mlp:
-                self._replace(module, self._block_forward(module, _is_skipped_mlp(index), silent=module is mlp[-1]))
+                self.forwards.replace(
+                    module, self._block_forward(module, _is_skipped_mlp(index), silent=module is mlp[-1])
+                )
 
-    def remove(self) -> None:
-        for module, forward in reversed(self.saved):
-            if forward is _MISSING:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = forward
-        self.saved.clear()
-
-    def _replace(self, module: nn.Module, forward: _Replacement) -> None:
-        self.saved.append((module, module.__dict__.get("forward", _MISSING)))
-        module.__dict__["forward"] = forward
-
-    def _layer_forward(self, index: int, layer: nn.Module) -> _Replacement:
+    def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
         original, arity, kind = layer.forward, self.arity, type(layer)
         last = index == self.anatomy.num_layers - 1
 
@@ -195,7 +184,7 @@ class _Installation:
 
         return forward
 
-    def _block_forward(self, module: nn.Module, is_skipped: Callable[[LayerPlan], bool], silent: bool) -> _Replacement:
+    def _block_forward(self, module: nn.Module, is_skipped: Callable[[LayerPlan], bool], silent: bool) -> Forward:
         """``silent`` blocks contribute nothing when skipped; the others hand their input on at no cost."""
         original, arity, kind = module.forward, self.arity, type(module)
 
@@ -255,7 +244,7 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
             try:
                 installation.install(model)
             except BaseException:
-                installation.remove()
+                installation.forwards.restore()
                 _installations.pop(model, None)
                 raise
         installation.users += 1
@@ -265,7 +254,7 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
         with _lock:
             installation.users -= 1
             if installation.users == 0:
-                installation.remove()
+                installation.forwards.restore()
                 _installations.pop(model, None)
 
 

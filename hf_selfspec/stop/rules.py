@@ -15,33 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import SettingError, SettingTypeError
+from ..settings import check_count, check_share
 
 StopRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def check_probability(name: str, value: object) -> None:
-    """Checks that ``value`` is a number strictly between 0 and 1.
-
-    Raises:
-        SettingTypeError, SettingError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SettingTypeError(f"{name} must be a number between 0 and 1, got {value!r}.")
-    if not 0.0 < value < 1.0:
-        raise SettingError(f"{name} must lie between 0 and 1 (both excluded), got {value!r}.")
-
-
-def check_count(name: str, value: object) -> None:
-    """Checks that ``value`` is a whole number of at least 1.
-
-    Raises:
-        SettingTypeError, SettingError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SettingTypeError(f"{name} must be a whole number of at least 1, got {value!r}.")
-    if value < 1:
-        raise SettingError(f"{name} must be at least 1, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -77,7 +53,7 @@ class ConfidenceThreshold:
     threshold: float = 0.8
 
     def __post_init__(self) -> None:
-        check_probability("ConfidenceThreshold(threshold)", self.threshold)
+        check_share("ConfidenceThreshold(threshold)", self.threshold, zero=False, one=False)
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return confidence(logits) < self.threshold

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import SettingError, SettingTypeError
-from ..stop.rules import check_count
+from ..settings import check_count
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,178 @@
+"""What a model would say at each of its layers, through its own final norm and output head.
+
+The states that leave the chosen layers are appended, along the batch, to what leaves the last layer, so that the
+model's own code brings all of them to its output head (final norm, projections). They are then taken out again, and
+:meth:`Exits.head` runs the model's own head on any of them, with its scale and soft-cap. No architecture is written
+again, and the logits of an exit exist only when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ..errors import SettingError, UnsupportedModelError
+from .anatomy import Anatomy
+from .forwards import InstanceForwards
+
+# Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
+BATCH_DIM = -3
+
+
+class Exits:
+    """The exits of one model, while :meth:`attach` is in force.
+
+    Args:
+        model: a causal LM of transformers.
+
+    Attributes:
+        chosen: exit layers ``E`` (the first ``E`` layers have run) that the next forward brings to the head.
+        states: ``[len(chosen), b, s, d]`` what goes into the head at each chosen exit of the last forward, ``None``
+            before the first and where nothing was chosen.
+
+    Raises:
+        UnsupportedModelError: the model's layers were not found.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.anatomy = Anatomy.of(model)
+        self.chosen: tuple[int, ...] = ()
+        self.states: torch.Tensor | None = None
+        self._kept: dict[int, torch.Tensor] = {}
+        self._output: Any = None
+        self._handles: list[RemovableHandle] = []
+
+    def check(self, name: str, layers: Iterable[int]) -> None:
+        """Checks that exits after ``layers`` exist.
+
+        Args:
+            name: what the setting is called in the message.
+            layers: exit layers, from 1 to ``L``.
+
+        Raises:
+            SettingError: one does not.
+        """
+        wrong = [layer for layer in layers if not 1 <= layer <= self.anatomy.num_layers]
+        if wrong:
+            raise SettingError(
+                f"{name} names exit layer {wrong[0]}, but {self.anatomy.model_name} has {self.anatomy.num_layers} "
+                f"layers: give exit layers from 1 to {self.anatomy.num_layers}, exit E being after the first E layers."
+            )
+
+    def attach(self) -> None:
+        """Puts hooks on the model; :meth:`detach` takes them away.
+
+        Raises:
+            UnsupportedModelError: the model's code after the last layer takes the original batch alone.
+        """
+        if not self.anatomy.exits:
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} fixes the batch after its last layer, so the states of its exits cannot go "
+                "through its output head together: its exits can neither be trained nor reported."
+            )
+        for layer, module in enumerate(self.anatomy.layers, start=1):
+            self._handles.append(module.register_forward_hook(self._layer_hook(layer)))
+        self._handles.append(self.anatomy.stack.register_forward_pre_hook(self._begin))
+        self._handles.append(self.anatomy.stack.register_forward_hook(self._end))
+
+    def detach(self) -> None:
+        """Removes the hooks and lets go of all states."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of the states of the last forward."""
+        self.states = self._output = None
+        self._kept.clear()
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters that :meth:`head` uses, as they are now (sharded training swaps them)."""
+        inside = next(name for name, module in self.model.named_modules() if module is self.anatomy.stack)
+        found = {
+            id(parameter): parameter
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad and not name.startswith(f"{inside}.")
+        }
+        return list(found.values())
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Runs the model's own output head.
+
+        Args:
+            states: ``[n, d]`` rows of :attr:`states`, in any number and order.
+
+        Returns:
+            ``[n, v]`` logits, with the model's scale and soft-cap.
+        """
+        output, stack = self._output, InstanceForwards()
+        assert output is not None, "a forward with chosen exits comes first"
+        batch = states[None]
+        if isinstance(output, tuple):
+            stubbed: Any = (batch, *output[1:])
+        else:
+            stubbed = type(output)(**{**output, "last_hidden_state": batch})
+        chosen, self.chosen = self.chosen, ()
+        stack.replace(self.anatomy.stack, lambda *args, **kwargs: stubbed)
+        try:
+            ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
+            # The class's forward: wrappers on the instance (autocast, device hooks) are around this call already.
+            result = type(self.model).forward(self.model, input_ids=ids)
+        finally:
+            stack.restore()
+            self.chosen = chosen
+        logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
+        return logits[0]
+
+    @torch.compiler.disable
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self.chosen:
+            self.release()
+
+    def _layer_hook(self, layer: int) -> Any:
+        last = layer == self.anatomy.num_layers
+
+        @torch.compiler.disable
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if not self.chosen:
+                return None
+            hidden = output[0] if isinstance(output, tuple) else output
+            if layer in self.chosen:
+                self._kept[layer] = hidden
+            if not last:
+                return None
+            joined = torch.cat([hidden, *(self._kept[layer] for layer in self.chosen)], dim=BATCH_DIM)
+            return (joined, *output[1:]) if isinstance(output, tuple) else joined
+
+        return hook
+
+    @torch.compiler.disable
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.chosen:
+            return None
+        as_tuple = isinstance(output, tuple)
+        joined = output[0] if as_tuple else output.last_hidden_state
+        parts = 1 + len(self.chosen)
+        if joined.shape[0] % parts:
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} does not keep the batch together after its last layer (got "
+                f"{list(joined.shape)} for {parts} exits), so its exits cannot be brought to its head."
+            )
+        b = joined.shape[0] // parts
+        self._kept.clear()
+        self.states = joined[b:].unflatten(0, (parts - 1, b))
+        if as_tuple:
+            output = (joined[:b], *output[1:])
+        else:
+            output["last_hidden_state"] = joined[:b]
+            if output.get("hidden_states") is not None:
+                output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
+        self._output = output
+        return output

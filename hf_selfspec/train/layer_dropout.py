@@ -1,0 +1,197 @@
+"""Layer dropout: samples skip layers at random while training, later layers more often (LayerSkip §4.1.1)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
+from ..model.anatomy import Anatomy
+from ..model.exits import BATCH_DIM
+from ..model.forwards import Forward, InstanceForwards
+from ..settings import check_share
+from .trainer import ModelCallback, causal_lm
+
+# What layers take that has no row for each sample, although its first dimension (heads) can be as long as the batch.
+_WITHOUT_ROWS = {"position_bias"}
+
+Schedule = Callable[[int, int], float]
+
+
+def constant(step: int, steps: int) -> float:
+    """``S(t) = 1``, for fine-tuning and continual pre-training."""
+    return 1.0
+
+
+def exponential(step: int, steps: int) -> float:
+    """``S(t) = e^{t ln 2 / (T - 1)} - 1``, from 0 to 1, for training from scratch (LayerSkip, equation 4)."""
+    return math.exp(step * math.log(2) / max(steps - 1, 1)) - 1
+
+
+def layer_scale(layer: int, num_layers: int) -> float:
+    """``D(l) = e^{l ln 2 / (L - 1)} - 1``, from 0 at the first layer to 1 at the last (LayerSkip, equation 3)."""
+    return math.exp(layer * math.log(2) / max(num_layers - 1, 1)) - 1
+
+
+class LayerDropout(ModelCallback):
+    """Drops layers for single samples while training, with the stock ``Trainer``.
+
+    ``x_{l+1} = x_l + M(p_{l,t}) f_l(x_l)`` with ``p_{l,t} = S(t) D(l) p_max``: a dropped sample leaves the batch before
+    the layer and comes back after it, so steps get faster. Nothing is dropped in evaluation. All ranks draw the same
+    numbers, which depend on the seed, the step and the sample's place in it alone, so that a resumed run draws what an
+    uninterrupted one would have.
+
+    Args:
+        p_max: dropout rate of the last layer, at least 0 and less than 1. The paper takes 0.1, and 0.2 for fine-tuning
+            on a task.
+        schedule: ``S(t)``: :func:`constant`, :func:`exponential` or any function of ``(t, T)`` with values from 0 to 1.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    def __init__(self, p_max: float = 0.1, schedule: Schedule = constant) -> None:
+        check_share("LayerDropout(p_max)", p_max, zero=True, one=False)
+        if not callable(schedule) or isinstance(schedule, type):
+            raise SettingTypeError(
+                f"LayerDropout(schedule) must be constant, exponential or a function of (t, T), got {schedule!r}."
+            )
+        self.p_max = float(p_max)
+        self.schedule = schedule
+        self._run: _Run | None = None
+
+    def check(self, trainer: Trainer) -> None:
+        if getattr(causal_lm(trainer.model).config, "output_router_logits", False):
+            raise UnsupportedOptionError(
+                "config.output_router_logits=True adds a load-balancing loss that expects every sample in every layer, "
+                "which LayerDropout does not keep. Set it to False, or train without LayerDropout."
+            )
+
+    def attach(self, model: PreTrainedModel, args: TrainingArguments, state: TrainerState) -> None:
+        anatomy = Anatomy.of(model)
+        if anatomy.kv_sources:
+            raise UnsupportedModelError(
+                f"later layers of {anatomy.model_name} read keys and values of earlier ones, so a sample cannot leave "
+                "single layers. Train without LayerDropout."
+            )
+        self._run = _Run(anatomy, args.seed)
+        self._run.attach()
+
+    def detach(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.detach()
+
+    def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
+        """``p_{l,t}`` of all layers in step ``t`` of ``T``."""
+        share = self.schedule(step, steps)
+        check_share("LayerDropout(schedule)'s value", share, zero=True, one=True)
+        return [self.p_max * share * layer_scale(layer, num_layers) for layer in range(num_layers)]
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        run = self._run
+        assert run is not None
+        run.begin_step(state.global_step, self.rates(state.global_step, state.max_steps, run.anatomy.num_layers))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._run is not None
+        self._run.end_step()
+
+
+class _Run:
+    """The forwards that one training puts on the layers, and which samples they drop."""
+
+    def __init__(self, anatomy: Anatomy, seed: int) -> None:
+        self.anatomy = anatomy
+        self.seed = seed
+        self._forwards = InstanceForwards()
+        self._handle: Any = None
+        self._step = 0
+        self._rates: np.ndarray | None = None
+        self._samples = 0
+        self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
+
+    def attach(self) -> None:
+        self._handle = self.anatomy.stack.register_forward_pre_hook(self._draw, with_kwargs=True)
+        for index, layer in enumerate(self.anatomy.layers):
+            self._forwards.replace(layer, self._layer_forward(index, layer))
+
+    def detach(self) -> None:
+        self._forwards.restore()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def begin_step(self, step: int, rates: list[float]) -> None:
+        self._step, self._rates, self._samples = step, np.array(rates), 0
+
+    def end_step(self) -> None:
+        self._rates = None
+        self._kept = [None] * self.anatomy.num_layers
+
+    @torch.compiler.disable
+    def _draw(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Decides for each layer which rows of this batch stay in it."""
+        if self._rates is None:
+            return
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        b = first.shape[0]
+        uniform = np.random.default_rng([self.seed, self._step]).random((self._samples + b, len(self._rates)))
+        stays = uniform[self._samples :] >= self._rates
+        self._samples += b
+        self._kept = [
+            None if column.all() else torch.from_numpy(column.nonzero()[0]).to(first.device) for column in stays.T
+        ]
+
+    def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
+        original = layer.forward
+        positional = ["hidden_states", *list(inspect.signature(type(layer).forward).parameters)[2:]]
+
+        @torch.compiler.disable(recursive=False)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            rows = self._kept[index]
+            if rows is None or not layer.training:
+                return original(*args, **kwargs)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if not len(rows):
+                return _untouched(hidden, layer)
+            b = hidden.shape[BATCH_DIM]
+            names = [*positional[: len(args)], *kwargs]
+            stay = [_select(name, value, rows, b) for name, value in zip(names, (*args, *kwargs.values()), strict=True)]
+            stay[names.index("hidden_states")] = hidden.index_select(BATCH_DIM, rows)
+            output = original(*stay[: len(args)], **dict(zip(kwargs, stay[len(args) :], strict=True)))
+            changed = output[0] if isinstance(output, tuple) else output
+            merged = hidden.index_copy(BATCH_DIM, rows, changed.to(hidden.dtype))
+            return (merged, *output[1:]) if isinstance(output, tuple) else merged
+
+        return forward
+
+
+def _select(name: str, value: Any, rows: torch.Tensor, b: int) -> Any:
+    """``rows`` of whatever goes into a layer beside the hidden states and has a row for each sample."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_select(name, item, rows, b) for item in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or name in _WITHOUT_ROWS:
+        return value
+    rows = rows.to(value.device)
+    if name == "alibi":  # [b * k, 1, s], heads within samples
+        return value.unflatten(0, (b, -1)).index_select(0, rows).flatten(0, 1)
+    return value.index_select(0, rows) if value.shape[0] == b else value
+
+
+def _untouched(hidden: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """The hidden states as they are, with gradients of zero for the layer: data parallelism waits for them."""
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            hidden = hidden + parameter.flatten()[:0].sum().to(hidden.dtype)
+    return hidden

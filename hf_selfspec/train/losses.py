@@ -1,0 +1,91 @@
+"""Cross entropy of many exits without holding their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+# Logits that exist at a time: 128 MiB in float32.
+_CHUNK_ELEMENTS = 2**25
+
+
+def weighted_exit_losses(
+    head: Head,
+    parameters: Sequence[nn.Parameter],
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    weights: Sequence[float],
+    vocabulary: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums the cross entropies of several exits.
+
+    Logits exist for a chunk of tokens at a time. Their gradients are taken on the way, in the forward pass, so that
+    the head runs once for each token: the backward pass only hands them on.
+
+    Args:
+        head: ``[n, d]`` states to ``[n, v]`` logits.
+        parameters: the head's trainable parameters.
+        states: ``[k, n, d]`` what goes into the head at ``k`` exits.
+        targets: ``[n]`` token ids.
+        weights: weight of each exit.
+        vocabulary: ``v``, by which the chunks are measured.
+
+    Returns:
+        ``Σ weight · Σ cross entropy`` (a scalar with a gradient) and the sums of the cross entropies ``[k]``, without
+        one; all in nats and float32.
+    """
+    chunk = max(1, _CHUNK_ELEMENTS // vocabulary)
+    total, sums = _ExitLosses.apply(head, targets, tuple(weights), chunk, states, *parameters)
+    return total, sums
+
+
+class _ExitLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Head,
+        targets: torch.Tensor,
+        weights: tuple[float, ...],
+        chunk: int,
+        states: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = torch.zeros(len(weights), dtype=torch.float32, device=states.device)
+        state_gradient = torch.empty_like(states)
+        gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        for exit_index, weight in enumerate(weights):
+            for start in range(0, len(targets), chunk):
+                piece = slice(start, start + chunk)
+                with torch.enable_grad():
+                    rows = states[exit_index, piece].detach().requires_grad_()
+                    loss = F.cross_entropy(head(rows).float(), targets[piece], reduction="sum")
+                    row_gradient, *found = torch.autograd.grad(
+                        loss, (rows, *parameters), torch.full_like(loss, weight), allow_unused=True
+                    )
+                state_gradient[exit_index, piece] = row_gradient
+                sums[exit_index] += loss.detach()
+                for place, gradient in enumerate(found):
+                    known = gradients[place]
+                    if known is None:
+                        gradients[place] = gradient
+                    elif gradient is not None:
+                        known.add_(gradient)
+        ctx.gradients = (state_gradient, *gradients)
+        ctx.mark_non_differentiable(sums)
+        return sums @ torch.tensor(weights, device=sums.device), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor, grad_sums: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the exit losses can be propagated back once; they keep nothing for a second time")
+        gradients = [None if g is None else g * grad_total.to(g.dtype) for g in ctx.gradients]
+        ctx.gradients = None
+        return (None, None, None, None, *gradients)
