@@ -5,7 +5,7 @@ the output is what it would have been.
 """
 
 from .differences import Difference, first_differences
-from .draft import EarlyExit, SkipLayers
+from .draft import EarlyExit, EarlyExitOnly, SkipLayers
 from .errors import (
     NumericalError,
     SelfSpecError,
@@ -16,6 +16,7 @@ from .errors import (
 )
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
+from .search import ExitChoice
 from .selfspec import SelfSpec
 from .stop import ConfidenceThreshold, FixedLength
 from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
@@ -31,6 +32,8 @@ __all__ = [
     "Difference",
     "EarlyExit",
     "EarlyExitLoss",
+    "EarlyExitOnly",
+    "ExitChoice",
     "FixedLength",
     "GenerationStats",
     "Gradual",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,24 +15,28 @@ from transformers.generation.streamers import BaseStreamer
 from .checks import check_call, check_length
 from .decoding import Decoder, Record, RunningDraft
 from .draft.candidates import CandidateDraft
-from .draft.early_exit import EarlyExit
+from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
 from .draft.partial import Limits, PartialDraft
+from .draft.probe import ProbeSettings, ProbingDraft
 from .draft.skip_layers import SkipLayers
-from .errors import SettingTypeError
+from .errors import SettingError, SettingTypeError
 from .model.anatomy import Anatomy
 from .model.cache import SpeculativeCache
+from .model.exits import Exits
 from .model.partial import LayerPlan
 from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
+from .search.exit_choice import Evidence, ExitChoice, Rule, exits_to_try, rules
 from .settings import check_count
-from .stop.rules import ConfidenceThreshold, StopRule
+from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
 from .types import GenerationStats, Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import TopKTree
 
 _FIRST_SLOTS = 1024
+_STOP_UNTIL_PROBED = FixedLength(2)
 _lock = threading.Lock()
 
 
@@ -40,6 +45,11 @@ class _Learned:
     """What changes from call to call, shared by threads."""
 
     stats: GenerationStats | None = None
+    exits: weakref.WeakKeyDictionary[PreTrainedModel, Evidence] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def __reduce__(self) -> Any:
+        # Copies begin anew: what was learned is about models that are not copied with them.
+        return _Learned, ()
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,11 @@ class SelfSpec:
 
     Args:
         draft: which part of the model drafts, :class:`EarlyExit` or :class:`SkipLayers`, or any
-            ``CandidateGenerator`` of transformers. By default every second layer is skipped.
+            ``CandidateGenerator`` of transformers. By default every second layer is skipped. :class:`EarlyExitOnly`
+            generates with the first layers alone, which changes the output.
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold` or any function of
-            ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``.
+            ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``. With an
+            early exit ``None`` lets a probe on the first text choose.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line.
         max_draft: most tokens in a draft.
 
@@ -61,19 +73,24 @@ class SelfSpec:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    draft: EarlyExit | SkipLayers | CandidateGenerator = field(default_factory=SkipLayers)
-    stop: StopRule = field(default_factory=ConfidenceThreshold)
+    draft: EarlyExit | SkipLayers | EarlyExitOnly | CandidateGenerator = field(default_factory=SkipLayers)
+    stop: StopRule | None = field(default_factory=ConfidenceThreshold)
     tree: TopKTree | None = None
     max_draft: int = 25
     _learned: _Learned = field(default_factory=_Learned, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft, (EarlyExit, SkipLayers, CandidateGenerator)):
+        if not isinstance(self.draft, (EarlyExit, SkipLayers, EarlyExitOnly, CandidateGenerator)):
             raise SettingTypeError(
                 f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, "
                 f"got {self.draft!r}."
             )
-        if not callable(self.stop) or isinstance(self.stop, type):
+        if self.stop is None and not isinstance(self.draft, (EarlyExit, EarlyExitOnly)):
+            raise SettingError(
+                f"SelfSpec(stop=None) lets a probe choose, which goes with EarlyExit; with {self.draft!r} name a stop "
+                "rule such as ConfidenceThreshold(0.8)."
+            )
+        if self.stop is not None and (not callable(self.stop) or isinstance(self.stop, type)):
             raise SettingTypeError(
                 "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function of (input_ids, logits, "
                 f"hidden_states), got {self.stop!r}."
@@ -81,6 +98,56 @@ class SelfSpec:
         if self.tree is not None and not isinstance(self.tree, TopKTree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {self.tree!r}.")
         check_count("SelfSpec(max_draft)", self.max_draft)
+
+    @classmethod
+    def layerskip(
+        cls,
+        exit_layer: int | None = None,
+        num_draft: int | None = None,
+        stop: StopRule | None = None,
+        max_draft: int = 12,
+    ) -> SelfSpec:
+        """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
+
+        What is not given is chosen for each model by a measured probe on the first four texts that it generates: the
+        exit layer and the draft length or threshold with the most expected tokens per second (no draft at all where
+        none pays). :meth:`choice` tells what was found.
+
+        Args:
+            exit_layer: the exit layer ``E``, from 1 to ``L-1``.
+            num_draft: tokens in a draft (LayerSkip §4.3).
+            stop: another stop rule, in the place of ``num_draft``.
+            max_draft: most tokens in a draft (12 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: a setting is not allowed, or both ``num_draft`` and ``stop`` are given.
+        """
+        if num_draft is not None and stop is not None:
+            raise SettingError(
+                f"SelfSpec.layerskip(num_draft={num_draft!r}, stop={stop!r}): give one of the two; max_draft bounds "
+                "the drafts of a stop rule."
+            )
+        if num_draft is not None:
+            stop = FixedLength(num_draft)
+            max_draft = max(max_draft, num_draft)
+        return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
+
+    @classmethod
+    def early_exit_only(cls, layer: int) -> SelfSpec:
+        """Generation with the first ``layer`` layers alone. **The output is not the model's own.**
+
+        Papers compare with it (LayerSkip, Tables 1, 2 and 11); nothing is drafted or verified.
+
+        Raises:
+            SettingError, SettingTypeError: ``layer`` is not a whole number of at least 1.
+        """
+        return cls(draft=EarlyExitOnly(layer), stop=None)
+
+    def choice(self, model: PreTrainedModel) -> ExitChoice | None:
+        """What the probe of :meth:`layerskip` chose for ``model``, ``None`` before that."""
+        with _lock:
+            evidence = self._learned.exits.get(model)
+            return None if evidence is None else evidence.choice
 
     @property
     def stats(self) -> GenerationStats | None:
@@ -104,15 +171,15 @@ class SelfSpec:
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        if not isinstance(self.draft, EarlyExit):
+        plan = self.draft.plan(anatomy := Anatomy.of(model)) if isinstance(self.draft, EarlyExit) else None
+        if plan is None or self.stop is None:
             raise SettingTypeError(
-                f"only EarlyExit can draft on its own outside this package's loop, got {self.draft!r}: other drafts "
-                "read keys and values that only the full model writes."
+                "only EarlyExit(layer) with a stop rule can draft on its own outside this package's loop, got "
+                f"{self.draft!r} and {self.stop!r}: other drafts read keys and values that only the full model writes."
             )
-        anatomy = Anatomy.of(model)
         target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _FIRST_SLOTS))
         scorer = Scorer(logits_processor or LogitsProcessorList(), 1, do_sample)
-        return PartialDraft(target, self.draft.plan(anatomy), Limits(self.stop, self.max_draft), scorer)
+        return PartialDraft(target, plan, Limits(self.stop, self.max_draft), scorer)
 
     def __call__(
         self,
@@ -145,7 +212,9 @@ class SelfSpec:
         scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
         stopper = Stopper(stopping_criteria)
         new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
-        limits = Limits(self.stop, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens)
+        limits = Limits(
+            self.stop or _STOP_UNTIL_PROBED, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
+        )
         room = new_tokens + limits.most_nodes
         target = Target(
             model,
@@ -155,19 +224,20 @@ class SelfSpec:
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
             extra_arguments(model_kwargs),
+            plan if isinstance(self.draft, EarlyExitOnly) else None,
         )
+        draft = self._running(target, plan, limits, scorer)
         decoder = Decoder(
             target=target,
             prompt=prompt,
             text=Text.of(input_ids, prompt.base, room),
-            draft=self._running(target, plan, limits, scorer),
+            draft=draft,
             scorer=scorer,
             stopper=stopper,
             record=record,
             pad_token=_pad_token(generation_config),
             streamer=streamer,
             prefill_chunk=generation_config.prefill_chunk_size,
-            stats=GenerationStats(plan="" if plan is None else plan.picture()),
         )
         if seen := past.get_seq_length():
             target.cache.take_in(past, prompt.past_columns(seen))
@@ -176,16 +246,30 @@ class SelfSpec:
             ids = decoder.run()
             if returned or getattr(past, "_is_user_defined", False):
                 decoder.hand_back(past, ids)
+        running = target.full_plan if isinstance(draft, NoDraft) else getattr(draft, "plan", None)
+        decoder.stats.plan = "" if running is None else running.picture()
         with _lock:
             self._learned.stats = decoder.stats
         return decoder.output(ids, past) if returned else ids
 
     def _running(self, target: Target, plan: LayerPlan | None, limits: Limits, scorer: Scorer) -> RunningDraft:
-        if plan is not None:
+        if isinstance(self.draft, CandidateGenerator):
+            vocabulary = target.model.get_input_embeddings().num_embeddings
+            return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
+        if isinstance(self.draft, EarlyExitOnly):
+            return NoDraft()
+        if plan is not None and self.stop is not None:
             return PartialDraft(target, plan, limits, scorer)
-        assert isinstance(self.draft, CandidateGenerator)
-        vocabulary = target.model.get_input_embeddings().num_embeddings
-        return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
+        assert isinstance(self.draft, EarlyExit)
+        layer, stop = self.draft.layer, self.stop
+        settings = ProbeSettings(
+            layers=exits_to_try(target.anatomy.num_layers) if layer is None else (layer,),
+            rules=[stop] if isinstance(stop, Rule) else rules(self.max_draft),
+            stop=stop,
+        )
+        with _lock:
+            evidence = self._learned.exits.setdefault(target.model, Evidence())
+        return ProbingDraft(target, limits, scorer, settings, Exits(target.model), evidence)
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
         if prompt.padding is not None:

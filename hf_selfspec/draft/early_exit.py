@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..settings import check_count
+from ..types import Draft, Text, Verdict
 
 
 @dataclass(frozen=True)
@@ -17,13 +20,39 @@ class EarlyExit:
     Lossless with any model; fast with one trained so that early layers predict.
 
     Args:
+        layer: the exit layer ``E``, from 1 to ``L-1``, or ``None``: the fastest one, found by a probe on the first
+            text that each model generates.
+    """
+
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            check_count("EarlyExit(layer)", self.layer)
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan | None:
+        """The blocks that run for this model, ``None`` where a probe has to find them.
+
+        Raises:
+            SettingError: the model has too few layers.
+        """
+        return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
+
+
+@dataclass(frozen=True)
+class EarlyExitOnly:
+    """Generates with layers ``0 .. layer-1`` alone: fast, and **not** what the whole model would say.
+
+    The early-exit baseline of LayerSkip (Tables 1, 2 and 11).
+
+    Args:
         layer: the exit layer ``E``, from 1 to ``L-1``.
     """
 
     layer: int
 
     def __post_init__(self) -> None:
-        check_count("EarlyExit(layer)", self.layer)
+        check_count("EarlyExitOnly(layer)", self.layer)
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
         """The blocks that run for this model.
@@ -31,9 +60,26 @@ class EarlyExit:
         Raises:
             SettingError: the model has too few layers.
         """
-        if self.layer >= anatomy.num_layers:
-            raise SettingError(
-                f"EarlyExit(layer={self.layer}) is not possible: {anatomy.model_name} has {anatomy.num_layers} layers, "
-                f"so the exit layer must be between 1 and {anatomy.num_layers - 1}."
-            )
-        return LayerPlan.early_exit(anatomy.num_layers, self.layer)
+        return _plan("EarlyExitOnly", self.layer, anatomy)
+
+
+class NoDraft:
+    """Drafts nothing: each step is one token of what plays the whole model."""
+
+    steps = 0
+
+    def propose(self, text: Text, room: list[int]) -> Draft:
+        """An empty draft."""
+        return Draft(text.ids[:, :0], [0] * text.batch_size)
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """Nothing to learn."""
+
+
+def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:
+    if layer >= anatomy.num_layers:
+        raise SettingError(
+            f"{name}(layer={layer}) is not possible: {anatomy.model_name} has {anatomy.num_layers} layers, "
+            f"so the exit layer must be between 1 and {anatomy.num_layers - 1}."
+        )
+    return LayerPlan.early_exit(anatomy.num_layers, layer)

@@ -8,6 +8,7 @@ again, and the logits of an exit exist only when they are asked for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,7 @@ class Exits:
         self._kept: dict[int, torch.Tensor] = {}
         self._output: Any = None
         self._handles: list[RemovableHandle] = []
+        self._thread = 0
 
     def check(self, name: str, layers: Iterable[int]) -> None:
         """Checks that exits after ``layers`` exist.
@@ -66,7 +68,7 @@ class Exits:
             )
 
     def attach(self) -> None:
-        """Puts hooks on the model; :meth:`detach` takes them away.
+        """Puts hooks on the model, for forwards of this thread; :meth:`detach` takes them away.
 
         Raises:
             UnsupportedModelError: the model's code after the last layer takes the original batch alone.
@@ -76,6 +78,7 @@ class Exits:
                 f"{self.anatomy.model_name} fixes the batch after its last layer, so the states of its exits cannot go "
                 "through its output head together: its exits can neither be trained nor reported."
             )
+        self._thread = threading.get_ident()
         for layer, module in enumerate(self.anatomy.layers, start=1):
             self._handles.append(module.register_forward_hook(self._layer_hook(layer)))
         self._handles.append(self.anatomy.stack.register_forward_pre_hook(self._begin))
@@ -131,9 +134,13 @@ class Exits:
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         return logits[0]
 
+    def _is_wanted(self) -> bool:
+        """Other threads' forwards of the same model go their way."""
+        return bool(self.chosen) and threading.get_ident() == self._thread
+
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if self.chosen:
+        if self._is_wanted():
             self.release()
 
     def _layer_hook(self, layer: int) -> Any:
@@ -141,7 +148,7 @@ class Exits:
 
         @torch.compiler.disable
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if not self.chosen:
+            if not self._is_wanted():
                 return None
             hidden = output[0] if isinstance(output, tuple) else output
             if layer in self.chosen:
@@ -155,7 +162,7 @@ class Exits:
 
     @torch.compiler.disable
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.chosen:
+        if not self._is_wanted():
             return None
         as_tuple = isinstance(output, tuple)
         joined = output[0] if as_tuple else output.last_hidden_state

@@ -72,6 +72,7 @@ class Target:
         holes: masked columns inside the prompts, ``None`` for none.
         last_positions: for each row the last position that its text can reach, ``None`` if there is no end.
         extra: the user's own arguments for the model's forward.
+        plan: what plays the whole model, ``None`` for all of it.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Target:
         holes: Holes | None = None,
         last_positions: list[int] | None = None,
         extra: dict[str, Any] | None = None,
+        plan: LayerPlan | None = None,
     ) -> None:
         self.model = model
         self.anatomy = anatomy
@@ -92,7 +94,7 @@ class Target:
         self.last_positions = last_positions
         self.extra = extra or {}
         self.roots = [0] * len(cache.cursors)
-        self.full_plan = LayerPlan(anatomy.num_layers)
+        self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -127,9 +129,7 @@ class Target:
         keep = ends if ragged else 1
         # One length and nothing in the cache: the mask that plain `generate` would use, often none at all.
         simple = not ragged and max(cursors) == 0 and self.holes is None
-        logits = self._call(self.model, tokens, cursors, LayerPlan(self.anatomy.num_layers), keep=keep, simple=simple)[
-            0
-        ].logits
+        logits = self._call(self.model, tokens, cursors, self.full_plan, keep=keep, simple=simple)[0].logits
         if not ragged:
             return logits[:, -1]
         last = torch.tensor(lengths, device=logits.device) - 1

@@ -1,0 +1,251 @@
+"""How well each layer of a model predicts the next token, when its state goes straight to the output head."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .errors import SettingError, SettingTypeError, UnsupportedModelError
+from .model.exits import Exits
+from .settings import check_count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Logits that exist at a time: 128 MiB in float32.
+_LOGIT_ELEMENTS = 2**25
+_DEFAULT_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class ExitReport:
+    """What the exits of one model predict on the same texts; the exit after the first ``E`` layers is at ``[E - 1]``.
+
+    ``str`` of it is a table, :meth:`plot` a picture. Training that includes the exits brings the losses of the earlier
+    ones towards that of the last (LayerSkip, Figures 6 and 11, which show task scores and perplexities; the perplexity
+    is ``exp(loss)``).
+
+    Attributes:
+        loss: mean cross entropy in nats per token.
+        accuracy: share of tokens to which the exit gives the highest probability.
+        agreement: share of tokens for which the exit's first choice is the last layer's: how often a token that is
+            drafted there greedily would be accepted, on a text that the model did not write itself.
+        tokens: predicted tokens: those of all texts but the first of each.
+        model_name: name or path that the model was loaded from, its class where there is none.
+    """
+
+    loss: tuple[float, ...]
+    accuracy: tuple[float, ...]
+    agreement: tuple[float, ...]
+    tokens: int
+    model_name: str
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_name}, {self.tokens} tokens", "exit    loss  above last  accuracy  agreement"]
+        for layer, (loss, accuracy, agreement) in enumerate(
+            zip(self.loss, self.accuracy, self.agreement, strict=True), start=1
+        ):
+            above = loss - self.loss[-1]
+            lines.append(f"{layer:>4} {loss:>7.3f} {above:>+11.3f} {accuracy:>9.3f} {agreement:>10.3f}")
+        return "\n".join(lines)
+
+    def plot(
+        self, path: str | os.PathLike[str] | None = None, others: Mapping[str, ExitReport] | None = None
+    ) -> Figure:
+        """Draws loss and agreement by exit layer.
+
+        Args:
+            path: where to save the picture, in the format that its suffix names, e.g. ``exits.png``.
+            others: reports to draw beside this one, by the name that the legend gives them.
+
+        Returns:
+            The figure, which no window shows and pyplot does not know.
+
+        Raises:
+            SettingError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
+        except ImportError as error:
+            raise SettingError(
+                "ExitReport.plot draws with matplotlib, which could not be imported. Run `pip install matplotlib`, or "
+                "print the report instead."
+            ) from error
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        losses, agreements = figure.subplots(1, 2)
+        for name, report in [(self.model_name, self), *(others or {}).items()]:
+            layers = range(1, len(report.loss) + 1)
+            losses.plot(layers, report.loss, marker=".", label=name)
+            agreements.plot(layers, report.agreement, marker=".", label=name)
+        losses.set_ylabel("loss (nats per token)")
+        agreements.set_ylabel("agreement with the last layer")
+        agreements.set_ylim(0, 1.02)
+        for axes in (losses, agreements):
+            axes.set_xlabel("exit layer")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(alpha=0.3)
+        if others:
+            losses.legend()
+        else:
+            figure.suptitle(self.model_name)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def exit_report(
+    model: Any, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, max_length: int | None = None
+) -> ExitReport:
+    """Measures what every exit of a model predicts on given texts (LayerSkip, Figures 6 and 11).
+
+    Exit ``E`` is the state after the first ``E`` layers, brought to the model's own final norm and output head. Each
+    text goes through the model once, alone, without dropout; logits exist for a chunk of tokens of one exit at a time.
+    The states of all exits exist for a whole text, ``L s d`` numbers: a smaller ``max_length`` needs less memory.
+
+    Args:
+        model: a causal LM of transformers, or a PEFT model around one, with the adapters that are active.
+        tokenizer: the model's tokenizer.
+        texts: what to predict, at least two tokens each. A text's first token is only a context, which is the
+            beginning-of-text token where the tokenizer adds one.
+        max_length: tokens of a text that count, the first ones; at least 2. ``None`` for as many as the model has
+            positions, and 2048 where its config does not say.
+
+    Returns:
+        Losses, accuracies and agreements of all exits, over the tokens of all texts together.
+
+    Raises:
+        SettingError, SettingTypeError: no texts, a text that is too short, or not what is described above.
+        UnsupportedModelError: the model's layers were not found, or its exits cannot go to its head.
+    """
+    inner = _causal_lm(model)
+    exits = Exits(inner)
+    rows = _token_rows(tokenizer, texts, _length(max_length, exits.anatomy.max_positions))
+    embeddings = inner.get_input_embeddings().weight
+    # Offloaded weights are elsewhere; accelerate's hooks then move what goes in.
+    device = torch.device("cpu") if embeddings.is_meta else embeddings.device
+    chunk = max(1, _LOGIT_ELEMENTS // inner.config.get_text_config(decoder=True).vocab_size)
+    sums = torch.zeros(exits.anatomy.num_layers, 3, dtype=torch.float64)
+    # Not inference_mode: what a module keeps from a forward (rotary frequencies) has to serve later training, too.
+    with torch.no_grad(), _measuring(inner, exits):
+        for row in rows:
+            ids = torch.tensor([row], device=device)
+            # Without the causal LM around it, there are no logits of the whole text.
+            exits.anatomy.stack(input_ids=ids, use_cache=False)
+            assert exits.states is not None
+            # [L, 1, s, d] -> [L, s - 1, d], the states that have a next token.
+            sums += _text_sums(exits.head, exits.states[:, 0, :-1], ids[0, 1:], chunk)
+    tokens = sum(len(row) - 1 for row in rows)
+    loss, accuracy, agreement = (tuple(column) for column in (sums / tokens).T.tolist())
+    return ExitReport(loss, accuracy, agreement, tokens, inner.config.name_or_path or type(inner).__name__)
+
+
+def _text_sums(
+    head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, targets: torch.Tensor, chunk: int
+) -> torch.Tensor:
+    """Sums over a text's predictions.
+
+    Args:
+        head: ``[n, d]`` states to ``[n, v]`` logits.
+        states: ``[L, n, d]``.
+        targets: ``[n]`` the tokens that come next.
+        chunk: predictions whose logits may exist together.
+
+    Returns:
+        ``[L, 3]`` on the CPU: cross entropy in nats, tokens that are the exit's first choice, and tokens for which
+        that is the last layer's.
+    """
+    sums = torch.zeros(len(states), 3, dtype=torch.float64)
+    for start in range(0, len(targets), chunk):
+        piece = slice(start, start + chunk)
+        right = targets[piece]
+        last_loss, last_choice = _predict(head, states[-1, piece], right)
+        right = right.to(last_choice.device)
+        sums[-1] += torch.tensor([last_loss, int((last_choice == right).sum()), len(right)], dtype=torch.float64)
+        for layer in range(len(states) - 1):
+            loss, choice = _predict(head, states[layer, piece], right)
+            hits, agreed = int((choice == right).sum()), int((choice == last_choice).sum())
+            sums[layer] += torch.tensor([loss, hits, agreed], dtype=torch.float64)
+    return sums
+
+
+def _predict(
+    head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, targets: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """Summed cross entropy in nats and the first choices ``[n]``; the logits are gone afterwards."""
+    logits = head(states)
+    losses = F.cross_entropy(logits.float(), targets.to(logits.device), reduction="none")
+    return losses.sum().item(), logits.argmax(-1)
+
+
+@contextmanager
+def _measuring(model: PreTrainedModel, exits: Exits) -> Iterator[None]:
+    """The model in evaluation mode with all exits on, and as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        exits.attach()
+        model.eval()
+        exits.chosen = tuple(range(1, exits.anatomy.num_layers + 1))
+        yield
+    finally:
+        exits.detach()
+        for module, mode in modes:
+            module.training = mode
+
+
+def _causal_lm(model: Any) -> PreTrainedModel:
+    """The transformers model below PEFT's wrapper."""
+    peft_config = getattr(model, "active_peft_config", None)
+    if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"PEFT's {peft_config.peft_type} puts virtual tokens in front of each text, which exit_report leaves out. "
+            "LoRA and other adapters inside the layers work."
+        )
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise SettingTypeError(
+            f"exit_report(model) takes a causal LM of transformers or a PEFT model around one, got "
+            f"{type(inner).__name__}. Pass what is inside other wrappers, e.g. model.module."
+        )
+    return inner
+
+
+def _length(max_length: int | None, positions: int | None) -> int:
+    if max_length is None:
+        return positions or _DEFAULT_LENGTH
+    check_count("exit_report(max_length)", max_length)
+    if max_length < 2:
+        raise SettingError(
+            f"exit_report(max_length={max_length}): a text of one token has no next token to predict; give at least 2."
+        )
+    if positions is not None and max_length > positions:
+        raise SettingError(
+            f"exit_report(max_length={max_length}) is more than the {positions} positions that the model has. Give at "
+            f"most {positions}, or None for that."
+        )
+    return max_length
+
+
+def _token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> list[list[int]]:
+    """The first ``length`` token ids of each text."""
+    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    if not all(isinstance(text, str) for text in given):
+        raise SettingTypeError(f"exit_report(texts) must be a list of strings, got {repr(texts)[:100]}.")
+    if not given:
+        raise SettingError("exit_report(texts) is empty. Give at least one text of two tokens.")
+    # Cut here and not in the tokenizer, which would cut at its own side and put an end-of-text token at the cut.
+    rows = [list(tokenizer(text, verbose=False)["input_ids"])[:length] for text in given]
+    for index, row in enumerate(rows):
+        if len(row) < 2:
+            raise SettingError(
+                f"exit_report(texts): text {index} is {given[index]!r}, of {len(row)} tokens, but it takes at least 2 "
+                "to predict a next one. Leave it out or make it longer."
+            )
+    return rows
