@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
+from hf_selfspec import ConfidenceThreshold, EarlyExit, GenerationStats, SelfSpec
 
 PROMPTS = (
     'def read_text(path, encoding="utf-8"):',
@@ -23,9 +23,11 @@ PROMPTS = (
     "def __init__(self, name, default=None, *, required=False):",
     "def main(args=None):",
 )
-# Found by trying each block of the demo model alone: together these ten of its 24 blocks matter little.
-SKIPPED = SkipLayers(attention=[1, 2, 3, 5, 7], mlp=[2, 3, 4, 5, 6])
 GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, torch.Tensor]:
+    return dict(tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
 
 
 def timed(
@@ -53,7 +55,7 @@ def report(name: str, stats: list[GenerationStats], plain: list[float], ours: li
     mean_length = sum(s.tokens - 1 for s in stats) / max(sum(s.rounds for s in stats), 1)
     speeds = [tokens / statistics.median(seconds) for seconds in (plain, ours)]
     print(
-        f"{name:<24} plain {speeds[0]:6.1f} tokens/s   ours {speeds[1]:6.1f} tokens/s   α {alpha:.2f}"
+        f"{name:<28} plain {speeds[0]:6.1f} tokens/s   ours {speeds[1]:6.1f} tokens/s   α {alpha:.2f}"
         f"   M {mean_length:.2f}"
     )
 
@@ -70,15 +72,20 @@ def main() -> None:
     model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     layers = model.config.num_hidden_layers
+    measured = "exit and length measured"
     specs = {
-        "ten blocks skipped": SelfSpec(draft=SKIPPED, stop=ConfidenceThreshold(0.7)),
-        f"early exit at {layers // 2}/{layers}": SelfSpec(draft=EarlyExit(layers // 2), stop=FixedLength(2)),
+        measured: SelfSpec.layerskip(),
+        f"exit {layers // 4} of {layers}, sure > 0.5": SelfSpec(
+            draft=EarlyExit(layers // 4), stop=ConfidenceThreshold(0.5)
+        ),
     }
-    timed(model, dict(tokenizer("def", return_tensors="pt")), 8)
+    for prompt in PROMPTS:  # the probe looks at the first texts
+        timed(model, encoded(tokenizer, prompt), args.tokens, assistant=specs[measured])
+    print(f"chosen by the probe: {specs[measured].choice(model)}\n")
     for name, spec in specs.items():
         stats, plain_seconds, our_seconds = [], [], []
         for prompt in PROMPTS:
-            inputs = {k: v for k, v in tokenizer(prompt, return_tensors="pt").items() if k != "token_type_ids"}
+            inputs = encoded(tokenizer, prompt)
             expected, seconds = timed(model, inputs, args.tokens)
             plain_seconds.append(seconds)
             ids, seconds = timed(model, inputs, args.tokens, assistant=spec)
@@ -86,7 +93,7 @@ def main() -> None:
             if not torch.equal(ids, expected):
                 raise SystemExit("the tokens differ from plain generate: please report this")
             stats.append(spec.stats)
-            if name.startswith("ten"):
+            if name == measured:
                 new = ids[0, inputs["input_ids"].shape[1] :].tolist()
                 print(prompt + marked(tokenizer, new, spec.stats.from_draft[0], not args.no_color) + "\n" + "-" * 80)
         report(name, stats, plain_seconds, our_seconds, args.tokens)

@@ -1,12 +1,14 @@
 """Train the small Llama-type demo model on Python's own standard library, on a CPU.
 
 The corpus is the ``*.py`` source of the standard library of the interpreter that runs this script, so nothing is
-downloaded. A byte-level BPE is trained on it, then a ``LlamaForCausalLM`` from a config, with the stock ``Trainer``::
+downloaded. A byte-level BPE is trained on it, then a ``LlamaForCausalLM`` from a config, with the stock ``Trainer`` and
+the callbacks that make its early layers predict (LayerSkip)::
 
-    python examples/train_demo_model.py                                # the shipped model
+    python examples/train_demo_model.py --plain --output twin          # the same model without the callbacks
+    python examples/train_demo_model.py --twin twin                    # the shipped model, compared with its twin
     python examples/train_demo_model.py --steps 2 --output trial       # the whole way in two steps
 
-On one core of an AMD EPYC with AVX-512 bfloat16 (``--threads 1``) the first takes about an hour and the second less
+On one core of an AMD EPYC with AVX-512 bfloat16 (``--threads 1``) the first two take about an hour each, the third less
 than a minute. A run that was stopped continues from its last checkpoint when the same command is given again. The
 result is a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, with a model card that states what was
 measured.
@@ -37,15 +39,17 @@ from torch.utils.data import Dataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainerState,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
+
+from hf_selfspec import EarlyExitLoss, ExitReport, LayerDropout, Rotational, exit_report
 
 logger = logging.getLogger("train_demo_model")
 
@@ -77,23 +81,31 @@ class Recipe:
         weight_decay: Decoupled weight decay of the matrices; norms have none.
         seed: Seed of the initial weights and of the order of the sequences.
         fp32: Compute in float32 rather than in bfloat16 autocast.
+        exit_scale: ``e_scale`` of the early-exit loss.
+        exit_rotation: ``R`` of its rotational curriculum.
+        layer_dropout: ``p_max`` of the layer dropout.
+        plain: Train without early-exit loss and layer dropout.
     """
 
-    steps: int = 11500
-    layers: int = 12
-    width: int = 192
+    steps: int = 7000
+    layers: int = 24
+    width: int = 128
     heads: int = 4
     key_value_heads: int = 2
     vocabulary: int = 4096
     context: int = 512
-    initializer_range: float = 0.06
+    initializer_range: float = 0.088
     batch_size: int = 1
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 2.5e-3
     warmup_steps: int = 300
     adam_beta2: float = 0.99
     weight_decay: float = 0.1
     seed: int = 0
     fp32: bool = False
+    exit_scale: float = 1.0
+    exit_rotation: int = 8
+    layer_dropout: float = 0.1
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,15 +125,20 @@ class Corpus:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Mean held-out loss of the saved model.
+    """How well the saved model predicts held-out text.
 
     Attributes:
-        loss: Nats per token.
+        exits: Loss, accuracy and agreement with the last layer at every exit.
         bytes_per_token: UTF-8 bytes of held-out text that one token stands for on average.
     """
 
-    loss: float
+    exits: ExitReport
     bytes_per_token: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per token after the last layer."""
+        return self.exits.loss[-1]
 
     @property
     def perplexity(self) -> float:
@@ -271,6 +288,16 @@ def training_arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
     )
 
 
+def callbacks(recipe: Recipe) -> list[TrainerCallback]:
+    """What makes early layers predict."""
+    if recipe.plain:
+        return []
+    return [
+        EarlyExitLoss(recipe.exit_scale, Rotational(recipe.exit_rotation)),
+        LayerDropout(recipe.layer_dropout),
+    ]
+
+
 def train_model(
     recipe: Recipe, end_of_text: int, training_blocks: torch.Tensor, held_out_blocks: torch.Tensor, checkpoints: Path
 ) -> LlamaForCausalLM:
@@ -297,6 +324,7 @@ def train_model(
         train_dataset=Blocks(training_blocks),
         eval_dataset=Blocks(held_out_blocks[:: max(1, len(held_out_blocks) // MONITORING_BLOCKS)]),
         data_collator=default_data_collator,
+        callbacks=callbacks(recipe),
     )
     trainer.train(resume_from_checkpoint=last_checkpoint)
     return model
@@ -323,12 +351,10 @@ def check_same_run(checkpoints: Path, recipe: Recipe, corpus: Corpus) -> None:
         )
 
 
-@torch.inference_mode()
-def held_out_loss(model: PreTrainedModel, blocks: torch.Tensor) -> float:
-    """Return the mean loss in nats per token over ``blocks``, shape (number of blocks, s), one block at a time."""
-    model.eval()
-    losses = [float(model(input_ids=block[None], labels=block[None]).loss) for block in blocks]
-    return sum(losses) / len(losses)
+def held_out_quality(folder: Path, tokenizer: PreTrainedTokenizerFast, blocks: torch.Tensor) -> ExitReport:
+    """Evaluate every exit of the model in ``folder`` on ``blocks``, shape (number of blocks, s), in float32."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return exit_report(model, tokenizer, tokenizer.batch_decode(blocks), max_length=blocks.shape[1])
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
@@ -338,16 +364,24 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
     tokenizer.save_pretrained(output)
 
 
-def model_card(recipe: Recipe, corpus: Corpus, training_tokens: int, parameters: int, held_out: HeldOut) -> str:
+def model_card(
+    recipe: Recipe, corpus: Corpus, training_tokens: int, parameters: int, held_out: HeldOut, twin: ExitReport | None
+) -> str:
     """Return the text of the model card: what the model is, how it was made and how good it is."""
     tokens_seen = recipe.steps * recipe.batch_size * recipe.context
     precision = "float32" if recipe.fp32 else "bfloat16 autocast over float32 weights"
+    loss = "plain next-token loss"
+    if not recipe.plain:
+        loss = (
+            f"LayerSkip's early-exit loss (e_scale {recipe.exit_scale:g}, rotational with R = {recipe.exit_rotation}) "
+            f"and layer dropout (p_max {recipe.layer_dropout:g}, constant)"
+        )
     return f"""---
 license: other
 license_name: psf-2.0
 license_link: https://docs.python.org/3/license.html
 language: [code]
-tags: [python]
+tags: [python, layerskip]
 library_name: transformers
 pipeline_tag: text-generation
 ---
@@ -374,18 +408,25 @@ alike. SHA-256 of the corpus: `{corpus.digest}`.
 ## Training
 
 `{training_command(recipe)}` with transformers {transformers.__version__}, torch {torch.__version__.split("+")[0]} and
-tokenizers {tokenizers.__version__}: plain next-token loss, AdamW (betas 0.9 and {recipe.adam_beta2}, weight decay
+tokenizers {tokenizers.__version__}: {loss}, AdamW (betas 0.9 and {recipe.adam_beta2}, weight decay
 {recipe.weight_decay}), {recipe.steps} steps of {recipe.batch_size} x {recipe.context} tokens ({tokens_seen:,} tokens,
 {tokens_seen / training_tokens:.1f} passes over the training files), peak learning rate {recipe.learning_rate:g}
 after a warm-up, cosine to a tenth of it, {precision}, seed {recipe.seed}.
 
 ## Held-out quality
 
-Stored weights, computed in float32, blocks of {recipe.context} tokens:
+Stored weights, computed in float32, blocks of {recipe.context} tokens ({held_out.exits.tokens:,} predicted tokens):
 
 | loss (nats per token) | perplexity per token | bits per byte | bytes per token |
 | --- | --- | --- | --- |
 | {held_out.loss:.3f} | {held_out.perplexity:.2f} | {held_out.bits_per_byte:.3f} | {held_out.bytes_per_token:.2f} |
+
+## Exits
+
+Exit E is the model's own norm and head after the first E layers. Agreement is the share of positions where its most
+probable token is the last layer's.{"" if twin is None else TWIN}
+
+{exit_table(held_out.exits, twin)}
 
 ## Licence
 
@@ -393,6 +434,23 @@ The corpus is part of CPython, Copyright (c) 2001 Python Software Foundation and
 version 2 (https://docs.python.org/3/license.html). The model can repeat passages of it; treat such output as text under
 that licence.
 """
+
+
+TWIN = """ The twin had the same data, order and
+steps, without early-exit loss and layer dropout; it is not shipped."""
+
+
+def exit_table(report: ExitReport, twin: ExitReport | None) -> str:
+    """Return loss and agreement at every exit as a Markdown table, with the twin's beside them."""
+    columns = ["exit", "loss", "agreement"] + ([] if twin is None else ["twin's loss", "twin's agreement"])
+    rows = [columns, ["---"] * len(columns)]
+    for layer, cells in enumerate(zip(report.loss, report.agreement, strict=True)):
+        loss, agreement = cells
+        row = [str(layer + 1), f"{loss:.3f}", f"{agreement:.3f}"]
+        if twin is not None:
+            row += [f"{twin.loss[layer]:.3f}", f"{twin.agreement[layer]:.3f}"]
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def training_command(recipe: Recipe) -> str:
@@ -405,13 +463,14 @@ def training_command(recipe: Recipe) -> str:
     return " ".join(words)
 
 
-def train(recipe: Recipe, output: Path, checkpoints: Path) -> HeldOut:
+def train(recipe: Recipe, output: Path, checkpoints: Path, twin: Path | None = None) -> HeldOut:
     """Train a model by ``recipe``, write it with its card to ``output`` and return its held-out quality.
 
     Args:
         recipe: What to train.
         output: Folder for the finished model.
         checkpoints: Folder for the tokenizer and the Trainer's checkpoints; a run found there is continued.
+        twin: Folder of a model to compare with in the card.
     """
     corpus = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
     check_same_run(checkpoints, recipe, corpus)
@@ -423,11 +482,12 @@ def train(recipe: Recipe, output: Path, checkpoints: Path) -> HeldOut:
 
     training_blocks = cut(training_tokens, recipe.context)
     model = train_model(recipe, tokenizer.eos_token_id, training_blocks, held_out_blocks, checkpoints)
+    parameters = model.num_parameters()
     save(model, tokenizer, output)
-    saved = LlamaForCausalLM.from_pretrained(output, dtype=torch.float32)
     held_out_bytes = sum(len(text.encode()) for text in corpus.held_out)
-    held_out = HeldOut(held_out_loss(saved, held_out_blocks), held_out_bytes / len(held_out_tokens))
-    card = model_card(recipe, corpus, len(training_tokens), saved.num_parameters(), held_out)
+    held_out = HeldOut(held_out_quality(output, tokenizer, held_out_blocks), held_out_bytes / len(held_out_tokens))
+    twin_quality = None if twin is None else held_out_quality(twin, tokenizer, held_out_blocks)
+    card = model_card(recipe, corpus, len(training_tokens), parameters, held_out, twin_quality)
     (output / "README.md").write_text(card, encoding="utf-8")
     return held_out
 
@@ -438,6 +498,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     default_output = Path(__file__).parent / "demo_model"
     parser.add_argument("--output", type=Path, default=default_output, help="folder for the model")
     parser.add_argument("--checkpoints", type=Path, help="folder to resume from (default: OUTPUT-checkpoints)")
+    parser.add_argument("--twin", type=Path, help="folder of a finished model to compare with in the card")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     for name, default in asdict(Recipe()).items():
         option = "--" + name.replace("_", "-")
@@ -457,7 +518,7 @@ def main() -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     recipe = Recipe(**{name: getattr(options, name) for name in asdict(Recipe())})
-    held_out = train(recipe, options.output, options.checkpoints)
+    held_out = train(recipe, options.output, options.checkpoints, options.twin)
     print(
         f"{options.output}: held-out loss {held_out.loss:.3f} nats per token, perplexity {held_out.perplexity:.2f}, "
         f"{held_out.bits_per_byte:.3f} bits per byte"

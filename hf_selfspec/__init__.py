@@ -16,6 +16,7 @@ from .errors import (
 )
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
+from .report import ExitReport, exit_report
 from .search import ExitChoice
 from .selfspec import SelfSpec
 from .stop import ConfidenceThreshold, FixedLength
@@ -34,6 +35,7 @@ __all__ = [
     "EarlyExitLoss",
     "EarlyExitOnly",
     "ExitChoice",
+    "ExitReport",
     "FixedLength",
     "GenerationStats",
     "Gradual",
@@ -48,6 +50,7 @@ __all__ = [
     "TopKTree",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "exit_report",
     "first_differences",
     "install",
     "register_architecture",

@@ -138,7 +138,7 @@ def exit_report(
         for row in rows:
             ids = torch.tensor([row], device=device)
             # Without the causal LM around it, there are no logits of the whole text.
-            exits.anatomy.stack(input_ids=ids, use_cache=False)
+            exits.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
             assert exits.states is not None
             # [L, 1, s, d] -> [L, s - 1, d], the states that have a next token.
             sums += _text_sums(exits.head, exits.states[:, 0, :-1], ids[0, 1:], chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from .engine import EngineFigures, engine_figures, peak_memory
 from .measure import machine
 from .synthetic import damped_llama
+from .training import VARIANTS, TrainingShape, peak_training_memory, step_seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -21,8 +23,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "figure",
-        choices=("engine", "context", "batch", "memory"),
-        help="engine: efficiency; context: cost per token by context; batch: by batch size; memory: peak memory",
+        choices=("engine", "context", "batch", "memory", "training"),
+        help="engine: efficiency; context: cost per token by context; batch: by batch size; memory: peak memory; "
+        "training: step time and peak memory with early-exit loss and with layer dropout",
     )
     parser.add_argument("--width", type=int, nargs="+", default=[256, 1024], help="hidden sizes")
     parser.add_argument(
@@ -40,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--peak-of", choices=("plain", "ours"), help=argparse.SUPPRESS)
+    parser.add_argument("--peak-of", choices=("plain", "ours", *VARIANTS), help=argparse.SUPPRESS)
     return parser
 
 
@@ -71,7 +74,7 @@ _HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
 def _peak(args: argparse.Namespace, width: int, dtype: str, variant: str) -> float:
     """Peak memory of one variant in a process of its own."""
-    command = [sys.executable, "-m", "hf_selfspec.bench", "memory", "--peak-of", variant]
+    command = [sys.executable, "-m", "hf_selfspec.bench", args.figure, "--peak-of", variant]
     command += ["--width", str(width), "--dtype", dtype, "--device", args.device, "--layers", str(args.layers)]
     command += [
         "--exit-layer",
@@ -95,6 +98,7 @@ def _cases(args: argparse.Namespace) -> list[tuple[int, int]]:
         "memory": ([1], [512]),
         "context": ([1], [512, 8192]),
         "batch": ([1, 4, 8], [64]),
+        "training": ([2], [512]),
     }
     rows, prompts = defaults[args.figure]
     args.rows = args.rows or rows
@@ -102,11 +106,40 @@ def _cases(args: argparse.Namespace) -> list[tuple[int, int]]:
     return [(r, p) for r in args.rows for p in args.prompt]
 
 
+def _training(args: argparse.Namespace, width: int, dtype: str, rows: int, tokens: int) -> None:
+    """Step time and peak memory of training, one model and batch."""
+    shape = TrainingShape(
+        width=width,
+        layers=args.layers,
+        intermediate=args.intermediate or width * 8 // 3 // 64 * 64,
+        vocabulary=args.vocabulary,
+        batch=rows,
+        tokens=tokens,
+        bf16=dtype == "bfloat16",
+    )
+    if args.peak_of is not None:
+        print(json.dumps(peak_training_memory(shape, args.peak_of, args.device)))
+        return
+    print(f"{machine(torch.device(args.device))}; stock Trainer, AdamW, random tokens; {shape}")
+    print(f"python -m hf_selfspec.bench {' '.join(sys.argv[1:])}\n")
+    print("| callbacks | s/step | ratio | peak MiB | ratio |\n|---|---|---|---|---|")
+    memory = {name: _peak(args, width, dtype, name) for name in VARIANTS}
+    seconds = step_seconds(shape, args.repeats, args.device)
+    for name in VARIANTS:
+        time, peak = seconds[name], memory[name]
+        ratios = time / seconds["plain"], peak / memory["plain"]
+        print(f"| {name} | {time:.2f} | {ratios[0]:.2f} | {peak:.0f} | {ratios[1]:.3f} |", flush=True)
+
+
 def main() -> None:
     """Runs one figure and prints it as a table."""
     args = _parser().parse_args()
     torch.set_num_threads(args.threads)
     cases = _cases(args)
+    if args.figure == "training":
+        for width, dtype, case in itertools.product(args.width, args.dtype, cases):
+            _training(args, width, dtype, *case)
+        return
     if args.peak_of is None:
         print(f"{machine(torch.device(args.device))}; synthetic acceptance; {args.tokens} new tokens, greedy")
         print(f"python -m hf_selfspec.bench {' '.join(sys.argv[1:])}\n")

@@ -147,14 +147,14 @@ def replay(trace: Trace, rule: Rule, exit_layer: int, costs: ForwardCosts, max_d
         starts = np.zeros(n + max_draft + 2)
         starts[0] = 1.0
         for i in range(n):
-            share = starts[i]
+            share = float(starts[i])
             if share < 1e-9:
                 continue
             length = int(lengths[row, i])
             seconds += share * (length * costs.draft(exit_layer) + costs.verify(exit_layer, length))
             drafted += share * length
             for k in range(length):
-                chance = trace.accept[row, i + k]
+                chance = float(trace.accept[row, i + k])
                 starts[i + k + 1] += share * (1 - chance)
                 share *= chance
                 accepted += share

@@ -1,0 +1,231 @@
+"""How fast a trained model generates with its own early layers, and how fast it could."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from ..model import anatomy as anatomies
+from ..model.anatomy import Anatomy, Architecture, register_architecture
+from ..model.cache import SpeculativeCache
+from ..model.exits import Exits
+from ..model.partial import LayerPlan
+from ..model.target import Target
+from ..search.exit_choice import ExitChoice, ForwardCosts, Trace, choose, exits_to_try, rules, trace
+from ..selfspec import SelfSpec
+from ..stop.rules import confidence
+from ..types import GenerationStats
+
+Way = Callable[[torch.Tensor], torch.Tensor]
+
+_MANY = 8
+
+
+@dataclass
+class Speed:
+    """One way of generating, over many prompts, the prompts' own forwards included.
+
+    Attributes:
+        seconds: of each prompt, a median over the repeats.
+        tokens: new tokens of each prompt.
+        runs: our statistics of each prompt.
+        same: for each prompt whether the ids are those of the first way.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    runs: list[GenerationStats] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds per token over all prompts."""
+        return 1e3 * sum(self.seconds) / sum(self.tokens)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α over all prompts."""
+        drafted = sum(run.drafted for run in self.runs)
+        return sum(run.accepted for run in self.runs) / drafted if drafted else 0.0
+
+    @property
+    def mean_generated_length(self) -> float:
+        """M over all prompts."""
+        rounds = sum(run.rounds for run in self.runs)
+        return sum(run.tokens - len(run.from_draft) for run in self.runs) / rounds if rounds else 1.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model and what ``generate`` is asked for.
+
+    Attributes:
+        model: the model; one prompt at a time.
+        options: arguments of ``generate``, the same for all ways.
+    """
+
+    model: PreTrainedModel
+    options: dict[str, Any]
+
+    def plain(self, **extra: Any) -> Way:
+        """transformers' own loops."""
+
+        def run(ids: torch.Tensor) -> torch.Tensor:
+            found = self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, **extra)
+            assert isinstance(found, torch.Tensor)
+            return found
+
+        return run
+
+    def early_exit(self, layer: int, num_draft: int) -> Way:
+        """transformers' ``assistant_early_exit`` with drafts of one length."""
+        config: GenerationConfig = self.model.generation_config
+        run = self.plain(assistant_early_exit=layer)
+
+        def configured(ids: torch.Tensor) -> torch.Tensor:
+            names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+            kept = {name: getattr(config, name) for name in names}
+            for name, value in zip(names, (num_draft, "constant", 0.0), strict=True):
+                setattr(config, name, value)
+            try:
+                return run(ids)
+            finally:
+                for name, value in kept.items():
+                    setattr(config, name, value)
+
+        return configured
+
+
+def compare(
+    ways: dict[str, Way], prompts: Sequence[torch.Tensor], repeats: int, specs: dict[str, SelfSpec] | None = None
+) -> dict[str, Speed]:
+    """Times all ways on all prompts, in turn, each prompt ``repeats`` times.
+
+    Args:
+        ways: what to compare; ids are compared with the first one's.
+        prompts: ids ``[1, s]``.
+        repeats: runs of each way on each prompt, of which the median counts.
+        specs: for ways of ours, where their statistics are.
+    """
+    found = {name: Speed() for name in ways}
+    for run in ways.values():
+        run(prompts[0])
+    for ids in prompts:
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        results: dict[str, torch.Tensor] = {}
+        for turn in range(repeats):
+            for name, run in ways.items():
+                torch.manual_seed(turn)
+                begun = perf_counter()
+                results[name] = run(ids)
+                _wait(ids)
+                seconds[name].append(perf_counter() - begun)
+        first = next(iter(results.values()))
+        for name, speed in found.items():
+            speed.seconds.append(median(seconds[name]))
+            speed.tokens.append(results[name].shape[1] - ids.shape[1])
+            speed.same.append(torch.equal(results[name], first))
+            stats = specs[name].stats if specs and name in specs else None
+            if stats is not None:
+                speed.runs.append(stats)
+    return found
+
+
+def attainable(
+    model: PreTrainedModel, texts: Sequence[torch.Tensor], prompt: int, warpers: LogitsProcessorList | None = None
+) -> ExitChoice:
+    """What drafting from an early exit can reach at best on texts that the model wrote.
+
+    Agreement by exit along the texts, the forwards' measured costs and the best exit and stop rule for all texts
+    together; nothing but forwards is counted.
+
+    Args:
+        model: the model.
+        texts: ids ``[1, s]``, prompts included.
+        prompt: tokens of the prompts.
+        warpers: what changes the distribution where tokens are drawn, ``None`` for greedy.
+    """
+    anatomy = Anatomy.of(model)
+    layers = exits_to_try(anatomy.num_layers)
+    traces: dict[int, list[Trace]] = {layer: [] for layer in layers}
+    for ids in texts:
+        for layer, found in _traces(model, ids, prompt, layers, warpers).items():
+            traces[layer].append(found)
+    return choose(traces, rules(25), forward_costs(model, texts[0]), 25)
+
+
+@torch.no_grad()
+def _traces(
+    model: PreTrainedModel, ids: torch.Tensor, prompt: int, layers: Sequence[int], warpers: LogitsProcessorList | None
+) -> dict[int, Trace]:
+    def scores(logits: torch.Tensor) -> torch.Tensor:
+        return logits if warpers is None else warpers(ids[:, :0].expand(logits.shape[0], -1), logits)
+
+    written = slice(prompt - 1, ids.shape[1] - 1)
+    exits = Exits(model)
+    exits.attach()
+    try:
+        exits.chosen = tuple(layers)
+        full = scores(model(input_ids=ids).logits[0, written].float())
+        assert exits.states is not None
+        found = {}
+        for layer, states in zip(layers, exits.states, strict=True):
+            logits = exits.head(states[0, written]).float()
+            found[layer] = trace(scores(logits)[None], full[None], confidence(logits)[None], warpers is not None)
+        return found
+    finally:
+        exits.chosen = ()
+        exits.detach()
+
+
+@torch.no_grad()
+def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) -> ForwardCosts:
+    """Times forwards of one and of several tokens at the end of ``ids`` ``[1, s]`` (medians, in turn)."""
+    anatomy = Anatomy.of(model)
+    layers, s = anatomy.num_layers, ids.shape[1]
+    early = max(1, layers // 4)
+    plan = LayerPlan.early_exit(layers, early)
+    target = Target(model, anatomy, SpeculativeCache(layers, 1, s + 1))
+    with target.prepared():
+        target.prefill(ids, [0], [s])
+        runs: list[Callable[[], object]] = [
+            lambda: target.step(ids[:, -1:], [s - 1], plan),
+            lambda: target.step(ids[:, -1:], [s - 1]),
+            lambda: target.step(ids[:, -_MANY:], [s - _MANY]),
+        ]
+        seconds: list[list[float]] = [[] for _ in runs]
+        for _ in range(repeats):
+            for place, run in enumerate(runs):
+                begun = perf_counter()
+                run()
+                _wait(ids)
+                seconds[place].append(perf_counter() - begun)
+    one, full, many = map(median, seconds)
+    return ForwardCosts.fit(early, one, full, many, _MANY, layers)
+
+
+@contextmanager
+def without_reuse(model: PreTrainedModel) -> Iterator[None]:
+    """Verification runs all layers for all drafted tokens: no KVQ reuse (LayerSkip, Table 7)."""
+    kind = model.config.model_type
+    known = anatomies._ARCHITECTURES.get(kind)
+    register_architecture(kind, Architecture(replay=False))
+    try:
+        yield
+    finally:
+        if known is None:
+            del anatomies._ARCHITECTURES[kind]
+        else:
+            register_architecture(kind, known)
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
