@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..model.exits import Exits
 from ..settings import check_share
 from .curriculum import Curriculum, Rotational
 from .losses import weighted_exit_losses
-from .trainer import ModelCallback
+from .trainer import ComputeLoss, ModelCallback, causal_lm
 
 
 def loss_scale(layer: int, num_layers: int, e_scale: float) -> float:
@@ -78,29 +77,54 @@ class EarlyExitLoss(ModelCallback):
             "compute_loss_func": getattr(trainer, "compute_loss_func", None) is not None,
             f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor != 0,
             "use_liger_kernel=True": bool(getattr(args, "use_liger_kernel", False)),
+            f"loss_type={getattr(args, 'loss_type', None)!r}": getattr(args, "loss_type", None) == "dft",
         }
         for option, is_set in refused.items():
             if is_set:
                 raise UnsupportedOptionError(
-                    f"EarlyExitLoss weighs the loss that the model computes itself, and {option} replaces that loss. "
-                    "Train without it, or without EarlyExitLoss."
+                    f"EarlyExitLoss adds the cross entropy of earlier exits to that of the last layer, and {option} "
+                    "trains the last layer by something else. Train without it, or without EarlyExitLoss."
                 )
+        loss = causal_lm(trainer.model).loss_function
+        if loss is not ForCausalLMLoss:
+            raise UnsupportedModelError(
+                f"EarlyExitLoss trains exits with the cross entropy that causal LMs share, but the loss function of "
+                f"{type(causal_lm(trainer.model)).__name__} is {loss!r}. Train without EarlyExitLoss."
+            )
 
     def attach(self, model: PreTrainedModel, args: TrainingArguments, state: TrainerState) -> None:
         exits = Exits(model)
         exits.check("EarlyExitLoss(layers)", self.layers or ())
-        if model.loss_function is not ForCausalLMLoss:
-            raise UnsupportedModelError(
-                f"EarlyExitLoss trains exits with the cross entropy that causal LMs share, but the loss function of "
-                f"{type(model).__name__} is {model.loss_function!r}. Train without EarlyExitLoss."
-            )
         self._run = _Run(model, exits)
-        self._run.attach()
+        exits.attach(self._run.add_exits)
 
     def detach(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.detach()
+            run.exits.detach()
+
+    def compute_loss(
+        self,
+        trainer: Trainer,
+        original: ComputeLoss,
+        model: Any,
+        inputs: dict[str, Any],
+        num_items: Any,
+        **options: Any,
+    ) -> Any:
+        """``Σ ẽ · CE`` in the place of the Trainer's loss of the last layer; the same as it outside training steps."""
+        run = self._run
+        if run is None or not run.in_step or not run.model.training:
+            return original(model, inputs, num_items_in_batch=num_items, **options)
+        # As the Trainer does: per token of the whole step where the model is told their number, else of this batch.
+        whole_step = num_items is not None and trainer.model_accepts_loss_kwargs
+        processes = trainer.accelerator.num_processes
+        factor = processes if whole_step and trainer.args.average_tokens_across_devices else 1
+        run.begin_batch(inputs, num_items if whole_step else None)
+        result = original(model, inputs, num_items_in_batch=num_items, **options)
+        if isinstance(result, tuple):
+            return (run.total(result[0], factor), *result[1:])
+        return run.total(result, factor)
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""
@@ -122,15 +146,8 @@ class EarlyExitLoss(ModelCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        run = self._run
-        assert run is not None
-        if not run.seen:
-            raise UnsupportedModelError(
-                f"EarlyExitLoss had no effect: {type(run.model).__name__} did not call its loss_function in this "
-                "training step. Either the model computes its loss in another way, or compute_loss was overridden, or "
-                "the data has no labels. The weights were not changed."
-            )
-        run.end_step()
+        assert self._run is not None
+        self._run.end_step()
 
     def logs(self, trainer: Trainer) -> dict[str, float]:
         if self._run is None:
@@ -156,29 +173,23 @@ def _exit_layers(layers: object) -> frozenset[int]:
 
 
 class _Run:
-    """What one training changes on the model, and what it counts.
+    """What one training step needs to know, and what is counted between logs.
 
     Attributes:
-        seen: the model's loss function was called in this step.
+        in_step: a training step is going on (evaluation is not one).
         table: ``[L, 2]`` for each exit the summed cross entropy since the last log, and the tokens behind it.
     """
 
     def __init__(self, model: PreTrainedModel, exits: Exits) -> None:
         self.model = model
         self.exits = exits
-        self.seen = False
+        self.in_step = False
         self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=torch.float64, device=model.device)
         self._weights: list[float] = []
         self._last_weight = 1.0
-        self._in_step = False
-
-    def attach(self) -> None:
-        self.exits.attach()
-        self.model.loss_function = torch.compiler.disable(self.loss)
-
-    def detach(self) -> None:
-        self.exits.detach()
-        self.model.__dict__.pop("_loss_function", None)
+        self._targets: torch.Tensor | None = None
+        self._count: torch.Tensor | int = 0
+        self._earlier: torch.Tensor | None = None
 
     def begin_step(self, weights: dict[int, float]) -> None:
         last = self.exits.anatomy.num_layers - 1
@@ -186,52 +197,77 @@ class _Run:
         earlier = {layer: weight for layer, weight in weights.items() if layer != last and weight > 0}
         self.exits.chosen = tuple(layer + 1 for layer in earlier)
         self._weights = list(earlier.values())
-        self._in_step, self.seen = True, False
+        self.in_step = True
 
     def end_step(self) -> None:
         self.exits.chosen = ()
         self.exits.release()
-        self._in_step = False
+        self.in_step = False
+        self._targets = self._earlier = None
 
-    def loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``Σ ẽ · CE`` in the place of the model's own loss; the same as it outside training steps."""
-        last_loss = ForCausalLMLoss(*args, **kwargs)
-        if not self._in_step or not self.model.training:
-            return last_loss
-        self.seen = True
-        given = _LOSS_SIGNATURE.bind(*args, **kwargs)
-        given.apply_defaults()
-        targets, tokens = _targets(**given.arguments)
-        count = given.arguments["num_items_in_batch"]
-        count = len(tokens) if count is None else count
-        self.table[-1, 0] += last_loss.detach() * count
-        self.table[-1, 1] += len(tokens)
-        states = self.exits.states
-        if states is None:
-            return last_loss
+    def begin_batch(self, inputs: dict[str, Any], num_items: torch.Tensor | int | None) -> None:
+        """Takes what the exits are to predict, and over how many tokens a mean is taken."""
+        self._earlier = None
+        self._targets = _targets(inputs)
+        self._count = int((self._targets != _IGNORED).sum()) if num_items is None else num_items
+
+    def add_exits(self) -> None:
+        """Computes the exits' losses; called within the model's forward."""
+        states, targets = self.exits.states, self._targets
+        if targets is None or states is None:
+            return
+        if states.shape[1:3] != targets.shape:
+            raise UnsupportedModelError(
+                f"EarlyExitLoss needs a label for each hidden state, but {self.exits.anatomy.model_name} has states "
+                f"for {list(states.shape[1:3])} tokens and labels for {list(targets.shape)} (virtual tokens of a "
+                "prompt-learning method, or images?). Train without EarlyExitLoss."
+            )
+        targets = targets.to(states.device).flatten()
+        places = (targets != _IGNORED).nonzero().flatten()
         total, sums = weighted_exit_losses(
             self.exits.head,
             self.exits.head_parameters(),
-            states.flatten(1, 2).index_select(1, tokens),
-            targets,
+            states.flatten(1, 2).index_select(1, places),
+            targets[places],
             self._weights,
-            given.arguments["vocab_size"],
+            self.model.config.get_text_config(decoder=True).vocab_size,
         )
+        self._earlier = total if self._earlier is None else self._earlier + total
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
             self.table[layer - 1, 0] += loss
-            self.table[layer - 1, 1] += len(tokens)
-        return self._last_weight * last_loss + total.to(last_loss.device) / count
+            self.table[layer - 1, 1] += len(places)
+
+    def total(self, last_loss: torch.Tensor, factor: int) -> torch.Tensor:
+        """``Σ ẽ · CE`` of the batch, scaled as ``last_loss`` is.
+
+        Raises:
+            UnsupportedModelError: the model's layers did not run.
+        """
+        assert self._targets is not None
+        tokens = int((self._targets != _IGNORED).sum())
+        self.table[-1, 0] += (last_loss.detach() * self._count / factor).to(self.table.device)
+        self.table[-1, 1] += tokens
+        if not self._weights:
+            return last_loss
+        if self._earlier is None:
+            raise UnsupportedModelError(
+                f"EarlyExitLoss had no effect: no training forward went through the layers of "
+                f"{self.exits.anatomy.model_name}. The weights were not changed."
+            )
+        return self._last_weight * last_loss + self._earlier.to(last_loss.device) * factor / self._count
 
 
-_LOSS_SIGNATURE = inspect.signature(ForCausalLMLoss)
+_IGNORED = -100
 
 
-def _targets(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, shift_labels: torch.Tensor | None, **others: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids ``[n]`` that count, and where in ``[b * s]`` they are predicted."""
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.reshape(-1).to(logits.device)
-    places = (targets != ignore_index).nonzero().flatten()
-    return targets[places], places
+def _targets(inputs: dict[str, Any]) -> torch.Tensor:
+    """Token ids ``[b, s]`` that each position is to predict, -100 where it is to predict nothing."""
+    shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
+    if isinstance(shifted, torch.Tensor):
+        return shifted
+    if not isinstance(labels, torch.Tensor):
+        raise UnsupportedOptionError(
+            f"EarlyExitLoss needs `labels` in the batches, got {sorted(inputs)}. Use a data collator that makes them, "
+            "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+        )
+    return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
+
+ComputeLoss = Callable[..., Any]
 
 _ORIGINAL = "_hf_selfspec_original"
 
@@ -30,6 +33,18 @@ class ModelCallback(TrainerCallback):
     def detach(self) -> None:
         """Takes back what :meth:`attach` did; harmless when there is nothing."""
         raise NotImplementedError
+
+    def compute_loss(
+        self,
+        trainer: Trainer,
+        original: ComputeLoss,
+        model: Any,
+        inputs: dict[str, Any],
+        num_items: Any,
+        **options: Any,
+    ) -> Any:
+        """Computes the loss of a batch in the place of ``Trainer.compute_loss``, which is ``original``."""
+        return original(model, inputs, num_items_in_batch=num_items, **options)
 
     def logs(self, trainer: Trainer) -> dict[str, float]:
         """What goes into the Trainer's log beside the loss; called on all ranks."""
@@ -83,29 +98,50 @@ def _with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         _check_training(self)
         for callback in callbacks:
             callback.check(self)
-        log = self.log
-        had_log = "log" in self.__dict__
-
-        @functools.wraps(log)
-        def log_with_exits(logs: dict[str, float], *log_args: Any, **log_kwargs: Any) -> None:
-            if "loss" in logs:
-                for callback in callbacks:
-                    logs.update(callback.logs(self))
-            log(logs, *log_args, **log_kwargs)
-
-        self.log = log_with_exits
         try:
-            return original(self, *args, **kwargs)
+            with _overridden(self, callbacks):
+                return original(self, *args, **kwargs)
         finally:
             for callback in reversed(callbacks):
                 callback.detach()
-            if had_log:
-                self.log = log
-            else:
-                self.__dict__.pop("log", None)
 
     setattr(train, _ORIGINAL, original)
     return train
+
+
+@contextmanager
+def _overridden(trainer: Trainer, callbacks: list[ModelCallback]) -> Iterator[None]:
+    """Lets the callbacks take part in the loss and the log of one trainer."""
+    log, compute_loss = trainer.log, trainer.compute_loss
+    for callback in callbacks:
+        compute_loss = _through(trainer, callback, compute_loss)
+
+    @functools.wraps(log)
+    def log_with_exits(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            for callback in callbacks:
+                logs.update(callback.logs(trainer))
+        log(logs, *args, **kwargs)
+
+    before = {name: trainer.__dict__[name] for name in ("log", "compute_loss") if name in trainer.__dict__}
+    trainer.log, trainer.compute_loss = log_with_exits, compute_loss
+    try:
+        yield
+    finally:
+        del trainer.log, trainer.compute_loss
+        trainer.__dict__.update(before)
+
+
+def _through(trainer: Trainer, callback: ModelCallback, original: ComputeLoss) -> ComputeLoss:
+    @functools.wraps(original)
+    def compute_loss(
+        model: Any, inputs: dict[str, Any], *args: Any, num_items_in_batch: Any = None, **options: Any
+    ) -> Any:
+        options |= dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False))
+        num_items = options.pop("num_items_in_batch", num_items_in_batch)
+        return callback.compute_loss(trainer, original, model, inputs, num_items, **options)
+
+    return compute_loss
 
 
 def _check_training(trainer: Trainer) -> None:
