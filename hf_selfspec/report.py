@@ -133,7 +133,7 @@ def exit_report(
     device = torch.device("cpu") if embeddings.is_meta else embeddings.device
     chunk = max(1, _LOGIT_ELEMENTS // inner.config.get_text_config(decoder=True).vocab_size)
     sums = torch.zeros(exits.anatomy.num_layers, 3, dtype=torch.float64)
-    # Not inference_mode: what a module keeps from a forward (rotary frequencies) has to serve later training, too.
+    # Not inference_mode: what a module keeps from a forward has to serve later training, too.
     with torch.no_grad(), _measuring(inner, exits):
         for row in rows:
             ids = torch.tensor([row], device=device)
