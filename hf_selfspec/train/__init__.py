@@ -1,7 +1,7 @@
 """Training models whose early layers predict (LayerSkip), with the stock ``transformers.Trainer``."""
 
 from .curriculum import Gradual, Rotational
-from .early_exit_loss import EarlyExitLoss
+from .early_exit_loss import EarlyExitLoss, even, loss_scale
 from .layer_dropout import LayerDropout, constant, exponential
 
-__all__ = ["EarlyExitLoss", "Gradual", "LayerDropout", "Rotational", "constant", "exponential"]
+__all__ = ["EarlyExitLoss", "Gradual", "LayerDropout", "Rotational", "constant", "even", "exponential", "loss_scale"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from ..settings import check_share
 from .curriculum import Curriculum, Rotational
 from .losses import weighted_exit_losses
 from .trainer import ComputeLoss, ModelCallback, causal_lm
+
+Scale = Callable[[int, int, float], float]
 
 
 def loss_scale(layer: int, num_layers: int, e_scale: float) -> float:
@@ -31,9 +33,18 @@ def loss_scale(layer: int, num_layers: int, e_scale: float) -> float:
     return scale if layer < num_layers - 1 else num_layers - 1 + scale
 
 
-def loss_weights(layers: Iterable[int], num_layers: int, e_scale: float) -> dict[int, float]:
+def even(layer: int, num_layers: int, e_scale: float) -> float:
+    """``e_scale`` for each exit before the last and 1 for the last, another ``e(l)`` than the paper's.
+
+    The paper's gives the first third of the layers a few per cent of the loss. Where drafts are to come from there and
+    the training is short, equal shares teach them more, at the cost of the last layer.
+    """
+    return e_scale if layer < num_layers - 1 else 1.0
+
+
+def loss_weights(layers: Iterable[int], num_layers: int, e_scale: float, scale: Scale = loss_scale) -> dict[int, float]:
     """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6)."""
-    scales = {layer: loss_scale(layer, num_layers, e_scale) for layer in {*layers, num_layers - 1}}
+    scales = {layer: scale(layer, num_layers, e_scale) for layer in {*layers, num_layers - 1}}
     total = sum(scales.values())
     return {layer: scale / total for layer, scale in sorted(scales.items())} if total else {num_layers - 1: 1.0}
 
@@ -50,6 +61,8 @@ class EarlyExitLoss(ModelCallback):
             for pre-training.
         curriculum: :class:`Rotational`, :class:`Gradual` or ``None`` for all exits in all steps.
         layers: exit layers ``E`` that take part, ``None`` for all. The last layer always does.
+        scale: ``e(l)`` as a function of ``(l, L, e_scale)``: :func:`loss_scale`, the paper's, or :func:`even`, or any
+            other that gives no number below 0 and one above it for the last layer.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -60,13 +73,19 @@ class EarlyExitLoss(ModelCallback):
         e_scale: float = 1.0,
         curriculum: Curriculum | None = Rotational(),  # noqa: B008 (frozen)
         layers: Sequence[int] | None = None,
+        scale: Scale = loss_scale,
     ) -> None:
         check_share("EarlyExitLoss(e_scale)", e_scale, zero=True, one=True)
         if curriculum is not None and (isinstance(curriculum, type) or not hasattr(curriculum, "enabled")):
             raise SettingTypeError(
                 f"EarlyExitLoss(curriculum) must be Rotational(R), Gradual() or None, got {curriculum!r}."
             )
+        if not callable(scale) or isinstance(scale, type):
+            raise SettingTypeError(
+                f"EarlyExitLoss(scale) must be loss_scale, even or a function of (l, L, e_scale), got {scale!r}."
+            )
         self.e_scale = float(e_scale)
+        self.scale = scale
         self.curriculum = curriculum
         self.layers = None if layers is None else _exit_layers(layers)
         self._run: _Run | None = None
@@ -133,7 +152,7 @@ class EarlyExitLoss(ModelCallback):
             enabled = self.curriculum.enabled(step, steps, num_layers)
         if self.layers is not None:
             enabled = [layer for layer in enabled if layer + 1 in self.layers]
-        return loss_weights(enabled, num_layers, self.e_scale)
+        return loss_weights(enabled, num_layers, self.e_scale, self.scale)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
