@@ -115,7 +115,7 @@ def test_demo_model_is_lossless_and_partly_right() -> None:
     plain = model.generate(**batch, max_new_tokens=32, do_sample=False)
     for spec in (
         SelfSpec(draft=EarlyExit(model.config.num_hidden_layers // 2), stop=FixedLength(3)),
-        SelfSpec(tree=TopKTree()),
+        SelfSpec(stop=FixedLength(4), tree=TopKTree()),
     ):
         assert torch.equal(model.generate(**batch, max_new_tokens=32, do_sample=False, assistant=spec), plain)
         assert spec.stats is not None
