@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .errors import SettingError, SettingTypeError, UnsupportedModelError
+from .model.anatomy import causal_lm
 from .model.exits import Exits
 from .settings import check_count
 
@@ -208,13 +209,7 @@ def _causal_lm(model: Any) -> PreTrainedModel:
             f"PEFT's {peft_config.peft_type} puts virtual tokens in front of each text, which exit_report leaves out. "
             "LoRA and other adapters inside the layers work."
         )
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise SettingTypeError(
-            f"exit_report(model) takes a causal LM of transformers or a PEFT model around one, got "
-            f"{type(inner).__name__}. Pass what is inside other wrappers, e.g. model.module."
-        )
-    return inner
+    return causal_lm(model, "exit_report")
 
 
 def _length(max_length: int | None, positions: int | None) -> int:

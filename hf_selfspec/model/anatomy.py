@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ..errors import SettingError, UnsupportedModelError
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 _MLP_NAMES = (
@@ -81,6 +81,25 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
             'Example: register_architecture("my_model", Architecture(attention="mixer", mlp=("ffn",))).'
         )
     _ARCHITECTURES[model_type] = architecture
+
+
+def causal_lm(model: Any, who: str) -> PreTrainedModel:
+    """The transformers model, below PEFT's wrapper if there is one.
+
+    Args:
+        model: what the user gave.
+        who: what takes it, for the message.
+
+    Raises:
+        SettingTypeError: it is neither.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise SettingTypeError(
+            f"{who} takes a causal LM of transformers or a PEFT model around one, got {type(inner).__name__}. Pass "
+            "what is inside other wrappers, e.g. model.module."
+        )
+    return inner
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ class Exits:
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Runs the model's own output head.
 
+        Hooks that others put on the model's stack of layers run as well, for ids of zeros.
+
         Args:
             states: ``[n, d]`` rows of :attr:`states`, in any number and order.
 
@@ -160,7 +162,8 @@ class Exits:
                 self._kept[layer] = hidden
             if not last:
                 return None
-            joined = torch.cat([hidden, *(self._kept[layer] for layer in self.chosen)], dim=BATCH_DIM)
+            kept = (self._kept[layer].to(hidden.device) for layer in self.chosen)  # layers may be spread over devices
+            joined = torch.cat([hidden, *kept], dim=BATCH_DIM)
             return (joined, *output[1:]) if isinstance(output, tuple) else joined
 
         return hook

@@ -11,11 +11,12 @@ from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState,
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
+from ..model.anatomy import causal_lm
 from ..model.exits import Exits
 from ..settings import check_share
 from .curriculum import Curriculum, Rotational
 from .losses import weighted_exit_losses
-from .trainer import ComputeLoss, ModelCallback, causal_lm
+from .trainer import ComputeLoss, ModelCallback
 
 Scale = Callable[[int, int, float], float]
 
@@ -104,11 +105,12 @@ class EarlyExitLoss(ModelCallback):
                     f"EarlyExitLoss adds the cross entropy of earlier exits to that of the last layer, and {option} "
                     "trains the last layer by something else. Train without it, or without EarlyExitLoss."
                 )
-        loss = causal_lm(trainer.model).loss_function
+        model = causal_lm(trainer.model, "EarlyExitLoss")
+        loss = model.loss_function
         if loss is not ForCausalLMLoss:
             raise UnsupportedModelError(
                 f"EarlyExitLoss trains exits with the cross entropy that causal LMs share, but the loss function of "
-                f"{type(causal_lm(trainer.model)).__name__} is {loss!r}. Train without EarlyExitLoss."
+                f"{type(model).__name__} is {loss!r}. Train without EarlyExitLoss."
             )
 
     def attach(self, model: PreTrainedModel, args: TrainingArguments, state: TrainerState) -> None:

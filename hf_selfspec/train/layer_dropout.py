@@ -13,11 +13,11 @@ import torch.nn as nn
 from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
-from ..model.anatomy import Anatomy
+from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
 from ..model.forwards import Forward, InstanceForwards
 from ..settings import check_share
-from .trainer import ModelCallback, causal_lm
+from .trainer import ModelCallback
 
 # What layers take that has no row for each sample, although its first dimension (heads) can be as long as the batch.
 _WITHOUT_ROWS = {"position_bias"}
@@ -68,7 +68,7 @@ class LayerDropout(ModelCallback):
         self._run: _Run | None = None
 
     def check(self, trainer: Trainer) -> None:
-        if getattr(causal_lm(trainer.model).config, "output_router_logits", False):
+        if getattr(causal_lm(trainer.model, "LayerDropout").config, "output_router_logits", False):
             raise UnsupportedOptionError(
                 "config.output_router_logits=True adds a load-balancing loss that expects every sample in every layer, "
                 "which LayerDropout does not keep. Set it to False, or train without LayerDropout."

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..errors import UnsupportedModelError, UnsupportedOptionError
+from ..errors import UnsupportedOptionError
+from ..model.anatomy import causal_lm
 
 ComputeLoss = Callable[..., Any]
 
@@ -54,23 +55,12 @@ class ModelCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         self.detach()
-        self.attach(causal_lm(model), args, state)
+        self.attach(causal_lm(model, type(self).__name__), args, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.detach()
-
-
-def causal_lm(model: Any) -> PreTrainedModel:
-    """The transformers model below PEFT's wrapper."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"EarlyExitLoss and LayerDropout train causal LMs of transformers (and PEFT models around them), got "
-            f"{type(inner).__name__}."
-        )
-    return inner
 
 
 def install() -> None:
