@@ -63,9 +63,9 @@ def held_out_texts(pieces: int = 3) -> list[str]:
 
 def best_early_exit(asked: Asked, prompts: Sequence[torch.Tensor], layers: int) -> tuple[int, int]:
     """Exit and draft length at which transformers' early exit is fastest on ``prompts``."""
-    grid = [(layer, length) for layer in sorted({2, 3, 4, layers // 4, layers // 2}) for length in (1, 2, 4)]
+    grid = [(layer, length) for layer in sorted({3, 4, layers // 4, layers // 3}) for length in (1, 2, 4)]
     ways = {f"{case}": asked.early_exit(*case) for case in grid}
-    speeds = compare(ways, prompts, repeats=1)
+    speeds = compare(ways, prompts[:2], repeats=1)
     return min(grid, key=lambda case: speeds[f"{case}"].ms_per_token)
 
 

@@ -1,0 +1,263 @@
+"""The task experiment among the examples: its pairs, its labels and the whole way in two steps."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+import finetune_task
+from finetune_task import Evaluation, Pair, Recipe, Row, TrainingPairs
+from train_demo_model import is_held_out
+
+DEMO_MODEL = Path(finetune_task.__file__).parent / "demo_model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty small files, at least one of them held out, whose headers overlap."""
+    folder = tmp_path_factory.mktemp("library")
+    for number in range(60):
+        shared, own = f"def shared{number % 20}(self, size=0):", f"def own{number}(x, *y):"
+        source = f"class A:\n    {shared}\n        {own} pass\n"
+        (folder / f"file{number}.py").write_text(source)
+    (folder / "site-packages").mkdir()
+    (folder / "site-packages" / "other.py").write_text("def installed(x): pass\n")
+    (folder / "old.py").write_text("def f(x): print x\n")
+    return folder
+
+
+def signature(header: str) -> dict[str, object]:
+    """What the script makes of a header, by way of its text."""
+    return json.loads(finetune_task.answer_text(finetune_task.parse_header(header)))
+
+
+def arguments(header: str) -> list[dict[str, str]]:
+    return signature(header)["args"]
+
+
+def test_every_kind_of_argument_has_its_name() -> None:
+    assert signature("def f(a, b=1, /, c=2, *args, d, e=3, **kw):") == {
+        "name": "f",
+        "args": [
+            {"name": "a", "kind": "posonly"},
+            {"name": "b", "kind": "posonly", "default": "1"},
+            {"name": "c", "kind": "arg", "default": "2"},
+            {"name": "args", "kind": "vararg"},
+            {"name": "d", "kind": "kwonly"},
+            {"name": "e", "kind": "kwonly", "default": "3"},
+            {"name": "kw", "kind": "kwarg"},
+        ],
+    }
+
+
+def test_annotations_and_the_returned_type_are_kept_as_written() -> None:
+    found = signature("def f(a: 'A', *b: int, c: Dict[str, int]=None, **d: T | None) -> Optional['B']:")
+    assert [argument["annotation"] for argument in found["args"]] == ["'A'", "int", "Dict[str, int]", "T | None"]
+    assert found["returns"] == "Optional['B']"
+
+
+def test_async_is_said_only_where_it_is() -> None:
+    assert signature("async def f():") == {"name": "f", "async": True, "args": []}
+    assert signature("def f():") == {"name": "f", "args": []}
+
+
+@pytest.mark.parametrize("default", ["'\"'", '"\'"', r"'\n\\'", "{'a': [\"b'\"]}", "lambda x, y=',': x", "-1.5", "'é'"])
+def test_a_default_survives_the_json(default: str) -> None:
+    found = arguments(f"def f(a, b={default}, *, c={default}):")
+    assert "default" not in found[0]
+    for argument in found[1:]:
+        assert ast.dump(ast.parse(argument["default"])) == ast.dump(ast.parse(default))
+
+
+def test_headers_come_on_one_line_from_every_depth() -> None:
+    source = """
+@decorator(1)
+def outer(a,
+          b = (1,
+               2)) -> "X":
+    '''def not_this(one): pass'''
+    class Inner:
+        async def method(self): return lambda: 0
+"""
+    found = list(finetune_task.headers_in(source.encode()))
+    assert found == ["def outer(a,b=(1, 2))->'X':", "async def method(self):"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "def f(a,b=1,/,c=2,*args,d,e=3,**kw):",
+        "def f(a,/):",
+        "def f(a,/,*,b):",
+        "def f(a:int=1,*,b:'x, y'='=',c)->Dict[str, int]:",
+        "async def f(*a:int,b,**c:lambda: 0):",
+    ],
+)
+def test_a_header_is_written_back_as_it_was_read(header: str) -> None:
+    assert finetune_task.header_of(finetune_task.parse_header(header)) == header
+    assert list(finetune_task.headers_in(f"class A:\n  {header} pass".encode())) == [header]
+
+
+@pytest.mark.parametrize("source", [b"def f(x): print x\n", b"\xff\xfe", b"def f(): pass\0"])
+def test_sources_that_do_not_parse_have_no_headers(source: bytes) -> None:
+    assert list(finetune_task.headers_in(source)) == []
+
+
+def test_old_escapes_do_not_warn() -> None:
+    assert list(finetune_task.headers_in(b"def f(x='\\d'): pass\n")) == [r"def f(x='\\d'):"]
+
+
+def test_no_header_is_in_both_halves(library: Path) -> None:
+    headers = finetune_task.read_headers(library)
+    assert headers.held_out
+    assert not set(headers.training) & set(headers.held_out)
+    assert len(set(headers.training)) == len(headers.training)
+    assert not any("installed" in header for header in headers.training + headers.held_out)
+
+
+def test_held_out_headers_are_those_of_held_out_files(library: Path) -> None:
+    headers = finetune_task.read_headers(library)
+    expected = {
+        header
+        for file in library.glob("*.py")
+        if is_held_out(file.relative_to(library))
+        for header in finetune_task.headers_in(file.read_bytes())
+    }
+    assert set(headers.held_out) == expected
+    # Some of them are in training files as well, where they must be left out.
+    everywhere = [header for file in library.glob("*.py") for header in finetune_task.headers_in(file.read_bytes())]
+    assert any(everywhere.count(header) > 1 for header in expected)
+
+
+def test_most_headers_that_take_nothing_are_left_out() -> None:
+    bare = [f"def name{number}(self):" for number in range(400)]
+    assert 60 < sum(map(finetune_task.is_kept, bare)) < 140
+    assert all(finetune_task.is_kept(header.replace("self", "self, x")) for header in bare)
+
+
+def test_prompt_and_answer_read_back(tokenizer: PreTrainedTokenizerBase) -> None:
+    header = "def f(self,x='a\\n',*,y:int=3):"
+    pair = finetune_task.encode(tokenizer, header)
+    assert tokenizer.decode(pair.prompt) == f"{header}\n"
+    assert pair.answer[-1] == tokenizer.eos_token_id
+    assert pair.answer.count(tokenizer.eos_token_id) == 1
+    assert finetune_task.is_right(tokenizer.decode(pair.answer[:-1]), pair.signature)
+
+
+def test_long_pairs_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    headers = ["def f(x):", f"def f({', '.join(f'x{number}' for number in range(40))}):"]
+    prompts = [len(finetune_task.encode(tokenizer, header).prompt) for header in headers]
+    pairs = finetune_task.encode_all(tokenizer, headers, longest=2 * max(prompts))
+    assert [pair.signature["args"] for pair in pairs] == [[{"name": "x", "kind": "arg"}]]
+
+
+def test_batches_are_of_like_length_and_shuffled() -> None:
+    pairs = [Pair([0] * (number % 50), [number], {}) for number in range(403)]
+    recipe = Recipe(steps=60, batch_size=8)
+    order = finetune_task.in_batches(pairs, recipe)
+    assert len(order) == 60 * 8
+    batches = [order[start : start + 8] for start in range(0, len(order), 8)]
+    assert all(max(map(len, batch)) - min(map(len, batch)) <= 2 for batch in batches)
+    lengths = [len(batch[0]) for batch in batches]
+    assert sorted(lengths[:50]) != lengths[:50]
+    assert len({pair.answer[0] for pair in order[: 50 * 8]}) == 50 * 8
+    assert finetune_task.in_batches(pairs, recipe) == order
+
+
+def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    pairs = [finetune_task.encode(tokenizer, header) for header in ("def f():", "def longer(a, b=None):")]
+    dataset = TrainingPairs(pairs)
+    batch = finetune_task.collator(tokenizer)([dataset[0], dataset[1]])
+    short, width = pairs[0], len(pairs[1])
+    padding = width - len(short)
+    assert padding > 0
+    assert batch["input_ids"].shape == (2, width)
+    assert batch["input_ids"][0].tolist() == short.prompt + short.answer + [tokenizer.pad_token_id] * padding
+    assert batch["labels"][0].tolist() == [-100] * len(short.prompt) + short.answer + [-100] * padding
+    assert batch["attention_mask"][0].tolist() == [1] * len(short) + [0] * padding
+    assert batch["labels"][1].tolist() == [-100] * len(pairs[1].prompt) + pairs[1].answer
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ('{"name":"f","args":[]}', True),
+        ('{"args": [], "name": "f"}', True),
+        ('{"name":"g","args":[]}', False),
+        ('{"name":"f","args":[]}}', False),
+        ("", False),
+    ],
+)
+def test_answers_are_compared_as_objects(text: str, right: bool) -> None:
+    assert finetune_task.is_right(text, {"name": "f", "args": []}) is right
+
+
+def test_other_tokens_are_reported() -> None:
+    plain = Row("plain", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
+    same = Row("same", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
+    early = Row("early exit only", lossless=False, outputs=[torch.tensor([1, 2]), torch.tensor([4])])
+    other = Row("other", outputs=[torch.tensor([1, 2]), torch.tensor([4])])
+    assert "yes" in finetune_task.verdict([plain, same, early])
+    assert "1 outputs" in finetune_task.verdict([plain, same, early, other])
+
+
+def test_too_few_sources_are_refused(library: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="a batch of 1000"):
+        finetune_task.finetune(Recipe(batch_size=1000), Evaluation(), library, tmp_path, tmp_path)
+
+
+def test_exits_are_the_quarters() -> None:
+    assert finetune_task.exit_layers(24) == [6, 12, 18]
+    assert finetune_task.exit_layers(12) == [3, 6, 9]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+@pytest.mark.parametrize("lora", [False, True])
+def test_two_steps_make_a_model_and_a_table(
+    lora: bool, library: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    tiny_llama(layers=4, vocabulary=len(tokenizer)).save_pretrained(start)
+    tokenizer.save_pretrained(start)
+    recipe = Recipe(str(start), steps=2, batch_size=2, longest=64, lora=lora)
+    folders = tmp_path / "model", tmp_path / "checkpoints"
+    text = finetune_task.finetune(recipe, Evaluation(pairs=2, timed=1, tuning=1), library, *folders, "a command")
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].split(",")[0].strip() for line in table[2:]] == [
+        "plain",
+        *["early exit only"] * 3,
+        *["self-speculative"] * 3,
+    ]
+    assert "equal plain generation's: yes, for all 2 pairs" in text
+    assert (tmp_path / "model" / "results.md").read_text(encoding="utf-8") == text
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    again = finetune_task.train_model(recipe, AutoTokenizer.from_pretrained(tmp_path / "model"), [], folders[1])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name].to(tensor.dtype)), name
+
+
+def test_a_folder_of_another_run_is_refused(library: Path, tmp_path: Path) -> None:
+    headers = finetune_task.read_headers(library)
+    finetune_task.check_same_run(tmp_path, Recipe(), headers)
+    with pytest.raises(SystemExit, match="learning_rate"):
+        finetune_task.check_same_run(tmp_path, Recipe(learning_rate=1.0), headers)
+
+
+def test_a_pair_is_as_long_as_both_its_parts() -> None:
+    assert len(Pair([1, 2], [3], {})) == 3
