@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -194,6 +195,21 @@ def test_sampling_with_a_probe_runs_and_chooses():
     ids = model.generate(prompt(), attention_mask=torch.ones(1, 6, dtype=torch.long), assistant=spec, **options)
     assert ids.shape == (1, 54)
     assert spec.choice(model) is not None
+
+
+def test_threads_that_probe_and_threads_that_do_not_share_a_model():
+    model, ids = tiny_llama(), prompt()
+    model.generation_config.eos_token_id = None
+    expected = greedy(model, ids)
+    specs = [None, SelfSpec.layerskip(), SelfSpec.layerskip(), None] * 3
+
+    def run(spec):
+        return [greedy(model, ids, **({} if spec is None else {"assistant": spec})) for _ in range(4)]
+
+    with ThreadPoolExecutor(len(specs)) as pool:
+        for found in pool.map(run, specs):
+            assert all(torch.equal(text, expected) for text in found)
+    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def test_a_failing_probe_leaves_the_model_as_it_was(monkeypatch):

@@ -9,7 +9,8 @@ again, and the logits of an exit exist only when they are asked for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,23 @@ from .forwards import InstanceForwards
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
+
+_head_lock = threading.Lock()
+
+
+@contextmanager
+def _returning(module: nn.Module, output: Any) -> Iterator[None]:
+    """``module`` returns ``output`` in this thread; one thread at a time, so that none takes off another's forward."""
+    forwards, thread = InstanceForwards(), threading.get_ident()
+    with _head_lock:
+        original = module.forward
+        forwards.replace(
+            module, lambda *args, **kwargs: output if threading.get_ident() == thread else original(*args, **kwargs)
+        )
+        try:
+            yield
+        finally:
+            forwards.restore()
 
 
 class Exits:
@@ -122,21 +140,20 @@ class Exits:
         Returns:
             ``[n, v]`` logits, with the model's scale and soft-cap.
         """
-        output, stack = self._output, InstanceForwards()
+        output = self._output
         assert output is not None, "a forward with chosen exits comes first"
         batch = states[None]
         if isinstance(output, tuple):
-            stubbed: Any = (batch, *output[1:])
+            instead: Any = (batch, *output[1:])
         else:
-            stubbed = type(output)(**{**output, "last_hidden_state": batch})
+            instead = type(output)(**{**output, "last_hidden_state": batch})
+        ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         chosen, self.chosen = self.chosen, ()
-        stack.replace(self.anatomy.stack, lambda *args, **kwargs: stubbed)
         try:
-            ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
-            # The class's forward: wrappers on the instance (autocast, device hooks) are around this call already.
-            result = type(self.model).forward(self.model, input_ids=ids)
+            with _returning(self.anatomy.stack, instead):
+                # The class's forward: wrappers on the instance (autocast, device hooks) are around this call already.
+                result = type(self.model).forward(self.model, input_ids=ids)
         finally:
-            stack.restore()
             self.chosen = chosen
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         return logits[0]
