@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -201,6 +202,7 @@ def test_threads_that_probe_and_threads_that_do_not_share_a_model():
     model, ids = tiny_llama(), prompt()
     model.generation_config.eos_token_id = None
     expected = greedy(model, ids)
+    model.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.002))  # lets other threads in
     specs = [None, SelfSpec.layerskip(), SelfSpec.layerskip(), None] * 3
 
     def run(spec):
