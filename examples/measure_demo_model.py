@@ -63,7 +63,11 @@ def held_out_texts(pieces: int = 3) -> list[str]:
 
 def best_early_exit(asked: Asked, prompts: Sequence[torch.Tensor], layers: int) -> tuple[int, int]:
     """Exit and draft length at which transformers' early exit is fastest on ``prompts``."""
-    grid = [(layer, length) for layer in sorted({3, 4, layers // 4, layers // 3}) for length in (1, 2, 4)]
+    grid = [
+        (layer, length)
+        for layer in sorted({min(3, layers - 1), min(4, layers - 1), -(-layers // 4), -(-layers // 3)})
+        for length in (1, 2, 4)
+    ]
     ways = {f"{case}": asked.early_exit(*case) for case in grid}
     speeds = compare(ways, prompts[:2], repeats=1)
     return min(grid, key=lambda case: speeds[f"{case}"].ms_per_token)
@@ -96,6 +100,8 @@ def tables(
         for name, (choosing, timed) in sets.items():
             spec = choose(asked, choosing)
             choice = spec.choice(model)
+            if choice is None:
+                raise SystemExit(f"--tokens {tokens} is too short for the probe; give at least 40")
             layer = choice.layer or layers // 4
             exit_layer, length = best_early_exit(asked, choosing, layers)
             only = SelfSpec.early_exit_only(layer)
@@ -211,7 +217,8 @@ def main() -> None:
             options.output.write_text(f"{title}\n{text}\n", encoding="utf-8")
         return
     layers = model.config.num_hidden_layers
-    exits = sorted({1, 2, 3, 4, layers // 4, layers // 3, layers // 2, 2 * layers // 3, 5 * layers // 6})
+    some = {1, 2, 3, 4, layers // 4, layers // 3, layers // 2, 2 * layers // 3, 5 * layers // 6}
+    exits = sorted(layer for layer in some if 1 <= layer < layers)
     models = {"LayerSkip": model} | ({} if options.twin is None else {"twin": load(options.twin)})
     found = {name: by_exit(m, prompts["standard library"], exits, options.tokens) for name, m in models.items()}
     for name, (plain, speeds) in found.items():

@@ -463,7 +463,9 @@ def training_command(recipe: Recipe) -> str:
     return " ".join(words)
 
 
-def train(recipe: Recipe, output: Path, checkpoints: Path, twin: Path | None = None) -> HeldOut:
+def train(
+    recipe: Recipe, output: Path, checkpoints: Path, twin: Path | None = None, evaluated: int | None = None
+) -> HeldOut:
     """Train a model by ``recipe``, write it with its card to ``output`` and return its held-out quality.
 
     Args:
@@ -471,13 +473,14 @@ def train(recipe: Recipe, output: Path, checkpoints: Path, twin: Path | None = N
         output: Folder for the finished model.
         checkpoints: Folder for the tokenizer and the Trainer's checkpoints; a run found there is continued.
         twin: Folder of a model to compare with in the card.
+        evaluated: Held-out blocks to evaluate on, all of them by default.
     """
     corpus = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
     check_same_run(checkpoints, recipe, corpus)
     tokenizer = load_or_train_tokenizer(checkpoints / "tokenizer.json", corpus.training, recipe)
     training_tokens = encode(tokenizer, corpus.training)
     held_out_tokens = encode(tokenizer, corpus.held_out)
-    held_out_blocks = cut(held_out_tokens, recipe.context)
+    held_out_blocks = cut(held_out_tokens, recipe.context)[:evaluated]
     logger.info("%d training tokens, %d held-out tokens", len(training_tokens), len(held_out_tokens))
 
     training_blocks = cut(training_tokens, recipe.context)
@@ -499,6 +502,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=default_output, help="folder for the model")
     parser.add_argument("--checkpoints", type=Path, help="folder to resume from (default: OUTPUT-checkpoints)")
     parser.add_argument("--twin", type=Path, help="folder of a finished model to compare with in the card")
+    parser.add_argument("--held-out-blocks", type=int, help="evaluate on the first of the held-out blocks alone")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     for name, default in asdict(Recipe()).items():
         option = "--" + name.replace("_", "-")
@@ -518,7 +522,7 @@ def main() -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     recipe = Recipe(**{name: getattr(options, name) for name in asdict(Recipe())})
-    held_out = train(recipe, options.output, options.checkpoints, options.twin)
+    held_out = train(recipe, options.output, options.checkpoints, options.twin, options.held_out_blocks)
     print(
         f"{options.output}: held-out loss {held_out.loss:.3f} nats per token, perplexity {held_out.perplexity:.2f}, "
         f"{held_out.bits_per_byte:.3f} bits per byte"

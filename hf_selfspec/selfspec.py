@@ -85,15 +85,11 @@ class SelfSpec:
                 f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, "
                 f"got {self.draft!r}."
             )
-        if self.stop is None and not isinstance(self.draft, (EarlyExit, EarlyExitOnly)):
-            raise SettingError(
-                f"SelfSpec(stop=None) lets a probe choose, which goes with EarlyExit; with {self.draft!r} name a stop "
-                "rule such as ConfidenceThreshold(0.8)."
-            )
-        if self.stop is not None and (not callable(self.stop) or isinstance(self.stop, type)):
+        probed = self.stop is None and isinstance(self.draft, (EarlyExit, EarlyExitOnly))
+        if not probed and (not callable(self.stop) or isinstance(self.stop, type)):
             raise SettingTypeError(
                 "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function of (input_ids, logits, "
-                f"hidden_states), got {self.stop!r}."
+                f"hidden_states), got {self.stop!r}; None goes with EarlyExit, where a probe chooses."
             )
         if self.tree is not None and not isinstance(self.tree, TopKTree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {self.tree!r}.")

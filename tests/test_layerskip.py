@@ -244,7 +244,7 @@ def test_layerskip_is_an_early_exit_with_a_stop_rule():
         (lambda: SelfSpec.layerskip("6"), SettingTypeError, "got '6'"),
         (lambda: SelfSpec.layerskip(6, 0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
         (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
-        (lambda: SelfSpec(stop=None), SettingError, "goes with EarlyExit"),
+        (lambda: SelfSpec(stop=None), SettingTypeError, "None goes with EarlyExit"),
         (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly(layer) must be at least 1, got 0"),
         (lambda: SelfSpec.early_exit_only(None), SettingTypeError, "got None"),
     ],

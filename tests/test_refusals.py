@@ -399,5 +399,7 @@ def test_candidate_generator_that_changes_the_text(llama: LlamaForCausalLM) -> N
 
 
 def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> None:
-    with pytest.raises(SettingTypeError, match=r"only EarlyExit can draft on its own .* got SkipLayers"):
+    with pytest.raises(
+        SettingTypeError, match=r"only EarlyExit\(layer\) with a stop rule can draft on its own .* got SkipLayers"
+    ):
         SelfSpec().candidate_generator(llama)

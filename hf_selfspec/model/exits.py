@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
@@ -43,6 +44,15 @@ def _returning(module: nn.Module, output: Any) -> Iterator[None]:
             forwards.restore()
 
 
+def _then(module: nn.Module, original: Any, hook: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        changed = hook(module, args, output)
+        return output if changed is None else changed
+
+    return checkpointed
+
+
 class Exits:
     """The exits of one model, while :meth:`attach` is in force.
 
@@ -66,6 +76,7 @@ class Exits:
         self._kept: dict[int, torch.Tensor] = {}
         self._output: Any = None
         self._handles: list[RemovableHandle] = []
+        self._checkpointing: list[Any] = []
         self._thread = 0
         self._when_ready: Callable[[], None] | None = None
 
@@ -103,7 +114,13 @@ class Exits:
             )
         self._thread, self._when_ready = threading.get_ident(), when_ready
         for layer, module in enumerate(self.anatomy.layers, start=1):
-            self._handles.append(module.register_forward_hook(self._layer_hook(layer)))
+            hook = self._layer_hook(layer)
+            if "__call__" in GradientCheckpointingLayer.__dict__ and getattr(module, "gradient_checkpointing", False):
+                # Before transformers 5.23 checkpoints hold a layer's hooks too, which would run again in backward.
+                self._checkpointing.append((module, module._gradient_checkpointing_func))
+                module._gradient_checkpointing_func = _then(module, module._gradient_checkpointing_func, hook)
+            else:
+                self._handles.append(module.register_forward_hook(hook))
         self._handles.append(self.anatomy.stack.register_forward_pre_hook(self._begin))
         self._handles.append(self.anatomy.stack.register_forward_hook(self._end))
 
@@ -112,6 +129,9 @@ class Exits:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module, function in self._checkpointing:
+            module._gradient_checkpointing_func = function
+        self._checkpointing.clear()
         self.release()
 
     def release(self) -> None:

@@ -118,11 +118,13 @@ class EarlyExitLoss(ModelCallback):
         exits.check("EarlyExitLoss(layers)", self.layers or ())
         self._run = _Run(model, exits)
         exits.attach(self._run.add_exits)
+        self._run.handle = model.register_forward_hook(self._run.give_out, prepend=True)
 
     def detach(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.exits.detach()
+            run.handle.remove()
 
     def compute_loss(
         self,
@@ -258,6 +260,14 @@ class _Run:
             self.table[layer - 1, 0] += loss
             self.table[layer - 1, 1] += len(places)
 
+    @torch.compiler.disable
+    def give_out(self, module: Any, args: Any, output: Any) -> Any:
+        """Makes the exits' losses part of what the model returns: sharded parameters are gathered for its gradients."""
+        if self._earlier is not None and not isinstance(output, tuple):
+            name = next(n for n, v in output.items() if isinstance(v, torch.Tensor) and v.requires_grad)
+            output[name] = _Linked.apply(output[name], self._earlier)
+        return output
+
     def total(self, last_loss: torch.Tensor, factor: int) -> torch.Tensor:
         """``Σ ẽ · CE`` of the batch, scaled as ``last_loss`` is.
 
@@ -292,3 +302,15 @@ def _targets(inputs: dict[str, Any]) -> torch.Tensor:
             "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
         )
     return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+
+
+class _Linked(torch.autograd.Function):
+    """The first tensor as it is; backward reaches the second one only through it."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first.view_as(first) if first.dim() else first.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, gradient.new_zeros(())

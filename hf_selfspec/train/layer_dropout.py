@@ -116,21 +116,19 @@ class _Run:
         self.anatomy = anatomy
         self.seed = seed
         self._forwards = InstanceForwards()
-        self._handle: Any = None
+        self._arity: dict[type, int | None] = {}
         self._step = 0
         self._rates: np.ndarray | None = None
         self._samples = 0
         self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
 
     def attach(self) -> None:
-        self._handle = self.anatomy.stack.register_forward_pre_hook(self._draw, with_kwargs=True)
+        self._forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack.forward))
         for index, layer in enumerate(self.anatomy.layers):
             self._forwards.replace(layer, self._layer_forward(index, layer))
 
     def detach(self) -> None:
         self._forwards.restore()
-        if self._handle is not None:
-            self._handle.remove()
 
     def begin_step(self, step: int, rates: list[float]) -> None:
         self._step, self._rates, self._samples = step, np.array(rates), 0
@@ -139,12 +137,20 @@ class _Run:
         self._rates = None
         self._kept = [None] * self.anatomy.num_layers
 
+    def _stack_forward(self, original: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._draw(args, kwargs)
+            return original(*args, **kwargs)
+
+        return forward
+
     @torch.compiler.disable
-    def _draw(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _draw(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Decides for each layer which rows of this batch stay in it."""
         if self._rates is None:
             return
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        named = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        first = next(value for value in named if isinstance(value, torch.Tensor))
         b = first.shape[0]
         uniform = np.random.default_rng([self.seed, self._step]).random((self._samples + b, len(self._rates)))
         stays = uniform[self._samples :] >= self._rates
@@ -154,7 +160,13 @@ class _Run:
         ]
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
-        original = layer.forward
+        own, kind = layer.forward, type(layer)
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            self._arity[kind] = len(output) if isinstance(output, tuple) else None
+            return output
+
         positional = ["hidden_states", *list(inspect.signature(type(layer).forward).parameters)[2:]]
 
         @torch.compiler.disable(recursive=False)
@@ -164,7 +176,11 @@ class _Run:
                 return original(*args, **kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
             if not len(rows):
-                return _untouched(hidden, layer)
+                if kind not in self._arity:
+                    with torch.no_grad():
+                        original(*args, **kwargs)
+                arity, untouched = self._arity[kind], _untouched(hidden, layer)
+                return untouched if arity is None else (untouched, *[None] * (arity - 1))
             b = hidden.shape[BATCH_DIM]
             names = [*positional[: len(args)], *kwargs]
             stay = [_select(name, value, rows, b) for name, value in zip(names, (*args, *kwargs.values()), strict=True)]
