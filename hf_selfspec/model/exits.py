@@ -9,7 +9,7 @@ again, and the logits of an exit exist only when they are asked for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +78,6 @@ class Exits:
         self._handles: list[RemovableHandle] = []
         self._checkpointing: list[Any] = []
         self._thread = 0
-        self._when_ready: Callable[[], None] | None = None
 
     def check(self, name: str, layers: Iterable[int]) -> None:
         """Checks that exits after ``layers`` exist.
@@ -97,12 +96,8 @@ class Exits:
                 f"layers: give exit layers from 1 to {self.anatomy.num_layers}, exit E being after the first E layers."
             )
 
-    def attach(self, when_ready: Callable[[], None] | None = None) -> None:
+    def attach(self) -> None:
         """Puts hooks on the model, for forwards of this thread; :meth:`detach` takes them away.
-
-        Args:
-            when_ready: called inside each forward with chosen exits as soon as :attr:`states` are there, while sharded
-                parameters of the head are at hand.
 
         Raises:
             UnsupportedModelError: the model's code after the last layer takes the original batch alone.
@@ -112,7 +107,7 @@ class Exits:
                 f"{self.anatomy.model_name} fixes the batch after its last layer, so the states of its exits cannot go "
                 "through its output head together: its exits can neither be trained nor reported."
             )
-        self._thread, self._when_ready = threading.get_ident(), when_ready
+        self._thread = threading.get_ident()
         for layer, module in enumerate(self.anatomy.layers, start=1):
             hook = self._layer_hook(layer)
             if "__call__" in GradientCheckpointingLayer.__dict__ and getattr(module, "gradient_checkpointing", False):
@@ -227,6 +222,4 @@ class Exits:
             if output.get("hidden_states") is not None:
                 output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
         self._output = output
-        if self._when_ready is not None:
-            self._when_ready()
         return output

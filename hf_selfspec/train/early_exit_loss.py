@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -113,18 +115,17 @@ class EarlyExitLoss(ModelCallback):
                 f"{type(model).__name__} is {loss!r}. Train without EarlyExitLoss."
             )
 
-    def attach(self, model: PreTrainedModel, args: TrainingArguments, state: TrainerState) -> None:
-        exits = Exits(model)
+    def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
+        inner = causal_lm(model, "EarlyExitLoss")
+        exits = Exits(inner)
         exits.check("EarlyExitLoss(layers)", self.layers or ())
-        self._run = _Run(model, exits)
-        exits.attach(self._run.add_exits)
-        self._run.handle = model.register_forward_hook(self._run.give_out, prepend=True)
+        self._run = _Run(inner, exits)
+        self._run.attach(model)
 
     def detach(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.exits.detach()
-            run.handle.remove()
+            run.detach()
 
     def compute_loss(
         self,
@@ -207,12 +208,24 @@ class _Run:
         self.model = model
         self.exits = exits
         self.in_step = False
+        self._handle: RemovableHandle | None = None
         self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=torch.float64, device=model.device)
         self._weights: list[float] = []
         self._last_weight = 1.0
         self._targets: torch.Tensor | None = None
         self._count: torch.Tensor | int = 0
         self._earlier: torch.Tensor | None = None
+
+    def attach(self, outer: nn.Module) -> None:
+        """Puts hooks on the causal LM and on what the Trainer calls (PEFT's wrapper, or the same)."""
+        self.exits.attach()
+        # Before others' hooks: sharded parameters of the head are at hand until those of FSDP2 run.
+        self._handle = outer.register_forward_hook(self._give_out, prepend=True)
+
+    def detach(self) -> None:
+        self.exits.detach()
+        if self._handle is not None:
+            self._handle.remove()
 
     def begin_step(self, weights: dict[int, float]) -> None:
         last = self.exits.anatomy.num_layers - 1
@@ -234,8 +247,7 @@ class _Run:
         self._targets = _targets(inputs)
         self._count = int((self._targets != _IGNORED).sum()) if num_items is None else num_items
 
-    def add_exits(self) -> None:
-        """Computes the exits' losses; called within the model's forward."""
+    def _add_exits(self) -> None:
         states, targets = self.exits.states, self._targets
         if targets is None or states is None:
             return
@@ -261,11 +273,17 @@ class _Run:
             self.table[layer - 1, 1] += len(places)
 
     @torch.compiler.disable
-    def give_out(self, module: Any, args: Any, output: Any) -> Any:
-        """Makes the exits' losses part of what the model returns: sharded parameters are gathered for its gradients."""
+    def _give_out(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Computes the exits' losses at the end of the model's forward and ties them to what it returns.
+
+        FSDP2 gathers sharded parameters when the gradient of a forward's output comes: the exits' must wait for it.
+        """
+        if not self.in_step:
+            return output
+        self._add_exits()
         if self._earlier is not None and not isinstance(output, tuple):
             name = next(n for n, v in output.items() if isinstance(v, torch.Tensor) and v.requires_grad)
-            output[name] = _Linked.apply(output[name], self._earlier)
+            output[name] = _Tied.apply(output[name], self._earlier)
         return output
 
     def total(self, last_loss: torch.Tensor, factor: int) -> torch.Tensor:
@@ -304,8 +322,8 @@ def _targets(inputs: dict[str, Any]) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
 
 
-class _Linked(torch.autograd.Function):
-    """The first tensor as it is; backward reaches the second one only through it."""
+class _Tied(torch.autograd.Function):
+    """The first tensor as it is; backward comes to the second one after it has come here."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
@@ -74,8 +74,8 @@ class LayerDropout(ModelCallback):
                 "which LayerDropout does not keep. Set it to False, or train without LayerDropout."
             )
 
-    def attach(self, model: PreTrainedModel, args: TrainingArguments, state: TrainerState) -> None:
-        anatomy = Anatomy.of(model)
+    def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
+        anatomy = Anatomy.of(causal_lm(model, "LayerDropout"))
         if anatomy.kv_sources:
             raise UnsupportedModelError(
                 f"later layers of {anatomy.model_name} read keys and values of earlier ones, so a sample cannot leave "

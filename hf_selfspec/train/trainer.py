@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import UnsupportedOptionError
-from ..model.anatomy import causal_lm
 
 ComputeLoss = Callable[..., Any]
 
@@ -27,8 +26,8 @@ class ModelCallback(TrainerCallback):
     def check(self, trainer: Trainer) -> None:
         """Raises if this training cannot be served; called before it begins."""
 
-    def attach(self, model: PreTrainedModel, args: TrainingArguments, state: TrainerState) -> None:
-        """Attaches to the causal LM (below PEFT and distributed wrappers)."""
+    def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
+        """Attaches to the causal LM, or to PEFT's wrapper around it (below distributed wrappers)."""
         raise NotImplementedError
 
     def detach(self) -> None:
@@ -55,7 +54,7 @@ class ModelCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         self.detach()
-        self.attach(causal_lm(model, type(self).__name__), args, state)
+        self.attach(model, args, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
