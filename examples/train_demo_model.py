@@ -49,7 +49,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_selfspec import EarlyExitLoss, ExitReport, LayerDropout, Rotational, exit_report
+from hf_selfspec import EarlyExitLoss, ExitReport, LayerDropout, exit_report
+from hf_selfspec.train import even
 
 logger = logging.getLogger("train_demo_model")
 
@@ -81,8 +82,7 @@ class Recipe:
         weight_decay: Decoupled weight decay of the matrices; norms have none.
         seed: Seed of the initial weights and of the order of the sequences.
         fp32: Compute in float32 rather than in bfloat16 autocast.
-        exit_scale: ``e_scale`` of the early-exit loss.
-        exit_rotation: ``R`` of its rotational curriculum.
+        exit_layers: Exits of the early-exit loss, which weighs them and the last layer alike. The first is to draft.
         layer_dropout: ``p_max`` of the layer dropout.
         plain: Train without early-exit loss and layer dropout.
     """
@@ -102,8 +102,7 @@ class Recipe:
     weight_decay: float = 0.1
     seed: int = 0
     fp32: bool = False
-    exit_scale: float = 1.0
-    exit_rotation: int = 8
+    exit_layers: tuple[int, ...] = (3, 6, 12)
     layer_dropout: float = 0.1
     plain: bool = False
 
@@ -293,7 +292,7 @@ def callbacks(recipe: Recipe) -> list[TrainerCallback]:
     if recipe.plain:
         return []
     return [
-        EarlyExitLoss(recipe.exit_scale, Rotational(recipe.exit_rotation)),
+        EarlyExitLoss(curriculum=None, layers=recipe.exit_layers, scale=even),
         LayerDropout(recipe.layer_dropout),
     ]
 
@@ -336,7 +335,7 @@ def check_same_run(checkpoints: Path, recipe: Recipe, corpus: Corpus) -> None:
     Raises:
         SystemExit: The folder holds a run with another recipe or corpus.
     """
-    wanted = {**asdict(recipe), "corpus": corpus.digest}
+    wanted = json.loads(json.dumps({**asdict(recipe), "corpus": corpus.digest}))
     record = checkpoints / "recipe.json"
     if not record.exists():
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -373,8 +372,8 @@ def model_card(
     loss = "plain next-token loss"
     if not recipe.plain:
         loss = (
-            f"LayerSkip's early-exit loss (e_scale {recipe.exit_scale:g}, rotational with R = {recipe.exit_rotation}) "
-            f"and layer dropout (p_max {recipe.layer_dropout:g}, constant)"
+            f"LayerSkip's early-exit loss at exits {', '.join(map(str, recipe.exit_layers))} and the last layer, "
+            f"weighed alike, and layer dropout (p_max {recipe.layer_dropout:g}, constant)"
         )
     return f"""---
 license: other
@@ -458,8 +457,9 @@ def training_command(recipe: Recipe) -> str:
     words = ["python examples/train_demo_model.py"]
     for name, value in asdict(recipe).items():
         if value != getattr(Recipe, name):
-            option = "--" + name.replace("_", "-")
-            words.append(option if isinstance(value, bool) else f"{option} {value}")
+            words.append("--" + name.replace("_", "-"))
+            if not isinstance(value, bool):
+                words += map(str, value) if isinstance(value, tuple) else [str(value)]
     return " ".join(words)
 
 
@@ -508,6 +508,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         option = "--" + name.replace("_", "-")
         if isinstance(default, bool):
             parser.add_argument(option, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(option, type=int, nargs="+", default=default, help=f"default: {default}")
         else:
             parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
     parsed = parser.parse_args(arguments)
@@ -521,7 +523,8 @@ def main() -> None:
     options = parse_arguments(sys.argv[1:])
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    recipe = Recipe(**{name: getattr(options, name) for name in asdict(Recipe())})
+    settings = {name: getattr(options, name) for name in asdict(Recipe())}
+    recipe = Recipe(**{**settings, "exit_layers": tuple(options.exit_layers)})
     held_out = train(recipe, options.output, options.checkpoints, options.twin, options.held_out_blocks)
     print(
         f"{options.output}: held-out loss {held_out.loss:.3f} nats per token, perplexity {held_out.perplexity:.2f}, "

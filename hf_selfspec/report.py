@@ -14,14 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .errors import SettingError, SettingTypeError, UnsupportedModelError
 from .model.anatomy import causal_lm
-from .model.exits import Exits
+from .model.exits import LOGIT_ELEMENTS, Exits
 from .settings import check_count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Logits that exist at a time: 128 MiB in float32.
-_LOGIT_ELEMENTS = 2**25
 _DEFAULT_LENGTH = 2048
 
 
@@ -132,7 +130,7 @@ def exit_report(
     embeddings = inner.get_input_embeddings().weight
     # Offloaded weights are elsewhere; accelerate's hooks then move what goes in.
     device = torch.device("cpu") if embeddings.is_meta else embeddings.device
-    chunk = max(1, _LOGIT_ELEMENTS // inner.config.get_text_config(decoder=True).vocab_size)
+    chunk = max(1, LOGIT_ELEMENTS // inner.config.get_text_config(decoder=True).vocab_size)
     sums = torch.zeros(exits.anatomy.num_layers, 3, dtype=torch.float64)
     # Not inference_mode: what a module keeps from a forward has to serve later training, too.
     with torch.no_grad(), _measuring(inner, exits):

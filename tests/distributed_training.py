@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from accelerate.utils import DistributedType
 from transformers import (
@@ -51,6 +53,29 @@ def tiny(
             pad_token_id=0,
         )
     )
+
+
+@contextmanager
+def rows_put_back(layers: Iterable[torch.nn.Module], kept: np.ndarray) -> Iterator[None]:
+    """Layers run on all rows, and the rows that they drop get their inputs back."""
+    handles = []
+    for index, layer in enumerate(layers):
+
+        def hook(
+            module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any, rows: np.ndarray = kept[:, index]
+        ) -> Any:
+            before = args[0] if args else kwargs["hidden_states"]
+            after = output[0] if isinstance(output, tuple) else output
+            mixed = torch.where(torch.from_numpy(rows)[:, None, None], after, before)
+            return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+        # Before the hooks with which transformers collects hidden states.
+        handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def rows(count: int, seed: int = 0) -> list[Row]:

@@ -196,7 +196,7 @@ def test_chunks(
 ) -> None:
     """The numbers are the same, and there are never logits of more tokens."""
     whole = exit_report(llama, tokenizer, TEXTS)
-    monkeypatch.setattr(report_module, "_LOGIT_ELEMENTS", elements)
+    monkeypatch.setattr(report_module, "LOGIT_ELEMENTS", elements)
     rows: list[int] = []
     handle = llama.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel() // VOCABULARY))
     try:
@@ -211,7 +211,7 @@ def test_chunks(
 
 def test_no_logits_of_a_whole_text(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where the part without the head is not called as the model says."""
-    monkeypatch.setattr(report_module, "_LOGIT_ELEMENTS", VOCABULARY)
+    monkeypatch.setattr(report_module, "LOGIT_ELEMENTS", VOCABULARY)
     model = build("llama4_text")
     assert Anatomy.of(model).decoder is model
     rows: set[int] = set()

@@ -16,7 +16,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import build
-from distributed_training import CHECKPOINTING, LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
+from distributed_training import (
+    CHECKPOINTING,
+    LAYERS,
+    VOCABULARY,
+    WIDTH,
+    Row,
+    rows,
+    rows_put_back,
+    tiny,
+    trainer,
+    weights,
+)
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -171,25 +182,6 @@ def stays(step: int, rows_in_step: int, p_max: float) -> np.ndarray:
     return np.random.default_rng([SEED, step]).random((rows_in_step, 4)) >= rates
 
 
-@contextmanager
-def rows_put_back(model: Any, kept: np.ndarray) -> Iterator[None]:
-    """Layers run on all rows, and the rows that they drop get their inputs back."""
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    handles = []
-    for index, layer in enumerate(inner.model.layers):
-
-        def hook(module: Any, args: Any, output: torch.Tensor, column: int = index) -> torch.Tensor:
-            return torch.where(torch.from_numpy(kept[:, column])[:, None, None], output, args[0])
-
-        # Before the hooks with which transformers collects hidden states.
-        handles.append(layer.register_forward_hook(hook, prepend=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class ByHand:
     """Gradient descent written out, on four rows in a step.
 
@@ -215,7 +207,8 @@ class ByHand:
             samples = stacked([data[index % 16] for index in range(step * 4, step * 4 + 4)])
             kept = np.concatenate([stays(step, 4 // copies, p_max)] * copies)
             count = targets(samples)
-            with rows_put_back(model, kept):
+            inner = model.get_base_model() if isinstance(model, PeftModel) else model
+            with rows_put_back(inner.model.layers, kept):
                 exits = {layer: exit_loss(model, samples, layer) / count for layer in shares(step)}
             loss = torch.stack([share * exits[layer] for layer, share in shares(step).items()]).sum()
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
@@ -697,8 +690,13 @@ def test_a_loss_function_that_was_there(tmp_path: Path) -> None:
         run.train()
 
 
-def test_other_threads(tmp_path: Path) -> None:
-    """Forwards of the same model in another thread, in the middle of one that trains, know nothing of the exits."""
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: [EarlyExitLoss(1.0, None)], lambda: [LayerDropout(0.9)]], ids=["exits", "dropout"]
+)
+def test_other_threads(tmp_path: Path, make: Callable[[], list[TrainerCallback]], checkpointed: bool) -> None:
+    """Forwards of the same model in another thread, in the middle of one that trains, go their own way."""
+    options = {CHECKPOINTING: True} if checkpointed else {}
     logits: list[torch.Tensor] = []
     ids = stacked(rows(2))["input_ids"]
     model, trains = tiny(), threading.current_thread()
@@ -710,9 +708,9 @@ def test_other_threads(tmp_path: Path) -> None:
             thread.join()
 
     model.model.layers[3].register_forward_pre_hook(serve)
-    train(tmp_path, [EarlyExitLoss(1.0, None)], model)
-    assert_equal(weights(model), weights(train(tmp_path, [EarlyExitLoss(1.0, None)]).model))
-    assert len(logits) == 3
+    train(tmp_path, make(), model, **options)
+    assert_equal(weights(model), weights(train(tmp_path, make(), **options).model))
+    assert len(logits) >= 3
     torch.testing.assert_close(logits[0], tiny()(ids).logits.detach())
 
 
@@ -751,7 +749,7 @@ def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.
     """The head sees the exits' states in chunks, each target once for each exit, and no ignored label."""
     sizes: list[torch.Size] = []
     plain = train(tmp_path, [EarlyExitLoss(1.0, None)])
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk * VOCABULARY + VOCABULARY // 2)
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", chunk * VOCABULARY + VOCABULARY // 2)
     model = tiny()
     model.lm_head.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape))
     run = train(tmp_path, [EarlyExitLoss(1.0, None)], model)
@@ -957,6 +955,12 @@ def with_router_logits() -> PreTrainedModel:
     return model
 
 
+def with_flex_attention() -> LlamaForCausalLM:
+    model = tiny()
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
 def every_exit() -> EarlyExitLoss:
     return EarlyExitLoss(curriculum=None)
 
@@ -1029,6 +1033,7 @@ def nothing(run: Any) -> None:
             ["LlamaForCausalLM", "function boom"],
         ),
         (with_router_logits, LayerDropout, {}, nothing, UnsupportedOptionError, ["output_router_logits=True"]),
+        (with_flex_attention, LayerDropout, {}, nothing, UnsupportedOptionError, ["flex_attention", "'sdpa'"]),
         (NoTransformersModel, EarlyExitLoss, {}, nothing, SettingTypeError, ["NoTransformersModel"]),
         (NoTransformersModel, LayerDropout, {}, nothing, SettingTypeError, ["NoTransformersModel"]),
         (lambda: build("gpt_bigcode"), EarlyExitLoss, {}, nothing, UnsupportedModelError, ["GPTBigCodeForCausalLM"]),

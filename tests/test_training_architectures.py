@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from distributed_training import rows_put_back
 from transformers import PreTrainedModel
 
 from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
@@ -143,28 +144,6 @@ def stays(step: int, rates: list[float]) -> np.ndarray:
     return np.random.default_rng([SEED, step]).random((ROWS, len(rates))) >= np.array(rates)
 
 
-@contextmanager
-def rows_put_back(anatomy: Anatomy, kept: np.ndarray) -> Iterator[None]:
-    """Layers run on all rows, and the rows that they drop get their inputs back."""
-    handles = []
-    for index, layer in enumerate(anatomy.layers):
-
-        def hook(
-            module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any, rows: np.ndarray = kept[:, index]
-        ) -> Any:
-            before = args[0] if args else kwargs["hidden_states"]
-            after = output[0] if isinstance(output, tuple) else output
-            mixed = torch.where(torch.from_numpy(rows)[:, None, None], after, before)
-            return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
-
-        handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "gemma3n_text"])
 def test_layer_dropout(name: str) -> None:
     """A step in which rows leave layers one by one, and one in which all leave a layer between others."""
@@ -178,7 +157,7 @@ def test_layer_dropout(name: str) -> None:
     plain = run(model)[0]
     for step in (parted, emptied):
         kept = stays(step, rates)
-        with rows_put_back(anatomy, kept):
+        with rows_put_back(anatomy.layers, kept):
             expected = run(model)
         with training_step(callback, model, step):
             found = run(model, callback)

@@ -39,8 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         for rank in (0, 1)
         if (path := folder / f"{wrapper}-{case}-{rank}.pt").exists()
     }
-    if done.returncode:
-        print(done.stdout[-3000:], done.stderr[-6000:])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return found
 
 

@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,10 +69,10 @@ class _RandomTokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-@dataclass
-class _StepClock(TrainerCallback):  # type: ignore[misc]
-    seconds: list[float] = field(default_factory=list)
-    _begun: float = 0.0
+class _StepClock(TrainerCallback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begun = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         _wait()

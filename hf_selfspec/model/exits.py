@@ -25,6 +25,8 @@ from .forwards import InstanceForwards
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
+# Logits of exits that exist at a time: 128 MiB in float32.
+LOGIT_ELEMENTS = 2**25
 
 _head_lock = threading.Lock()
 

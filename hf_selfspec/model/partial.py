@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,12 +241,10 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
         if installation is None:
             installation = _installations[model] = _Installation(anatomy)
         if installation.users == 0:
-            try:
+            with ExitStack() as undo:  # a half-made installation is taken back
+                undo.callback(_remove, model, installation)
                 installation.install(model)
-            except BaseException:
-                installation.forwards.restore()
-                _installations.pop(model, None)
-                raise
+                undo.pop_all()
         installation.users += 1
     try:
         yield
@@ -254,8 +252,12 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
         with _lock:
             installation.users -= 1
             if installation.users == 0:
-                installation.forwards.restore()
-                _installations.pop(model, None)
+                _remove(model, installation)
+
+
+def _remove(model: nn.Module, installation: _Installation) -> None:
+    installation.forwards.restore()
+    _installations.pop(model, None)
 
 
 def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:

@@ -22,6 +22,8 @@ from .trainer import ComputeLoss, ModelCallback
 
 Scale = Callable[[int, int, float], float]
 
+_ROTATIONAL = Rotational()
+
 
 def loss_scale(layer: int, num_layers: int, e_scale: float) -> float:
     """``e(l)``, how much the exit after layer ``l`` weighs before normalisation (LayerSkip, equation 7).
@@ -74,7 +76,7 @@ class EarlyExitLoss(ModelCallback):
     def __init__(
         self,
         e_scale: float = 1.0,
-        curriculum: Curriculum | None = Rotational(),  # noqa: B008 (frozen)
+        curriculum: Curriculum | None = _ROTATIONAL,
         layers: Sequence[int] | None = None,
         scale: Scale = loss_scale,
     ) -> None:
@@ -209,7 +211,8 @@ class _Run:
         self.exits = exits
         self.in_step = False
         self._handle: RemovableHandle | None = None
-        self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=torch.float64, device=model.device)
+        precise = torch.float32 if model.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=precise, device=model.device)
         self._weights: list[float] = []
         self._last_weight = 1.0
         self._targets: torch.Tensor | None = None

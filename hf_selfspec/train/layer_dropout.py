@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,13 @@ class LayerDropout(ModelCallback):
         self._run: _Run | None = None
 
     def check(self, trainer: Trainer) -> None:
-        if getattr(causal_lm(trainer.model, "LayerDropout").config, "output_router_logits", False):
+        config = causal_lm(trainer.model, "LayerDropout").config
+        if getattr(config, "_attn_implementation", None) == "flex_attention":
+            raise UnsupportedOptionError(
+                "attn_implementation='flex_attention' has one block mask for the whole batch, which LayerDropout cannot "
+                "cut to the samples that stay in a layer. Load the model with 'sdpa', 'flash_attention_2' or 'eager'."
+            )
+        if getattr(config, "output_router_logits", False):
             raise UnsupportedOptionError(
                 "config.output_router_logits=True adds a load-balancing loss that expects every sample in every layer, "
                 "which LayerDropout does not keep. Set it to False, or train without LayerDropout."
@@ -121,6 +128,8 @@ class _Run:
         self._rates: np.ndarray | None = None
         self._samples = 0
         self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
+        self._thread = threading.get_ident()
+        self._others = threading.local()
 
     def attach(self) -> None:
         self._forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack.forward))
@@ -138,13 +147,23 @@ class _Run:
         self._kept = [None] * self.anatomy.num_layers
 
     def _stack_forward(self, original: Forward) -> Forward:
+        @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._draw(args, kwargs)
-            return original(*args, **kwargs)
+            if threading.get_ident() == self._thread:
+                self._draw(args, kwargs)
+                return original(*args, **kwargs)
+            self._others.running = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._others.running = False
 
         return forward
 
-    @torch.compiler.disable
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a layer of another thread's forward. Backward's own threads recompute layers alone."""
+        return getattr(self._others, "running", False)
+
     def _draw(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Decides for each layer which rows of this batch stay in it."""
         if self._rates is None:
@@ -172,7 +191,7 @@ class _Run:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             rows = self._kept[index]
-            if rows is None or not layer.training:
+            if rows is None or not layer.training or self._is_elsewhere():
                 return original(*args, **kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
             if not len(rows):

@@ -10,10 +10,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-Head = Callable[[torch.Tensor], torch.Tensor]
+from ..model.exits import LOGIT_ELEMENTS
 
-# Logits that exist at a time: 128 MiB in float32.
-_CHUNK_ELEMENTS = 2**25
+Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def weighted_exit_losses(
@@ -41,7 +40,7 @@ def weighted_exit_losses(
         ``Σ weight · Σ cross entropy`` (a scalar with a gradient) and the sums of the cross entropies ``[k]``, without
         one; all in nats and float32.
     """
-    chunk = max(1, _CHUNK_ELEMENTS // vocabulary)
+    chunk = max(1, LOGIT_ELEMENTS // vocabulary)
     total, sums = _ExitLosses.apply(head, targets, tuple(weights), chunk, states, *parameters)
     return total, sums
 

@@ -14,7 +14,7 @@ from ..errors import UnsupportedOptionError
 
 ComputeLoss = Callable[..., Any]
 
-_ORIGINAL = "_hf_selfspec_original"
+_MARK = "_hf_selfspec"
 
 
 class ModelCallback(TrainerCallback):
@@ -67,15 +67,8 @@ def install() -> None:
 
     Trainings without them are passed on untouched. Calling this again changes nothing.
     """
-    if not hasattr(Trainer.train, _ORIGINAL):
+    if not hasattr(Trainer.train, _MARK):
         Trainer.train = _with_model_callbacks(Trainer.train)
-
-
-def uninstall() -> None:
-    """Takes :func:`install` back."""
-    original = getattr(Trainer.train, _ORIGINAL, None)
-    if original is not None:
-        Trainer.train = original
 
 
 def _with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +87,7 @@ def _with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
             for callback in reversed(callbacks):
                 callback.detach()
 
-    setattr(train, _ORIGINAL, original)
+    setattr(train, _MARK, True)
     return train
 
 
