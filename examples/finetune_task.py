@@ -35,7 +35,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
+    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -60,6 +61,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_selfspec import ConfidenceThreshold, EarlyExitLoss, FixedLength, Gradual, LayerDropout, SelfSpec
 from hf_selfspec.bench.measure import Timings, interleave, machine, timed_generate
+from hf_selfspec.train import even
 
 logger = logging.getLogger("finetune_task")
 
@@ -95,7 +97,7 @@ class Recipe:
         warmup_steps: Steps of the warm-up, at most a tenth of ``steps``.
         adam_beta2: Decay of AdamW's second moment.
         weight_decay: Decoupled weight decay of the matrices; norms have none.
-        e_scale: Weight of the early exits' losses; the paper takes 1.0 for this experiment.
+        e_scale: Weight of the early exits' losses against the last layer's; the paper takes 1.0 for this experiment.
         p_max: Dropout rate of the last layer; the paper takes 0.2 for this experiment.
         longest: Tokens of the longest pair, prompt and answer; longer ones are left out.
         lora: Train low-rank adapters of all linear layers of attention and MLP instead of all weights.
@@ -390,6 +392,7 @@ def train_model(
             return PeftModel.from_pretrained(load(recipe.model), last_checkpoint).merge_and_unload()
     set_seed(recipe.seed)
     model = load(recipe.model)
+    exits = exit_layers(model.config.num_hidden_layers)
     if recipe.lora:
         rank = recipe.lora_rank
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -399,7 +402,10 @@ def train_model(
         args=training_arguments(recipe, checkpoints),
         train_dataset=TrainingPairs(in_batches(pairs, recipe)),
         data_collator=collator(tokenizer),
-        callbacks=[EarlyExitLoss(e_scale=recipe.e_scale, curriculum=Gradual()), LayerDropout(p_max=recipe.p_max)],
+        callbacks=[
+            EarlyExitLoss(recipe.e_scale, Gradual(), exits, scale=even),
+            LayerDropout(p_max=recipe.p_max),
+        ],
     )
     trainer.train(resume_from_checkpoint=last_checkpoint)
     return model.merge_and_unload() if recipe.lora else model
@@ -473,8 +479,8 @@ def rule_name(rule: FixedLength | ConfidenceThreshold) -> str:
 
 
 def exit_layers(num_layers: int) -> list[int]:
-    """Return the exits of the paper's table: after a quarter, half and three quarters of the layers."""
-    return [num_layers * quarter // 4 for quarter in (1, 2, 3)]
+    """Return the exits of the paper's table, after a quarter, half and three quarters of the layers, and an eighth."""
+    return sorted({max(1, num_layers * eighth // 8) for eighth in (1, 2, 4, 6)})
 
 
 def evaluate(
@@ -600,33 +606,26 @@ def finetune(
     return text
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> tuple[Recipe, Evaluation, argparse.Namespace]:
     """Read the command line: one option per field of ``Recipe`` and ``Evaluation``, the folders and the threads."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = [Recipe, Evaluation]
+    parser = HfArgumentParser(kinds, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--output", type=Path, default=Path("task_model"), help="folder for the model and its results")
     parser.add_argument("--checkpoints", type=Path, help="folder to resume from (default: OUTPUT-checkpoints)")
     parser.add_argument("--library", type=Path, default=stdlib, help="sources (default: the standard library)")
     parser.add_argument("--threads", type=int, help="CPU threads for training (default: PyTorch's choice)")
-    for name, default in {**asdict(Recipe()), **asdict(Evaluation())}.items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(default, bool):
-            parser.add_argument(option, action="store_true")
-        else:
-            parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
-    parsed = parser.parse_args(arguments)
-    parsed.checkpoints = parsed.checkpoints or parsed.output.with_name(parsed.output.name + "-checkpoints")
-    return parsed
+    recipe, evaluation, options = parser.parse_args_into_dataclasses(arguments)
+    options.checkpoints = options.checkpoints or options.output.with_name(options.output.name + "-checkpoints")
+    return recipe, evaluation, options
 
 
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    options = parse_arguments(arguments)
+    recipe, evaluation, options = parse_arguments(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    recipe = Recipe(**{name: getattr(options, name) for name in asdict(Recipe())})
-    evaluation = Evaluation(**{name: getattr(options, name) for name in asdict(Evaluation())})
     command = shlex.join(["python", "examples/finetune_task.py", *arguments])
     print(finetune(recipe, evaluation, options.library, options.output, options.checkpoints, command))
 

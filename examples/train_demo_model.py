@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import tokenizers
@@ -37,6 +37,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from torch.utils.data import Dataset
 from transformers import (
+    HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -102,7 +103,7 @@ class Recipe:
     weight_decay: float = 0.1
     seed: int = 0
     fp32: bool = False
-    exit_layers: tuple[int, ...] = (3, 6, 12)
+    exit_layers: list[int] = field(default_factory=lambda: [3, 6, 12])
     layer_dropout: float = 0.1
     plain: bool = False
 
@@ -335,7 +336,7 @@ def check_same_run(checkpoints: Path, recipe: Recipe, corpus: Corpus) -> None:
     Raises:
         SystemExit: The folder holds a run with another recipe or corpus.
     """
-    wanted = json.loads(json.dumps({**asdict(recipe), "corpus": corpus.digest}))
+    wanted = {**asdict(recipe), "corpus": corpus.digest}
     record = checkpoints / "recipe.json"
     if not record.exists():
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -455,11 +456,12 @@ def exit_table(report: ExitReport, twin: ExitReport | None) -> str:
 def training_command(recipe: Recipe) -> str:
     """Return the command that repeats this recipe, with only the options that differ from the defaults."""
     words = ["python examples/train_demo_model.py"]
+    usual = asdict(Recipe())
     for name, value in asdict(recipe).items():
-        if value != getattr(Recipe, name):
+        if value != usual[name]:
             words.append("--" + name.replace("_", "-"))
             if not isinstance(value, bool):
-                words += map(str, value) if isinstance(value, tuple) else [str(value)]
+                words += map(str, value) if isinstance(value, list) else [str(value)]
     return " ".join(words)
 
 
@@ -495,36 +497,26 @@ def train(
     return held_out
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> tuple[Recipe, argparse.Namespace]:
     """Read the command line: one option per field of ``Recipe``, the folders and the threads."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = HfArgumentParser(Recipe, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_output = Path(__file__).parent / "demo_model"
     parser.add_argument("--output", type=Path, default=default_output, help="folder for the model")
     parser.add_argument("--checkpoints", type=Path, help="folder to resume from (default: OUTPUT-checkpoints)")
     parser.add_argument("--twin", type=Path, help="folder of a finished model to compare with in the card")
     parser.add_argument("--held-out-blocks", type=int, help="evaluate on the first of the held-out blocks alone")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
-    for name, default in asdict(Recipe()).items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(default, bool):
-            parser.add_argument(option, action="store_true")
-        elif isinstance(default, tuple):
-            parser.add_argument(option, type=int, nargs="+", default=default, help=f"default: {default}")
-        else:
-            parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
-    parsed = parser.parse_args(arguments)
-    parsed.checkpoints = parsed.checkpoints or parsed.output.with_name(parsed.output.name + "-checkpoints")
-    return parsed
+    recipe, options = parser.parse_args_into_dataclasses(arguments)
+    options.checkpoints = options.checkpoints or options.output.with_name(options.output.name + "-checkpoints")
+    return recipe, options
 
 
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    options = parse_arguments(sys.argv[1:])
+    recipe, options = parse_arguments(sys.argv[1:])
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    settings = {name: getattr(options, name) for name in asdict(Recipe())}
-    recipe = Recipe(**{**settings, "exit_layers": tuple(options.exit_layers)})
     held_out = train(recipe, options.output, options.checkpoints, options.twin, options.held_out_blocks)
     print(
         f"{options.output}: held-out loss {held_out.loss:.3f} nats per token, perplexity {held_out.perplexity:.2f}, "

@@ -221,9 +221,10 @@ def test_too_few_sources_are_refused(library: Path, tmp_path: Path) -> None:
         finetune_task.finetune(Recipe(batch_size=1000), Evaluation(), library, tmp_path, tmp_path)
 
 
-def test_exits_are_the_quarters() -> None:
-    assert finetune_task.exit_layers(24) == [6, 12, 18]
-    assert finetune_task.exit_layers(12) == [3, 6, 9]
+def test_exits_are_an_eighth_and_the_quarters() -> None:
+    assert finetune_task.exit_layers(24) == [3, 6, 12, 18]
+    assert finetune_task.exit_layers(12) == [1, 3, 6, 9]
+    assert finetune_task.exit_layers(4) == [1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT

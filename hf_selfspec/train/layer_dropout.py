@@ -72,8 +72,9 @@ class LayerDropout(ModelCallback):
         config = causal_lm(trainer.model, "LayerDropout").config
         if getattr(config, "_attn_implementation", None) == "flex_attention":
             raise UnsupportedOptionError(
-                "attn_implementation='flex_attention' has one block mask for the whole batch, which LayerDropout cannot "
-                "cut to the samples that stay in a layer. Load the model with 'sdpa', 'flash_attention_2' or 'eager'."
+                "attn_implementation='flex_attention' has one block mask for the whole batch, which LayerDropout "
+                "cannot cut to the samples that stay in a layer. Load the model with "
+                "'sdpa', 'flash_attention_2' or 'eager'."
             )
         if getattr(config, "output_router_logits", False):
             raise UnsupportedOptionError(
