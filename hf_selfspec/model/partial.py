@@ -75,6 +75,10 @@ class LayerPlan:
         )
 
 
+# (layer, state that entered it, state that left it), both [b, s, d], to what goes on from there.
+AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 @dataclass
 class ForwardPass:
     """One forward of a partial model: what runs, what it starts from, what it leaves behind.
@@ -85,6 +89,7 @@ class ForwardPass:
         state: ``[b, s, d]`` the hidden state that enters layer ``start``.
         stop: layers from here on are passed through (``L`` for none).
         capture: layer whose entering hidden state is kept, or -1.
+        after_layer: decides what each layer hands to the next, ``None`` for what left it.
         captured: ``[b, s, d]`` that state, after the forward.
         exit_state: ``[b, s, d]`` what left the last layer, after the forward.
     """
@@ -94,6 +99,7 @@ class ForwardPass:
     state: torch.Tensor | None = None
     stop: int | None = None
     capture: int = -1
+    after_layer: AfterLayer | None = None
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
     passed: frozenset[int] = field(init=False)
@@ -178,6 +184,10 @@ class _Installation:
                 output = original(*args, **kwargs)
                 if kind not in arity:
                     arity[kind] = len(output) if isinstance(output, tuple) else None
+            if current.after_layer is not None:
+                left = output[0] if isinstance(output, tuple) else output
+                left = current.after_layer(index, hidden, left)
+                output = (left, *output[1:]) if isinstance(output, tuple) else left
             if last:
                 current.exit_state = output[0] if isinstance(output, tuple) else output
             return output

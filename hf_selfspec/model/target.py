@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .masks import Geometry, at_positions, speculative_attention
-from .partial import ForwardPass, LayerPlan, obeying, partial_forwards
+from .partial import AfterLayer, ForwardPass, LayerPlan, obeying, partial_forwards
 from .prompt import Holes
 
 _NO_END = 1 << 62
@@ -28,12 +28,25 @@ class Nodes:
     """How the tokens of one forward hang together when they are not simply a line.
 
     Attributes:
-        depths: for each token its distance from the first one, which is its distance in position too.
-        parents: for each token the index of its parent; the first token has -1.
+        depths: for each token its distance in position from the slot that the forward starts at. Tokens that are in
+            the text already, and go through the model again, have negative ones.
+        parents: for each token the index of its parent, -1 for one that continues the text.
+        hidden: slots before the first token that no token sees: where the text's own copy of them is.
     """
 
     depths: list[int]
     parents: list[int]
+    hidden: int = 0
+
+    @classmethod
+    def again(cls, count: int) -> Nodes:
+        """The last ``count`` tokens whose KV is known, in line, beside that KV."""
+        return cls(list(range(-count, 0)), list(range(-1, count - 1)), count)
+
+    @classmethod
+    def copies(cls, count: int) -> Nodes:
+        """``count`` copies of the last token, none of which sees another."""
+        return cls([0] * count, [-1] * count)
 
     def ancestry(self, device: torch.device) -> torch.Tensor:
         """``[t, t]`` whether the column's token is the row's token or an ancestor of it."""
@@ -148,6 +161,7 @@ class Target:
         state: torch.Tensor | None = None,
         capture: int = -1,
         head: bool = True,
+        after_layer: AfterLayer | None = None,
     ) -> Step:
         """One forward over a few tokens at the end of each row.
 
@@ -160,6 +174,7 @@ class Target:
             state: ``[b, s, d]`` hidden states entering layer ``capture``; the layers below are not run.
             capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
             head: whether logits are wanted.
+            after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
 
         Returns:
             The :class:`Step`.
@@ -172,6 +187,7 @@ class Target:
             state=state,
             stop=None if head else capture,
             capture=-1 if replay else capture,
+            after_layer=after_layer,
         )
         # Arguments of the user's own are the whole model's.
         module = self.model if head or self.extra else self._decoder
@@ -251,8 +267,10 @@ class Target:
         t = len(nodes.depths)
         slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(t, device=device)
         depths = torch.tensor(nodes.depths, device=device)
-        keys = keys.repeat(b, 1).scatter(1, slots, slots[:, :1] + depths)
         visible = torch.ones(b, s, length, dtype=torch.bool, device=device)
+        if nodes.hidden:
+            visible &= ((keys < slots[:, :1] - nodes.hidden) | (keys >= slots[:, :1]))[:, None]
+        keys = keys.repeat(b, 1).scatter(1, slots, slots[:, :1] + depths)
         ancestry = nodes.ancestry(device)[first_node:]
         visible.scatter_(2, slots[:, None].expand(b, s, t), ancestry.expand(b, s, t))
         return Geometry(self._coordinates(positions), self._coordinates(keys), visible)
