@@ -21,7 +21,6 @@ from .search import ExitChoice
 from .selfspec import SelfSpec
 from .stop import ConfidenceThreshold, FixedLength
 from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
-from .train.trainer import install as _install_trainer
 from .types import GenerationStats
 from .verify import TopKTree
 
@@ -58,4 +57,3 @@ __all__ = [
 ]
 
 install()
-_install_trainer()

@@ -28,6 +28,8 @@ class RunningDraft(Protocol):
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None: ...
 
+    def finish(self, text: Text) -> None: ...
+
 
 @dataclass
 class Record:
@@ -101,10 +103,15 @@ class Decoder:
             verdicts = self._judge(draft, logits)
             self._count(draft, room, drafted - begun, verified - drafted)
             self._commit(verdicts, logits)
+            committed = perf_counter()
             self.draft.update(self.text, verdicts, logits)
+            self.stats.search_seconds += perf_counter() - committed
         if self.streamer is not None:
             self.streamer.end()
         ids = self._output_ids()
+        ended = perf_counter()
+        self.draft.finish(self.text)
+        self.stats.search_seconds += perf_counter() - ended
         self.stats.draft_steps = self.draft.steps
         self.stats.forward_seconds = self.target.forward_seconds
         self.stats.total_seconds = perf_counter() - started

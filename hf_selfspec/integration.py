@@ -1,4 +1,4 @@
-"""The one seam with transformers: ``generate(assistant=SelfSpec())``."""
+"""The one seam with transformers: ``generate(assistant=SelfSpec())``, and callbacks that change a model in training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, StoppingCriteriaList
+from transformers import GenerationMixin, StoppingCriteriaList, Trainer
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -17,24 +17,31 @@ from .checks import check_options
 from .errors import SettingTypeError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .selfspec import SelfSpec
+from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
 
 
 def install() -> None:
-    """Gives ``generate`` of all transformers models the argument ``assistant``; done when the package is imported.
+    """Gives ``generate`` of all transformers models the argument ``assistant``, and ``Trainer`` our training callbacks.
 
-    Calls without it are passed on untouched. Calling this again changes nothing; :func:`uninstall` takes it back.
+    Done when the package is imported. Calls and trainings that use neither are passed on untouched. Calling this again
+    changes nothing; :func:`uninstall` takes it back.
     """
-    if not hasattr(GenerationMixin.generate, _ORIGINAL):
-        GenerationMixin.generate = _with_assistant(GenerationMixin.generate)
+    for owner, name, wrap in _SEAMS:
+        original = getattr(owner, name)
+        if not hasattr(original, _ORIGINAL):
+            wrapped = wrap(original)
+            setattr(wrapped, _ORIGINAL, original)
+            setattr(owner, name, wrapped)
 
 
 def uninstall() -> None:
-    """Takes the argument ``assistant`` away again. ``generate(custom_generate=SelfSpec())`` goes on working."""
-    original = getattr(GenerationMixin.generate, _ORIGINAL, None)
-    if original is not None:
-        GenerationMixin.generate = original
+    """Takes :func:`install` back. ``generate(custom_generate=SelfSpec())`` goes on working, callbacks do not."""
+    for owner, name, _ in _SEAMS:
+        original = getattr(getattr(owner, name), _ORIGINAL, None)
+        if original is not None:
+            setattr(owner, name, original)
 
 
 def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,8 +79,10 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             _serve_stop_strings(named, effective.stop_strings)
         return original(self, **named)
 
-    setattr(generate, _ORIGINAL, original)
     return generate
+
+
+_SEAMS = ((GenerationMixin, "generate", _with_assistant), (Trainer, "train", with_model_callbacks))
 
 
 def _is_synced(model: Any, synced_gpus: bool | None) -> bool:

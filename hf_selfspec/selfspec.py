@@ -19,8 +19,8 @@ from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
 from .draft.partial import Limits, PartialDraft
 from .draft.probe import ProbeSettings, ProbingDraft
 from .draft.skip_layers import SkipLayers
-from .errors import SettingError, SettingTypeError
-from .model.anatomy import Anatomy
+from .errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
+from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
 from .model.exits import Exits
 from .model.partial import LayerPlan
@@ -45,7 +45,10 @@ class _Learned:
     """What changes from call to call, shared by threads."""
 
     stats: GenerationStats | None = None
-    exits: weakref.WeakKeyDictionary[PreTrainedModel, Evidence] = field(default_factory=weakref.WeakKeyDictionary)
+    # For each model, by (do_sample, several rows), the kind of call that came last at the end.
+    exits: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, bool], Evidence]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def __reduce__(self) -> Any:
         # Copies begin anew: what was learned is about models that are not copied with them.
@@ -62,7 +65,7 @@ class SelfSpec:
     Args:
         draft: which part of the model drafts, :class:`EarlyExit` or :class:`SkipLayers`, or any
             ``CandidateGenerator`` of transformers. By default every second layer is skipped. :class:`EarlyExitOnly`
-            generates with the first layers alone, which changes the output.
+            generates with the first layers alone, which changes the output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold` or any function of
             ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``. With an
             early exit ``None`` lets a probe on the first text choose.
@@ -105,9 +108,10 @@ class SelfSpec:
     ) -> SelfSpec:
         """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
 
-        What is not given is chosen for each model by a measured probe on the first four texts that it generates: the
+        What is not given is chosen for each model by a measured probe on the first 256 tokens that it generates: the
         exit layer and the draft length or threshold with the most expected tokens per second (no draft at all where
-        none pays). :meth:`choice` tells what was found.
+        none pays). Greedy and sampled, single and batched calls choose for themselves. :meth:`choice` tells what was
+        found.
 
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``.
@@ -123,6 +127,7 @@ class SelfSpec:
                 f"SelfSpec.layerskip(num_draft={num_draft!r}, stop={stop!r}): give one of the two; max_draft bounds "
                 "the drafts of a stop rule."
             )
+        check_count("SelfSpec.layerskip(max_draft)", max_draft)
         if num_draft is not None:
             stop = FixedLength(num_draft)
             max_draft = max(max_draft, num_draft)
@@ -139,11 +144,21 @@ class SelfSpec:
         """
         return cls(draft=EarlyExitOnly(layer), stop=None)
 
-    def choice(self, model: PreTrainedModel) -> ExitChoice | None:
-        """What the probe of :meth:`layerskip` chose for ``model``, ``None`` before that."""
+    def choice(self, model: Any) -> ExitChoice | None:
+        """What the probe of :meth:`layerskip` chose for the last kind of call of ``model``, ``None`` before that.
+
+        A choice holds for a model object, whatever adapters are active: take a new ``SelfSpec`` after changing them.
+
+        Args:
+            model: a causal LM of transformers, or a PEFT model around one.
+
+        Raises:
+            SettingTypeError: it is neither.
+        """
+        inner = causal_lm(model, "SelfSpec.choice")
         with _lock:
-            evidence = self._learned.exits.get(model)
-            return None if evidence is None else evidence.choice
+            kinds = list(self._learned.exits.get(inner, {}).values())
+        return kinds[-1].choice if kinds else None
 
     @property
     def stats(self) -> GenerationStats | None:
@@ -193,6 +208,13 @@ class SelfSpec:
         check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
         plan = None if isinstance(self.draft, CandidateGenerator) else self.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
+        own_cache = bool(getattr(past, "_is_user_defined", False))
+        partial = isinstance(self.draft, EarlyExitOnly)
+        if partial and own_cache:
+            raise UnsupportedOptionError(
+                "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
+                "used again. Leave out `past_key_values`."
+            )
         prompt = Prompt.of(
             input_ids,
             model_kwargs.get("inputs_embeds"),
@@ -220,9 +242,9 @@ class SelfSpec:
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
             extra_arguments(model_kwargs),
-            plan if isinstance(self.draft, EarlyExitOnly) else None,
+            plan if partial else None,
         )
-        draft = self._running(target, plan, limits, scorer)
+        draft = self._running(target, plan, limits, scorer, batch_size)
         decoder = Decoder(
             target=target,
             prompt=prompt,
@@ -240,15 +262,17 @@ class SelfSpec:
         returned = generation_config.return_dict_in_generate
         with target.prepared():
             ids = decoder.run()
-            if returned or getattr(past, "_is_user_defined", False):
+            if (returned or own_cache) and not partial:
                 decoder.hand_back(past, ids)
         running = target.full_plan if isinstance(draft, NoDraft) else getattr(draft, "plan", None)
         decoder.stats.plan = "" if running is None else running.picture()
         with _lock:
             self._learned.stats = decoder.stats
-        return decoder.output(ids, past) if returned else ids
+        return decoder.output(ids, None if partial else past) if returned else ids
 
-    def _running(self, target: Target, plan: LayerPlan | None, limits: Limits, scorer: Scorer) -> RunningDraft:
+    def _running(
+        self, target: Target, plan: LayerPlan | None, limits: Limits, scorer: Scorer, batch_size: int
+    ) -> RunningDraft:
         if isinstance(self.draft, CandidateGenerator):
             vocabulary = target.model.get_input_embeddings().num_embeddings
             return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
@@ -263,8 +287,11 @@ class SelfSpec:
             rules=[stop] if isinstance(stop, Rule) else rules(self.max_draft),
             stop=stop,
         )
+        _check_probe(target)
+        kind = (scorer.do_sample, batch_size > 1)
         with _lock:
-            evidence = self._learned.exits.setdefault(target.model, Evidence())
+            kinds = self._learned.exits.setdefault(target.model, {})
+            evidence = kinds[kind] = kinds.pop(kind) if kind in kinds else Evidence()
         return ProbingDraft(target, limits, scorer, settings, Exits(target.model), evidence)
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
@@ -280,6 +307,21 @@ class SelfSpec:
             "is exact all the same."
         )
         return None
+
+
+def _check_probe(target: Target) -> None:
+    anatomy, name = target.anatomy, target.anatomy.model_name
+    instead = "Give SelfSpec.layerskip an exit_layer and a num_draft."
+    if anatomy.num_layers < 2:
+        raise SettingError(f"{name} has one layer, so there is no exit before the last. Call generate without us.")
+    if not anatomy.exits:
+        raise UnsupportedModelError(
+            f"{name} fixes the batch after its last layer, so a probe cannot ask its exits together. {instead}"
+        )
+    if (getattr(target.model, "_tp_size", None) or 1) > 1:
+        raise UnsupportedOptionError(
+            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
+        )
 
 
 def _pad_token(config: GenerationConfig) -> int:

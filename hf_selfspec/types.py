@@ -164,8 +164,9 @@ class GenerationStats:
         accepted_lengths: how often a round kept that many drafted tokens.
         draft_steps: forwards of the draft, whatever the batch.
         verify_passes: forwards of verification, whatever the batch.
-        prefill_seconds, draft_seconds, verify_seconds, total_seconds: wall-clock time; verification includes bringing
-            the last drafted token and siblings to the first layer that the draft altered.
+        prefill_seconds, draft_seconds, verify_seconds, search_seconds, total_seconds: wall-clock time; verification
+            includes bringing the last drafted token and siblings to the first layer that the draft altered, and search
+            is whatever the draft learns from, the probe of an early exit among it.
         forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
         from_draft: for each row and generated token whether it came from the draft.
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
@@ -181,6 +182,7 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    search_seconds: float = 0.0
     total_seconds: float = 0.0
     forward_seconds: float = 0.0
     from_draft: list[list[bool]] = field(default_factory=list, repr=False)
@@ -204,8 +206,9 @@ class GenerationStats:
 
     @property
     def other_seconds(self) -> float:
-        """Time outside prefill, drafting and verification."""
-        return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
+        """Time outside prefill, drafting, verification and search."""
+        known = self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.search_seconds
+        return self.total_seconds - known
 
     @property
     def draft_cost(self) -> float:
@@ -231,7 +234,7 @@ class GenerationStats:
     def __str__(self) -> str:
         seconds = (
             f"{self.total_seconds:.2f} = prefill {self.prefill_seconds:.2f} + draft {self.draft_seconds:.2f}"
-            f" + verify {self.verify_seconds:.2f} + rest {self.other_seconds:.2f}"
+            f" + verify {self.verify_seconds:.2f} + search {self.search_seconds:.2f} + rest {self.other_seconds:.2f}"
         )
         lines = [
             ("tokens", f"{self.tokens} in {self.rounds} rounds"),

@@ -6,12 +6,15 @@ import copy
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from architectures import build
 from conftest import tiny_gpt2, tiny_llama
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from peft import LoraConfig, PeftModel
+from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_selfspec import (
     ConfidenceThreshold,
@@ -21,11 +24,15 @@ from hf_selfspec import (
     SelfSpec,
     SettingError,
     SettingTypeError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
 )
 from hf_selfspec.bench.trained import _traces
 from hf_selfspec.draft import probe
 from hf_selfspec.model.exits import Exits
-from hf_selfspec.search.exit_choice import ForwardCosts, Replay, Trace, choose, draft_lengths, replay
+from hf_selfspec.search import exit_choice
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.search.exit_choice import Evidence, Replay, Trace, choose, draft_lengths, replay
 
 COSTS = ForwardCosts(fixed=1.0, layer=2.0, token=0.5, step=0.25, num_layers=4)
 
@@ -119,56 +126,180 @@ def test_no_draft_is_chosen_where_none_pays():
     assert "no draft" in str(choice)
 
 
+def test_states_of_exits_belong_to_their_rows():
+    model, ids = tiny_llama(), prompt(8, 3)
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states
+        exits = Exits(model)
+        exits.attach()
+        exits.chosen = (1, 3)
+        model(ids)
+        for states, layer in zip(exits.states, exits.chosen, strict=True):
+            torch.testing.assert_close(states, model.model.norm(hidden[layer]))
+        exits.detach()
+
+
 # The probe while generating -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [tiny_llama, lambda: tiny_gpt2(128)])
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_probing_changes_no_token(build, rows):
-    model, spec = build(), SelfSpec.layerskip()
+def test_probing_changes_no_token(make, rows):
+    model, spec = make(), SelfSpec.layerskip()
     assert spec.choice(model) is None
     for _ in range(3):
-        ids = prompt(rows=rows)
+        ids = prompt(9, rows)
         assert torch.equal(greedy(model, ids, assistant=spec), greedy(model, ids))
     choice = spec.choice(model)
     assert isinstance(choice, ExitChoice)
     assert set(choice.by_layer) == set(range(1, model.config.num_hidden_layers))
-    assert choice.tokens >= 3 * 32 * rows
+    assert choice.tokens >= 3 * 40 * rows or choice.tokens >= 256
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_four_texts_are_probed_and_the_choice_is_kept(monkeypatch):
-    model, spec, probes = tiny_llama(), SelfSpec.layerskip(), []
+def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
+    model, spec, seen = tiny_llama(), SelfSpec.layerskip(), []
     original = probe.ProbingDraft._probe
-    monkeypatch.setattr(probe.ProbingDraft, "_probe", lambda self, text: probes.append(1) or original(self, text))
-    greedy(model, prompt(), 16, assistant=spec)  # too short to probe
-    assert spec.choice(model) is None
-    for _ in range(6):
-        greedy(model, prompt(), assistant=spec)
-    assert len(probes) == 4
+    monkeypatch.setattr(probe.ProbingDraft, "_probe", lambda self, text: seen.append(text) or original(self, text))
+    greedy(model, prompt(), 6, assistant=spec)
+    assert spec.choice(model) is None  # too little to see, and to time
+    for _ in range(8):
+        greedy(model, prompt(), 48, assistant=spec)
+    # The first text is looked at twice, all later ones at their end, 47 tokens each.
+    assert len(seen) == 7
+    assert spec.choice(model).tokens == 6 * 47
+    timed = spec._learned.exits[model][False, False]._stopwatch.seconds
+    assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(("early", "full", "many", "draft"), 20)
     other = tiny_llama()
     assert spec.choice(other) is None
+    greedy(other, prompt(), assistant=spec)
+    assert spec.choice(other).tokens == 47
     assert copy.deepcopy(spec).choice(model) is None
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
+def test_short_answers_add_up():
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    for calls in range(1, 5):
+        greedy(model, prompt(), 12, assistant=spec)
+        assert spec.choice(model).tokens == 11 * calls
+
+
+def test_rows_that_end_early_count_as_far_as_they_went():
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    ids = prompt(9, 3)
+    plain = greedy(model, ids)
+    end = int(plain[1, 9 + 5])
+    lengths = [next((i for i, token in enumerate(row[9:].tolist()) if token == end), 47) for row in plain]
+    assert min(lengths) < 8 < max(lengths)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, eos_token_id=end, assistant=spec, **options)
+    assert spec.choice(model).tokens == sum(lengths)
+
+
+def test_traces_of_a_text_are_what_each_exit_says(monkeypatch):
+    model, spec, found = tiny_llama(), SelfSpec.layerskip(), []
+    original = probe.ProbingDraft._traces
+    monkeypatch.setattr(
+        probe.ProbingDraft, "_traces", lambda self, text: found.append(original(self, text)) or found[-1]
+    )
+    text = greedy(model, prompt(), 48, assistant=spec)
+    seen = {layer: np.concatenate([part[layer][0].accept[0] for part in found]) for layer in found[0]}
+    expected = _traces(model, text, prompt().shape[1], list(seen), None)
+    for layer, accept in seen.items():
+        # After the first generated token and each later one but the last.
+        assert accept.tolist() == expected[layer].accept[0, 1:].tolist()
+    assert len({tuple(accept) for accept in seen.values()}) > 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+def test_kinds_of_calls_choose_for_themselves():
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    greedy(model, prompt(), assistant=spec)
+    single = spec.choice(model)
+    greedy(model, prompt(9, 3), 42, assistant=spec)
+    several = spec.choice(model)
+    assert (single.tokens, several.tokens) == (47, 3 * 41)
+    greedy(model, prompt(), 12, assistant=spec)
+    assert spec.choice(model).tokens == 47 + 11
+    assert spec.choice(PeftModel(model, LoraConfig(target_modules=["q_proj"]))).tokens == 47 + 11
+    with pytest.raises(SettingTypeError, match=r"SelfSpec.choice takes a causal LM"):
+        spec.choice("model")
+
+
+def test_disturbed_timings_do_not_count():
+    watch = Stopwatch(2, 4)
+    watch.seconds = {"early": [5.0, 50.0], "full": [9.0, 12.0], "many": [23.0, 90.0], "draft": [5.5, 60.0]}
+    other = Stopwatch(2, 4)
+    other.seconds = {"early": [7.0], "full": [99.0], "many": [99.0], "draft": [99.0]}
+    watch.add(other)
+    assert watch.costs() == ForwardCosts(1.0, 2.0, 0.5, 0.5, 4)
+
+
+def test_evidence_is_complete_while_threads_add_to_it(monkeypatch):
+    """Whoever chooses sees the same texts for all exits."""
+    evidence, sizes = Evidence(), []
+    original = exit_choice.choose
+
+    def slow(traces, *args):
+        sizes.append({layer: len(texts) for layer, texts in traces.items()})
+        time.sleep(0.002)
+        return original(traces, *args)
+
+    monkeypatch.setattr(exit_choice, "choose", slow)
+    bad = np.zeros((1, 40))
+
+    def add(_):
+        watch = Stopwatch(1, 4)
+        watch.seconds = {"early": [3.0], "full": [9.0], "many": [10.0]}
+        return evidence.add({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}, watch, [FixedLength(1)], 25)
+
+    with ThreadPoolExecutor(4) as pool:
+        choices = list(pool.map(add, range(12)))
+    assert all(len(set(layers.values())) == 1 for layers in sizes)
+    assert sorted(choice.tokens for choice in choices) == [40 * count for count in range(1, 13)]
+    assert evidence.timings == 12
+
+
+def test_timings_use_no_random_numbers():
+    """Those of the generation go on where they were."""
+    model, states = tiny_llama(), []
+    model.generation_config.eos_token_id = None
+    spec = SelfSpec.layerskip()
+    original = probe.ProbingDraft._timings
+
+    def watched(self, text):
+        before = torch.get_rng_state()
+        found = original(self, text)
+        states.append(torch.equal(before, torch.get_rng_state()))
+        return found
+
+    with patch.object(probe.ProbingDraft, "_timings", watched):
+        model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
+    assert states == [True, True]
+
+
+def use_costs(monkeypatch, **costs):
+    monkeypatch.setattr(Stopwatch, "costs", lambda self: ForwardCosts(num_layers=self.layers, **costs))
+
+
 def test_the_chosen_exit_is_used(monkeypatch):
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    cheap = ForwardCosts(fixed=0.1, layer=2.0, token=0.01, step=0.0, num_layers=6)
-    monkeypatch.setattr(probe.ProbingDraft, "_costs", lambda self, text: cheap)
-    for _ in range(2):
-        greedy(model, prompt(), assistant=spec)
+    use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
+    greedy(model, prompt(), assistant=spec)
     choice = spec.choice(model)
-    assert choice.layer is not None
-    assert spec.stats.plan == "#" * choice.layer + "." * (6 - choice.layer)
-    assert spec.stats.drafted > 0
+    assert (choice.layer, choice.stop) == (3, FixedLength(3))
+    assert spec.stats.plan == "###..."  # not the middle exit, 2, with which it began
+    for tokens in (48, 12):  # also where no probe is due
+        greedy(model, prompt(), tokens, assistant=spec)
+        assert spec.stats.plan == "###..."
+        assert max(spec.stats.accepted_lengths) == 3
 
 
 def test_where_no_draft_pays_none_is_made(monkeypatch):
     model, spec = tiny_llama(), SelfSpec.layerskip()
-    expensive = ForwardCosts(fixed=1.0, layer=0.0, token=0.0, step=50.0, num_layers=6)
-    monkeypatch.setattr(probe.ProbingDraft, "_costs", lambda self, text: expensive)
+    use_costs(monkeypatch, fixed=1.0, layer=0.0, token=0.0, step=50.0)
     greedy(model, prompt(), assistant=spec)
     assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
     assert spec.choice(model).layer is None
@@ -195,7 +326,27 @@ def test_sampling_with_a_probe_runs_and_chooses():
     options = {"do_sample": True, "top_p": 0.9, "temperature": 0.7, "max_new_tokens": 48, "pad_token_id": 0}
     ids = model.generate(prompt(), attention_mask=torch.ones(1, 6, dtype=torch.long), assistant=spec, **options)
     assert ids.shape == (1, 54)
-    assert spec.choice(model) is not None
+    accept = np.concatenate([found.accept[0] for found in spec._learned.exits[model][True, False]._traces[2]])
+    assert len(accept) == 47
+    assert ((accept > 0) & (accept < 1)).all()
+
+
+def test_traces_of_drawn_tokens_are_of_the_processed_distributions(monkeypatch):
+    """``top_k=1`` leaves the first choice alone, so that acceptance is agreement."""
+    model, found = tiny_llama(), []
+    model.generation_config.eos_token_id = None
+    original = probe.ProbingDraft._traces
+    monkeypatch.setattr(
+        probe.ProbingDraft, "_traces", lambda self, text: found.append(original(self, text)) or found[-1]
+    )
+    options = {"attention_mask": torch.ones_like(prompt()), "max_new_tokens": 48, "pad_token_id": 0}
+    model.generate(prompt(), do_sample=True, top_k=1, assistant=SelfSpec.layerskip(), **options)
+    drawn = found.copy()
+    found.clear()
+    model.generate(prompt(), do_sample=False, assistant=SelfSpec.layerskip(), **options)
+    for layer in drawn[0]:
+        accept, expected = (np.concatenate([part[layer][0].accept[0] for part in parts]) for parts in (drawn, found))
+        np.testing.assert_allclose(accept, expected, atol=1e-6)
 
 
 def test_threads_that_probe_and_threads_that_do_not_share_a_model():
@@ -244,6 +395,7 @@ def test_layerskip_is_an_early_exit_with_a_stop_rule():
         (lambda: SelfSpec.layerskip("6"), SettingTypeError, "got '6'"),
         (lambda: SelfSpec.layerskip(6, 0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
         (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
+        (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft) must be a whole number"),
         (lambda: SelfSpec(stop=None), SettingTypeError, "None goes with EarlyExit"),
         (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly(layer) must be at least 1, got 0"),
         (lambda: SelfSpec.early_exit_only(None), SettingTypeError, "got None"),
@@ -258,6 +410,34 @@ def test_wrong_settings(make, error, words):
 def test_exit_that_does_not_exist():
     with pytest.raises(SettingError, match=r"EarlyExitOnly\(layer=6\) is not possible: .* has 6 layers"):
         greedy(tiny_llama(), prompt(), assistant=SelfSpec.early_exit_only(6))
+    for spec in (SelfSpec.layerskip(6), SelfSpec.layerskip(6, 2)):
+        with pytest.raises(SettingError, match=r"EarlyExit\(layer=6\) is not possible: .* has 6 layers"):
+            greedy(tiny_llama(), prompt(), assistant=spec)
+
+
+def parallel():
+    model = tiny_llama()
+    model._tp_size = 2
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: build("gpt_bigcode"), UnsupportedModelError, r"GPTBigCodeForCausalLM .* exit_layer and a num_draft"),
+        (lambda: tiny_llama(1), SettingError, "LlamaForCausalLM has one layer"),
+        (parallel, UnsupportedOptionError, "tensor-parallel model. Give .* exit_layer and a num_draft"),
+    ],
+)
+def test_models_that_cannot_be_probed(make, error, words):
+    model, streamed = make(), []
+    streamer = type("Streamer", (), {"put": lambda self, ids: streamed.append(ids), "end": lambda self: None})()
+    with pytest.raises(error, match=words):
+        greedy(model, prompt(), assistant=SelfSpec.layerskip(), streamer=streamer)
+    assert len(streamed) <= 1  # the prompt, which transformers streams before anything else
+    if error is not SettingError:
+        spec = SelfSpec.layerskip(1, 2)
+        assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
 
 
 # Early exit only -----------------------------------------------------------------------------------------------------
@@ -271,9 +451,9 @@ def truncated(model, layers):
     return small
 
 
-@pytest.mark.parametrize("build", [tiny_llama, lambda: tiny_gpt2(128)])
-def test_early_exit_only_is_the_truncated_model(build):
-    model = build()
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
+def test_early_exit_only_is_the_truncated_model(make):
+    model = make()
     assert isinstance(model, (LlamaForCausalLM, GPT2LMHeadModel))
     small, spec = truncated(model, 2), SelfSpec.early_exit_only(2)
     for rows in (1, 3):
@@ -285,9 +465,21 @@ def test_early_exit_only_is_the_truncated_model(build):
 
 
 def test_early_exit_only_samples_from_the_truncated_model():
-    model = tiny_llama()
-    scores = greedy(
-        model, prompt(), 4, assistant=SelfSpec.early_exit_only(2), return_dict_in_generate=True, output_logits=True
-    ).logits
-    expected = greedy(truncated(model, 2), prompt(), 4, return_dict_in_generate=True, output_logits=True).logits
-    assert torch.allclose(torch.stack(scores), torch.stack(expected), atol=1e-5)
+    model, outputs = tiny_llama(), []
+    options = {"return_dict_in_generate": True, "output_logits": True, "do_sample": True, "max_new_tokens": 8}
+    for kind, more in ((model, {"assistant": SelfSpec.early_exit_only(2)}), (truncated(model, 2), {})):
+        kind.generation_config.eos_token_id = None
+        torch.manual_seed(0)
+        outputs.append(kind.generate(prompt(), pad_token_id=0, **options, **more))
+    found, expected = outputs
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.allclose(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-5)
+
+
+def test_early_exit_only_returns_no_cache_and_takes_none():
+    """Later layers' keys and values do not exist, so whatever went on from them would be wrong."""
+    model, spec = tiny_llama(), SelfSpec.early_exit_only(2)
+    output = greedy(model, prompt(), 4, assistant=spec, return_dict_in_generate=True)
+    assert output.past_key_values is None
+    with pytest.raises(UnsupportedOptionError, match="Leave out `past_key_values`"):
+        greedy(model, prompt(), 4, assistant=spec, past_key_values=DynamicCache(config=model.config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,16 +16,14 @@ from ..model import anatomy as anatomies
 from ..model.anatomy import Anatomy, Architecture, register_architecture
 from ..model.cache import SpeculativeCache
 from ..model.exits import Exits
-from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..search.exit_choice import ExitChoice, ForwardCosts, Trace, choose, exits_to_try, rules, trace
+from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
+from ..search.exit_choice import ExitChoice, Trace, choose, exits_to_try, rules, trace
 from ..selfspec import SelfSpec
 from ..stop.rules import confidence
 from ..types import GenerationStats
 
 Way = Callable[[torch.Tensor], torch.Tensor]
-
-_MANY = 8
 
 
 @dataclass
@@ -125,7 +123,7 @@ def compare(
                 torch.manual_seed(turn)
                 begun = perf_counter()
                 results[name] = run(ids)
-                _wait(ids)
+                wait_for(ids.device)
                 seconds[name].append(perf_counter() - begun)
         first = next(iter(results.values()))
         for name, speed in found.items():
@@ -187,28 +185,15 @@ def _traces(
 
 @torch.no_grad()
 def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) -> ForwardCosts:
-    """Times forwards of one and of several tokens at the end of ``ids`` ``[1, s]`` (medians, in turn)."""
+    """Times forwards of one and of several tokens at the end of ``ids`` ``[1, s]``, in turn."""
     anatomy = Anatomy.of(model)
     layers, s = anatomy.num_layers, ids.shape[1]
-    early = max(1, layers // 4)
-    plan = LayerPlan.early_exit(layers, early)
     target = Target(model, anatomy, SpeculativeCache(layers, 1, s + 1))
+    stopwatch = Stopwatch(max(1, layers // 4), layers)
     with target.prepared():
         target.prefill(ids, [0], [s])
-        runs: list[Callable[[], object]] = [
-            lambda: target.step(ids[:, -1:], [s - 1], plan),
-            lambda: target.step(ids[:, -1:], [s - 1]),
-            lambda: target.step(ids[:, -_MANY:], [s - _MANY]),
-        ]
-        seconds: list[list[float]] = [[] for _ in runs]
-        for _ in range(repeats):
-            for place, run in enumerate(runs):
-                begun = perf_counter()
-                run()
-                _wait(ids)
-                seconds[place].append(perf_counter() - begun)
-    one, full, many = map(median, seconds)
-    return ForwardCosts.fit(early, one, full, many, _MANY, layers)
+        stopwatch.measure(target, ids[:, -MANY:], [s - MANY], [s - 1], repeats, draft=None)
+    return stopwatch.costs()
 
 
 @contextmanager
@@ -216,7 +201,7 @@ def without_reuse(model: PreTrainedModel) -> Iterator[None]:
     """Verification runs all layers for all drafted tokens: no KVQ reuse (LayerSkip, Table 7)."""
     kind = model.config.model_type
     known = anatomies._ARCHITECTURES.get(kind)
-    register_architecture(kind, Architecture(replay=False))
+    register_architecture(kind, replace(known or Architecture(), replay=False))
     try:
         yield
     finally:
@@ -224,8 +209,3 @@ def without_reuse(model: PreTrainedModel) -> Iterator[None]:
             del anatomies._ARCHITECTURES[kind]
         else:
             register_architecture(kind, known)
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from ..search.costs import wait_for
 from ..train import EarlyExitLoss, LayerDropout, Rotational
 
 Callbacks = Callable[[], list[TrainerCallback]]
@@ -70,27 +71,23 @@ class _RandomTokens(Dataset[dict[str, torch.Tensor]]):
 
 
 class _StepClock(TrainerCallback):
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.seconds: list[float] = []
         self._begun = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        _wait()
+        wait_for(self.device)
         self._begun = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        _wait()
+        wait_for(self.device)
         self.seconds.append(time.perf_counter() - self._begun)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def train(model: LlamaForCausalLM, shape: TrainingShape, callbacks: Callbacks, steps: int, device: str) -> list[float]:
     """Trains for ``steps`` steps with the stock ``Trainer`` and returns the seconds of each."""
-    clock = _StepClock()
+    clock = _StepClock(torch.device(device))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,

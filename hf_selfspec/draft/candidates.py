@@ -87,3 +87,6 @@ class CandidateDraft:
             start = max(0, -text.base[0])
             matches = len(verdicts[0].tokens) - 1
             self.generator.update_candidate_strategy(text.prefix(0)[:, start:], logits, matches)
+
+    def finish(self, text: Text) -> None:
+        """Nothing to tell: the generator has seen all."""

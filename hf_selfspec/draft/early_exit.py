@@ -75,6 +75,9 @@ class NoDraft:
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Nothing to learn."""
 
+    def finish(self, text: Text) -> None:
+        """Nothing to learn."""
+
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:
     if layer >= anatomy.num_layers:

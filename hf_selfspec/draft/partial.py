@@ -208,5 +208,8 @@ class PartialDraft(CandidateGenerator):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Nothing to learn: which blocks run is fixed."""
 
+    def finish(self, text: Text) -> None:
+        """Nothing to learn: which blocks run is fixed."""
+
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn: which blocks run is fixed."""

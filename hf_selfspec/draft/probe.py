@@ -1,28 +1,30 @@
-"""Early exit whose layer and draft length are found by a measured probe on the first text."""
+"""Early exit whose layer and draft length are found by a measured probe on the first texts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
-from time import perf_counter
 
 import torch
 
-from ..model.exits import Exits
+from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..search.exit_choice import Evidence, ExitChoice, ForwardCosts, Rule, trace
+from ..search.costs import MANY, Stopwatch
+from ..search.exit_choice import Evidence, ExitChoice, Rule, Trace, trace
 from ..stop.rules import confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import Limits, PartialDraft
 
-_PROBES = 4
-_TOKENS = 64
-_LEAST_TOKENS = 32
-_MANY = 8
-_TIMINGS = 3
+# Tokens of text after which nothing more is looked at, those of one look, and those that are worth one.
+_ENOUGH = 256
+_WINDOW = 128
+_LEAST = 8
+# Generated tokens after which the first look does not wait for the end of the text.
+_SOON = 32
+_TIMED_TEXTS = 4
+_TIMINGS = 5
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class ProbeSettings:
 class ProbingDraft(PartialDraft):
     """Drafts from a middle exit until there is text enough, then from the best one.
 
-    Once 32 tokens of every row are there, one forward over the last tokens shows what every exit would have said after
-    each of them, and a dozen forwards of one and of several tokens what they cost. The first four generations of a
-    model do so, each choosing by all that was seen until then.
+    One forward over the last tokens shows what every exit would have said after each of them, and some forwards of one
+    and of several tokens what they cost. A model's first text is looked at once it has 32 tokens, and again at its end;
+    later ones at their end, until 256 tokens were seen. Each choice goes by all that was seen until then.
 
     Args:
         target, limits, scorer: see :class:`PartialDraft`.
@@ -63,12 +65,12 @@ class ProbingDraft(PartialDraft):
         exits: Exits,
         evidence: Evidence,
     ) -> None:
-        middle = settings.layers[len(settings.layers) // 3]
-        super().__init__(target, LayerPlan.early_exit(target.anatomy.num_layers, middle), limits, scorer)
+        self.middle = settings.layers[len(settings.layers) // 3]
+        super().__init__(target, LayerPlan.early_exit(target.anatomy.num_layers, self.middle), limits, scorer)
         self.settings = settings
         self.exits = exits
         self.evidence = evidence
-        self._wants_text = evidence.probes < _PROBES
+        self._seen_columns: list[int] | None = None
         if evidence.choice is not None:
             self._use(evidence.choice)
 
@@ -79,78 +81,99 @@ class ProbingDraft(PartialDraft):
         return super().propose(text, room)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Probes once there is text enough."""
-        if self._wants_text and min(text.lengths) - text.prompt_width > _LEAST_TOKENS:
-            self._wants_text = False
+        """Looks at a model's first text as soon as there is enough of it."""
+        if self.evidence.choice is None and max(self._unseen(text)) > _SOON:
             self._use(self._probe(text))
+
+    def finish(self, text: Text) -> None:
+        """Looks at what was not looked at yet, while a model is new."""
+        if self.evidence.tokens < _ENOUGH and sum(self._unseen(text)) >= _LEAST:
+            self._probe(text)
 
     def _use(self, choice: ExitChoice) -> None:
         layers = self.target.anatomy.num_layers
         self.plan = LayerPlan(layers) if choice.layer is None else LayerPlan.early_exit(layers, choice.layer)
         self.limits = replace(self.limits, stop=self.settings.stop or choice.stop)
 
+    def _unseen(self, text: Text) -> list[int]:
+        """For each row how many generated tokens' continuations have not been looked at."""
+        if self._seen_columns is None:
+            self._seen_columns = [text.prompt_width] * text.batch_size
+        return [length - 1 - seen for length, seen in zip(text.lengths, self._seen_columns, strict=True)]
+
     @torch.no_grad()
     def _probe(self, text: Text) -> ExitChoice:
-        generated = min(text.lengths) - text.prompt_width - 1
-        n = min(generated, max(_LEAST_TOKENS, _TOKENS // text.batch_size))
         self.target.roots = text.roots()
-        tokens, slots = _window(text, n)
+        traces = self._traces(text)
+        stopwatch = None
+        if self.evidence.timings < _TIMED_TEXTS:
+            stopwatch = self._timings(text)
+        return self.evidence.add(traces, stopwatch, self.settings.rules, self.limits.max_draft)
+
+    def _traces(self, text: Text) -> dict[int, list[Trace]]:
+        """What each exit says along the unseen part of each row."""
+        unseen = self._unseen(text)
+        n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
+        roots = text.roots()
+        starts, tokens = _before(text, roots, n)
+        # Where in its window the unseen tokens of each row are; short rows have junk behind them.
+        new = [
+            (max(root - count, start) - start, root - start)
+            for root, count, start in zip(roots, unseen, starts, strict=True)
+        ]
+        self._seen_columns = [length - 1 for length in text.lengths]
         self.exits.attach()
         try:
             self.exits.chosen = tuple(self.settings.layers)
-            logits = self.target.step(tokens, slots).logits
+            logits = self.target.step(tokens, starts).logits
             assert logits is not None
             assert self.exits.states is not None
             scores = self._scores(logits)
             traces = {}
             for layer, states in zip(self.exits.chosen, self.exits.states, strict=True):
-                said = self.exits.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-                traces[layer] = trace(self._scores(said), scores, confidence(said), self.scorer.do_sample)
+                chunk = max(1, LOGIT_ELEMENTS // (logits.shape[-1] * n))
+                rows: list[Trace] = []
+                for start in range(0, text.batch_size, chunk):
+                    some = slice(start, start + chunk)
+                    said = self.exits.head(states[some].flatten(0, 1)).to(scores.device).unflatten(0, (-1, n))
+                    found = trace(self._scores(said), scores[some], confidence(said), self.scorer.do_sample)
+                    rows += [found.part(row, *span) for row, span in enumerate(new[some])]
+                traces[layer] = [row for row in rows if row.accept.size]
+            return traces
         finally:
             self.exits.chosen = ()
             self.exits.detach()
-        return self.evidence.add(traces, self.settings.rules, self._costs(text), self.limits.max_draft)
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         # Processors that look at the prefix change draft and target alike; a choice does not need them.
         logits = logits.float()
         return self.scorer.everywhere(logits) if self.scorer.prefix_free else logits
 
-    def _costs(self, text: Text) -> ForwardCosts:
+    def _timings(self, text: Text) -> Stopwatch:
         """Times forwards at the end of the text; what they write into the cache is what is there."""
-        layers, early = self.target.anatomy.num_layers, self.settings.layers[len(self.settings.layers) // 3]
-        plan = LayerPlan.early_exit(layers, early)
-        last, roots = text.last_tokens(), text.roots()
-        many, slots = _window(text, _MANY)
+        layers = self.target.anatomy.num_layers
+        stopwatch = Stopwatch(self.middle, layers)
+        starts, ids = _before(text, [root + 1 for root in text.roots()], MANY)
         steps, usual = self.steps, (self.plan, self.limits)
-        self.plan, self.limits = plan, replace(self.limits, tree=None)
-        runs: list[Callable[[], object]] = [
-            lambda: self.target.step(last, roots, plan),
-            lambda: self.target.step(last, roots),
-            lambda: self.target.step(many, slots),
-            lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
-        ]
-        seconds: list[list[float]] = [[] for _ in runs]
-        for turn in range(1 + _TIMINGS):
-            for place, run in enumerate(runs):
-                _wait(last)
-                begun = perf_counter()
-                run()
-                _wait(last)
-                if turn:
-                    seconds[place].append(perf_counter() - begun)
+        self.plan = LayerPlan.early_exit(layers, self.middle)
+        self.limits = replace(self.limits, tree=None)
+        devices = [] if ids.device.type == "cpu" else [ids.device]
+        with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
+            stopwatch.measure(
+                self.target,
+                ids,
+                starts,
+                text.roots(),
+                _TIMINGS,
+                lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
+            )
         self.steps, (self.plan, self.limits) = steps, usual
-        one, full, more, proposed = map(median, seconds)
-        costs = ForwardCosts.fit(early, one, full, more, _MANY, layers)
-        return replace(costs, step=max(proposed - one, 0.0))
+        return stopwatch
 
 
-def _window(text: Text, n: int) -> tuple[torch.Tensor, list[int]]:
-    """``[b, n]`` the tokens before each row's last one, and the slot of each row's first of them."""
-    columns = torch.tensor(text.lengths)[:, None] - 1 - n + torch.arange(n)
-    return text.ids.gather(1, columns.to(text.ids.device)), [root - n for root in text.roots()]
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+def _before(text: Text, slots: list[int], n: int) -> tuple[list[int], torch.Tensor]:
+    """For each row the slot from which ``n`` slots end before its slot, or 0, and the tokens there ``[b, n]``."""
+    starts = [max(0, slot - n) for slot in slots]
+    columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
+    columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
+    return starts, text.ids.gather(1, columns.to(text.ids.device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Exits:
         self.states: torch.Tensor | None = None
         self._kept: dict[int, torch.Tensor] = {}
         self._output: Any = None
+        self._autocast: tuple[str, torch.dtype] | None = None
         self._handles: list[RemovableHandle] = []
         self._checkpointing: list[Any] = []
         self._thread = 0
@@ -155,7 +156,7 @@ class Exits:
             states: ``[n, d]`` rows of :attr:`states`, in any number and order.
 
         Returns:
-            ``[n, v]`` logits, with the model's scale and soft-cap.
+            ``[n, v]`` logits, with the model's scale and soft-cap, in the precision (autocast) of that forward.
         """
         output = self._output
         assert output is not None, "a forward with chosen exits comes first"
@@ -167,13 +168,17 @@ class Exits:
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         chosen, self.chosen = self.chosen, ()
         try:
-            with _returning(self.anatomy.stack, instead):
-                # The class's forward: wrappers on the instance (autocast, device hooks) are around this call already.
+            # The class's forward, without what others have wrapped around the instance's: of that, autocast is kept.
+            with self._as_then(), _returning(self.anatomy.stack, instead):
                 result = type(self.model).forward(self.model, input_ids=ids)
         finally:
             self.chosen = chosen
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         return logits[0]
+
+    def _as_then(self) -> AbstractContextManager[Any]:
+        """The autocast of the last forward."""
+        return nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
 
     def _is_wanted(self) -> bool:
         """Other threads' forwards of the same model go their way."""
@@ -224,4 +229,6 @@ class Exits:
             if output.get("hidden_states") is not None:
                 output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
         self._output = output
+        kind = joined.device.type
+        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         return output

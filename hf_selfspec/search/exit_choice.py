@@ -7,6 +7,7 @@ the text, with all exits, stands for all drafts that could have been made.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,13 @@ import numpy as np
 import torch
 
 from ..stop.rules import ConfidenceThreshold, FixedLength
+from .costs import ForwardCosts, Stopwatch
 
 Rule = FixedLength | ConfidenceThreshold
 
 LENGTHS = (1, 2, 3, 4, 5, 6)
+# Less than that is within what such an estimate can be wrong by.
+_LEAST_SPEEDUP = 1.02
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -33,58 +37,9 @@ class Trace:
     accept: np.ndarray
     confidence: np.ndarray
 
-
-@dataclass(frozen=True)
-class ForwardCosts:
-    """Seconds of a forward over ``k`` layers and ``m`` tokens, ``fixed + k (layer + token (m - 1))``.
-
-    Attributes:
-        fixed: embedding, masks, head and whatever else does not depend on the layers.
-        layer: a layer with one token.
-        token: what each further token adds to a layer.
-        step: what drafting a token takes beside its forward.
-        num_layers: ``L``.
-    """
-
-    fixed: float
-    layer: float
-    token: float
-    step: float
-    num_layers: int
-
-    @classmethod
-    def fit(
-        cls, early: int, early_one: float, full_one: float, full_many: float, many: int, layers: int
-    ) -> ForwardCosts:
-        """Costs from three measured forwards.
-
-        Args:
-            early: an exit layer.
-            early_one: seconds of one token through the first ``early`` layers and the head.
-            full_one: seconds of one token through all layers.
-            full_many: seconds of ``many`` tokens through all layers.
-            many: tokens of the third forward.
-            layers: ``L``.
-        """
-        layer = max(full_one - early_one, 0.0) / (layers - early)
-        fixed = max(full_one - layers * layer, 0.0)
-        token = max(full_many - full_one, 0.0) / (layers * (many - 1))
-        return cls(fixed, layer, token, 0.0, layers)
-
-    def draft(self, exit_layer: int) -> float:
-        """Drafting one token."""
-        return self.fixed + exit_layer * self.layer + self.step
-
-    def plain(self) -> float:
-        """One token through the whole model."""
-        return self.fixed + self.num_layers * self.layer
-
-    def verify(self, exit_layer: int, drafted: int) -> float:
-        """Verifying ``drafted`` tokens of which all but the last have been through ``exit_layer`` layers."""
-        if not drafted:
-            return self.plain()
-        above = self.num_layers - exit_layer
-        return 2 * self.fixed + self.num_layers * self.layer + above * self.token * drafted
+    def part(self, row: int, start: int, end: int) -> Trace:
+        """Some positions of one row."""
+        return Trace(self.accept[row : row + 1, start:end], self.confidence[row : row + 1, start:end])
 
 
 @dataclass(frozen=True)
@@ -138,7 +93,8 @@ def replay(trace: Trace, rule: Rule, exit_layer: int, costs: ForwardCosts, max_d
     """Expected time when ``exit_layer`` drafts along ``trace`` by ``rule``.
 
     A round that starts at position ``i`` drafts ``D_i`` tokens and moves on by one more than are accepted. After a
-    rejected token the draft would go on along another text; the confidences of this one stand for its.
+    rejected token the draft would go on along another text; the confidences of this one stand for its. Rows of a batch
+    are taken as if each were alone, although they wait for the one that drafts longest.
     """
     b, n = trace.accept.shape
     lengths = draft_lengths(trace.confidence, rule, max_draft)
@@ -185,34 +141,50 @@ def rules(max_draft: int) -> list[Rule]:
 
 
 class Evidence:
-    """What the probes of one model have seen so far, and the choice that follows.
+    """What one model's texts have shown so far, and the choice that follows; threads may share it.
 
     Attributes:
-        probes: how many texts were looked at.
-        choice: the best exit and rule on all of them together, ``None`` before the first.
+        tokens: tokens of text that were looked at.
+        timings: how often forwards were timed.
+        choice: the best exit and rule on all texts together, ``None`` before the first.
     """
 
     def __init__(self) -> None:
-        self.probes = 0
+        self.tokens = 0
+        self.timings = 0
         self.choice: ExitChoice | None = None
         self._traces: dict[int, list[Trace]] = {}
+        self._stopwatch: Stopwatch | None = None
+        self._lock = threading.Lock()
 
     def add(
-        self, traces: dict[int, Trace], candidates: Sequence[Rule], costs: ForwardCosts, max_draft: int
+        self,
+        traces: dict[int, list[Trace]],
+        stopwatch: Stopwatch | None,
+        candidates: Sequence[Rule],
+        max_draft: int,
     ) -> ExitChoice:
-        """Takes in another text and chooses again.
+        """Takes in more text and chooses again.
 
         Args:
-            traces: what each exit says along the text.
+            traces: what each exit says along the texts.
+            stopwatch: new timings, ``None`` where there are enough.
             candidates: stop rules to compare.
-            costs: measured forwards, the latest.
             max_draft: most tokens in a draft.
         """
-        for layer, found in traces.items():
-            self._traces.setdefault(layer, []).append(found)
-        self.probes += 1
-        self.choice = choose(self._traces, candidates, costs, max_draft)
-        return self.choice
+        with self._lock:
+            for layer, found in traces.items():
+                self._traces.setdefault(layer, []).extend(found)
+            self.tokens = _tokens(self._traces)
+            if stopwatch is not None:
+                self.timings += 1
+                if self._stopwatch is None:
+                    self._stopwatch = stopwatch
+                else:
+                    self._stopwatch.add(stopwatch)
+            assert self._stopwatch is not None, "the first text comes with timings"
+            self.choice = choose(self._traces, candidates, self._stopwatch.costs(), max_draft)
+            return self.choice
 
 
 def choose(
@@ -230,13 +202,17 @@ def choose(
     for layer, texts in traces.items():
         runs = [(_sum(replay(text, rule, layer, costs, max_draft) for text in texts), rule) for rule in candidates]
         best[layer] = min(runs, key=lambda run: run[0].seconds)
-    tokens = sum(text.accept.size for text in next(iter(traces.values())))
+    tokens = _tokens(traces)
     by_layer = {layer: costs.plain() * tokens / run.seconds for layer, (run, _) in best.items()}
     layer = max(by_layer, key=lambda layer: by_layer[layer])
     run, rule = best[layer]
-    if by_layer[layer] <= 1.0:
+    if by_layer[layer] < _LEAST_SPEEDUP:
         return ExitChoice(None, rule, 1.0, 0.0, by_layer, tokens)
     return ExitChoice(layer, rule, by_layer[layer], run.accepted / run.drafted, by_layer, tokens)
+
+
+def _tokens(traces: dict[int, list[Trace]]) -> int:
+    return sum(text.accept.size for text in next(iter(traces.values())))
 
 
 def _sum(runs: Iterable[Replay]) -> Replay:
@@ -264,6 +240,9 @@ def trace(exit_scores: torch.Tensor, scores: torch.Tensor, confidence: torch.Ten
     return Trace(accept.cpu().double().numpy(), confidence.cpu().double().numpy())
 
 
-def exits_to_try(num_layers: int) -> Sequence[int]:
-    """Exit layers that a probe looks at: all, or every n-th of a deep model."""
-    return range(1, num_layers, -(-num_layers // 32))
+def exits_to_try(num_layers: int) -> list[int]:
+    """Exit layers that a probe looks at: all of 12 layers; of more the first four, some up to half-way, fewer above."""
+    if num_layers <= 12:
+        return list(range(1, num_layers))
+    half = num_layers // 2
+    return [*range(1, min(5, num_layers)), *range(6, half, 2), *range(max(6, half), num_layers, 4)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +48,28 @@ def even(layer: int, num_layers: int, e_scale: float) -> float:
     return e_scale if layer < num_layers - 1 else 1.0
 
 
-def loss_weights(layers: Iterable[int], num_layers: int, e_scale: float, scale: Scale = loss_scale) -> dict[int, float]:
-    """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6)."""
+def loss_weights(
+    layers: Collection[int], num_layers: int, e_scale: float, scale: Scale = loss_scale
+) -> dict[int, float]:
+    """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6).
+
+    Raises:
+        SettingError: a layer does not exist, or ``scale`` gave no weight or a negative one.
+    """
+    wrong = sorted(layer for layer in layers if not 0 <= layer < num_layers)
+    if wrong:
+        raise SettingError(
+            f"EarlyExitLoss(curriculum) enabled layer {wrong[0]}, but the model has layers 0 to {num_layers - 1}."
+        )
     scales = {layer: scale(layer, num_layers, e_scale) for layer in {*layers, num_layers - 1}}
     total = sum(scales.values())
-    return {layer: scale / total for layer, scale in sorted(scales.items())} if total else {num_layers - 1: 1.0}
+    if total == 0:  # the one layer of a model that has no other
+        return {num_layers - 1: 1.0}
+    if not all(0 <= weight < math.inf for weight in scales.values()):
+        raise SettingError(
+            f"EarlyExitLoss(scale) must give numbers of at least 0, got {scales} for layers of {num_layers}."
+        )
+    return {layer: weight / total for layer, weight in sorted(scales.items())}
 
 
 class EarlyExitLoss(ModelCallback):
@@ -121,8 +139,18 @@ class EarlyExitLoss(ModelCallback):
         inner = causal_lm(model, "EarlyExitLoss")
         exits = Exits(inner)
         exits.check("EarlyExitLoss(layers)", self.layers or ())
+        self._check_weights(exits.anatomy.num_layers)
         self._run = _Run(inner, exits)
         self._run.attach(model)
+
+    def _check_weights(self, num_layers: int) -> None:
+        """Raises where the exits that were named would never count."""
+        named = [layer - 1 for layer in self.layers or () if layer < num_layers]
+        if named and self.e_scale and not any(self.scale(layer, num_layers, self.e_scale) for layer in named):
+            raise SettingError(
+                f"EarlyExitLoss(layers={sorted(self.layers or ())}) trains no exit: e(l) of LayerSkip is 0 for the "
+                "first layer. Name a later one, or set scale=hf_selfspec.train.even."
+            )
 
     def detach(self) -> None:
         run, self._run = self._run, None
@@ -154,7 +182,7 @@ class EarlyExitLoss(ModelCallback):
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""
-        enabled: Iterable[int] = range(num_layers)
+        enabled: Collection[int] = range(num_layers)
         if self.curriculum is not None:
             enabled = self.curriculum.enabled(step, steps, num_layers)
         if self.layers is not None:
@@ -272,7 +300,7 @@ class _Run:
         )
         self._earlier = total if self._earlier is None else self._earlier + total
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
-            self.table[layer - 1, 0] += loss
+            self.table[layer - 1, 0] += loss.to(self.table.device)
             self.table[layer - 1, 1] += len(places)
 
     @torch.compiler.disable

@@ -64,12 +64,13 @@ class _ExitLosses(torch.autograd.Function):
                 piece = slice(start, start + chunk)
                 with torch.enable_grad():
                     rows = states[exit_index, piece].detach().requires_grad_()
-                    loss = F.cross_entropy(head(rows).float(), targets[piece], reduction="sum")
+                    logits = head(rows).float()
+                    loss = F.cross_entropy(logits, targets[piece].to(logits.device), reduction="sum")
                     row_gradient, *found = torch.autograd.grad(
                         loss, (rows, *parameters), torch.full_like(loss, weight), allow_unused=True
                     )
                 state_gradient[exit_index, piece] = row_gradient
-                sums[exit_index] += loss.detach()
+                sums[exit_index] += loss.detach().to(sums.device)
                 for place, gradient in enumerate(found):
                     known = gradients[place]
                     if known is None:

@@ -10,11 +10,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..errors import UnsupportedOptionError
+from ..errors import SettingError, UnsupportedOptionError
 
 ComputeLoss = Callable[..., Any]
-
-_MARK = "_hf_selfspec"
 
 
 class ModelCallback(TrainerCallback):
@@ -22,6 +20,8 @@ class ModelCallback(TrainerCallback):
 
     What it attaches is gone when ``train`` returns or raises. One callback serves one training at a time.
     """
+
+    _served = False
 
     def check(self, trainer: Trainer) -> None:
         """Raises if this training cannot be served; called before it begins."""
@@ -53,6 +53,11 @@ class ModelCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        if not self._served:
+            raise UnsupportedOptionError(
+                f"{type(self).__name__} has to be among the callbacks before Trainer.train begins, and Trainer.train "
+                "has to be the one that `import hf_selfspec` wraps."
+            )
         self.detach()
         self.attach(model, args, state)
 
@@ -62,32 +67,31 @@ class ModelCallback(TrainerCallback):
         self.detach()
 
 
-def install() -> None:
-    """Makes ``Trainer.train`` clean up after this package's callbacks; done when the package is imported.
+def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.train`` that serves this package's callbacks and cleans up after them; others are untouched."""
 
-    Trainings without them are passed on untouched. Calling this again changes nothing.
-    """
-    if not hasattr(Trainer.train, _MARK):
-        Trainer.train = _with_model_callbacks(Trainer.train)
-
-
-def _with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         callbacks = [found for found in self.callback_handler.callbacks if isinstance(found, ModelCallback)]
         if not callbacks:
             return original(self, *args, **kwargs)
         _check_training(self)
+        kinds = [type(callback) for callback in callbacks]
+        twice = next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None)
+        if twice is not None:
+            raise SettingError(f"Trainer(callbacks) has more than one {twice}: give one of each kind.")
         for callback in callbacks:
             callback.check(self)
+        for callback in callbacks:
+            callback._served = True
         try:
             with _overridden(self, callbacks):
                 return original(self, *args, **kwargs)
         finally:
             for callback in reversed(callbacks):
+                callback._served = False
                 callback.detach()
 
-    setattr(train, _MARK, True)
     return train
 
 
