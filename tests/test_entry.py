@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TextStreamer,
+    Trainer,
     pipeline,
 )
 
@@ -118,7 +119,7 @@ def reinstalled() -> Iterator[None]:
 @pytest.mark.usefixtures("reinstalled")
 def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     installed = GenerationMixin.generate
-    original = installed.__wrapped__
+    original, original_train = installed.__wrapped__, Trainer.train.__wrapped__
     hf_selfspec.install()
     assert GenerationMixin.generate is installed
     plain = llama.generate(**ROW, max_new_tokens=24)
@@ -126,6 +127,7 @@ def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     for _ in range(2):
         hf_selfspec.uninstall()
         assert GenerationMixin.generate is original
+        assert Trainer.train is original_train
     with pytest.raises(ValueError, match="assistant"):
         llama.generate(**ROW, max_new_tokens=24, assistant=spec)
     assert torch.equal(llama.generate(**ROW, max_new_tokens=24, custom_generate=spec), plain)
@@ -133,6 +135,7 @@ def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     for _ in range(2):
         hf_selfspec.install()
         assert GenerationMixin.generate.__wrapped__ is original
+        assert Trainer.train.__wrapped__ is original_train
     assert torch.equal(llama.generate(**ROW, max_new_tokens=24, assistant=spec), plain)
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
+
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
+from hf_selfspec.bench.measure import Sample, Timings
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
@@ -163,6 +168,9 @@ def test_long_pairs_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = [len(finetune_task.encode(tokenizer, header).prompt) for header in headers]
     pairs = finetune_task.encode_all(tokenizer, headers, longest=2 * max(prompts))
     assert [pair.signature["args"] for pair in pairs] == [[{"name": "x", "kind": "arg"}]]
+    exactly = len(finetune_task.encode(tokenizer, headers[0]))
+    assert len(finetune_task.encode_all(tokenizer, headers[:1], exactly)) == 1
+    assert not finetune_task.encode_all(tokenizer, headers[:1], exactly - 1)
 
 
 def test_batches_are_of_like_length_and_shuffled() -> None:
@@ -176,6 +184,10 @@ def test_batches_are_of_like_length_and_shuffled() -> None:
     assert sorted(lengths[:50]) != lengths[:50]
     assert len({pair.answer[0] for pair in order[: 50 * 8]}) == 50 * 8
     assert finetune_task.in_batches(pairs, recipe) == order
+    assert finetune_task.in_batches(pairs, Recipe(steps=60, batch_size=8, seed=1)) != order
+    many = [Pair([0], [number], {}) for number in range(1000)]
+    first = finetune_task.in_batches(many, Recipe(steps=50, batch_size=8))
+    assert max(pair.answer[0] for pair in first) >= 400  # not the pairs of the first chunk as they came
 
 
 def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -219,6 +231,83 @@ def test_other_tokens_are_reported() -> None:
 def test_too_few_sources_are_refused(library: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="a batch of 1000"):
         finetune_task.finetune(Recipe(batch_size=1000), Evaluation(), library, tmp_path, tmp_path)
+    training = next(file for file in library.glob("file*.py") if not is_held_out(Path(file.name)))
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / training.name).write_text(training.read_text())
+    with pytest.raises(SystemExit, match="and 0 held-out ones"):
+        finetune_task.finetune(Recipe(batch_size=1), Evaluation(), tmp_path / "few", tmp_path, tmp_path / "other")
+
+
+def timed(*per_token: float) -> Timings:
+    return Timings([Sample(0.0, seconds * 10, 10) for seconds in per_token])
+
+
+def test_the_table_says_what_was_measured() -> None:
+    plain = Row("plain", correct=[True, False, True, True], timings=timed(0.004, 0.002, 0.009))
+    ours = Row("ours", None, 3, correct=[True] * 4, drafted=8, accepted=6, timings=timed(0.002, 0.001, 0.001))
+    lines = finetune_task.table([plain, ours]).splitlines()
+    assert lines[2] == "| plain | - | 75.0% | - | 4.00 | 1.00 |"
+    assert lines[3] == "| ours | 3 | 100.0% | 75.0% | 1.00 | 4.00 |"
+
+
+class Answering:
+    """A model whose answers are given."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers
+
+    def eval(self) -> Answering:
+        return self
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.cat([input_ids, torch.tensor([self.answers.pop(0)])], dim=1)
+
+
+def test_answers_are_scored(tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [finetune_task.encode(tokenizer, header) for header in ("def f(x):", "def g(y):")]
+    model = Answering([pairs[0].answer, pairs[0].answer])
+    generator, row = finetune_task.Generator(model, tokenizer, 64), Row("plain")
+    for pair in pairs:
+        generator.score(row, pair)
+    assert row.correct == [True, False]
+    assert row.outputs[1].tolist() == pairs[1].prompt + pairs[0].answer
+
+
+def test_the_fastest_stop_rule_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time(self: Any, rows: list[Row], pairs: Any) -> None:
+        for place, row in enumerate(rows):
+            row.timings = timed(0.002 if place == 3 else 0.004)
+
+    monkeypatch.setattr(finetune_task.Generator, "time", time)
+    generator = finetune_task.Generator.__new__(finetune_task.Generator)
+    best = finetune_task.best_self_speculation(generator, 2, [])
+    assert best.assistant.stop == finetune_task.STOP_RULES[3]
+    assert best.timings.samples == []
+
+
+def test_what_is_evaluated_on(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Held-out pairs for the table, training pairs for the choice of stop rules."""
+    training, held_out = ([Pair([number], [0], {}) for number in range(first, first + 9)] for first in (0, 100))
+    scored, times = [], []
+
+    def score(self: Any, row: Row, pair: Pair) -> None:
+        scored.append(pair.prompt[0])
+        row.correct.append(True)
+
+    def time(self: Any, rows: list[Row], pairs: list[Pair]) -> None:
+        times.append([pair.prompt[0] for pair in pairs])
+        for row in rows:
+            row.timings = timed(0.002)
+
+    monkeypatch.setattr(finetune_task.Generator, "score", score)
+    monkeypatch.setattr(finetune_task.Generator, "time", time)
+    generator = finetune_task.Generator(tiny_llama(4), tokenizer, 64)
+    rows = finetune_task.evaluate(generator, training, held_out, Evaluation(pairs=4, timed=2, tuning=3), 0)
+    assert len(rows) == 7
+    assert len(set(scored)) == 4
+    assert min(scored) >= 100
+    assert [len(pairs) for pairs in times] == [3, 3, 3, 2]
+    assert max(max(pairs) for pairs in times[:3]) < 100 <= min(times[3])
 
 
 def test_exits_are_an_eighth_and_the_quarters() -> None:
@@ -230,13 +319,25 @@ def test_exits_are_an_eighth_and_the_quarters() -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
 @pytest.mark.parametrize("lora", [False, True])
 def test_two_steps_make_a_model_and_a_table(
-    lora: bool, library: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    lora: bool,
+    library: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start = tmp_path / "start"
     tiny_llama(layers=4, vocabulary=len(tokenizer)).save_pretrained(start)
     tokenizer.save_pretrained(start)
     recipe = Recipe(str(start), steps=2, batch_size=2, longest=64, lora=lora)
     folders = tmp_path / "model", tmp_path / "checkpoints"
+    given: list[Any] = []
+
+    class Recording(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            given.extend(self.callback_handler.callbacks)
+            return super().train(*args, **kwargs)
+
+    monkeypatch.setattr(finetune_task, "Trainer", Recording)
     text = finetune_task.finetune(recipe, Evaluation(pairs=2, timed=1, tuning=1), library, *folders, "a command")
     table = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split("|")[1].split(",")[0].strip() for line in table[2:]] == [
@@ -251,6 +352,14 @@ def test_two_steps_make_a_model_and_a_table(
     again = finetune_task.train_model(recipe, AutoTokenizer.from_pretrained(tmp_path / "model"), [], folders[1])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name].to(tensor.dtype)), name
+    before = finetune_task.load(start).state_dict()
+    assert any(not torch.equal(tensor, again.state_dict()[name]) for name, tensor in before.items())
+    exits = next(callback for callback in given if isinstance(callback, EarlyExitLoss))
+    dropout = next(callback for callback in given if isinstance(callback, LayerDropout))
+    assert (exits.e_scale, exits.curriculum, exits.layers, dropout.p_max) == (1.0, Gradual(), {1, 2, 3}, 0.2)
+    other = replace(recipe, learning_rate=1.0)
+    with pytest.raises(SystemExit, match="learning_rate"):
+        finetune_task.finetune(other, Evaluation(pairs=2, timed=1, tuning=1), library, *folders)
 
 
 def test_a_folder_of_another_run_is_refused(library: Path, tmp_path: Path) -> None:
@@ -258,6 +367,8 @@ def test_a_folder_of_another_run_is_refused(library: Path, tmp_path: Path) -> No
     finetune_task.check_same_run(tmp_path, Recipe(), headers)
     with pytest.raises(SystemExit, match="learning_rate"):
         finetune_task.check_same_run(tmp_path, Recipe(learning_rate=1.0), headers)
+    with pytest.raises(SystemExit, match="corpus"):
+        finetune_task.check_same_run(tmp_path, Recipe(), replace(headers, digest="another"))
 
 
 def test_a_pair_is_as_long_as_both_its_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import threading
@@ -32,6 +33,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+import hf_selfspec
 from hf_selfspec import (
     EarlyExitLoss,
     Gradual,
@@ -383,6 +385,28 @@ def test_bf16(tmp_path: Path, kind: str) -> None:
     assert {value.dtype for value in mixed.model.parameters()} == {torch.float32}
     assert {value.dtype for value in pure.model.parameters()} == {torch.bfloat16}
     assert distance(mixed.model, plain.model) < 0.2 * distance(tiny(), plain.model)
+
+
+def test_exits_go_through_the_head_as_the_last_layer_does(tmp_path: Path) -> None:
+    """In mixed precision the head runs in bfloat16 for all of them."""
+    kinds: list[tuple[bool, torch.dtype]] = []
+    model = tiny()
+    model.lm_head.register_forward_hook(
+        lambda module, args, output: kinds.append((torch.is_autocast_enabled("cpu"), output.dtype))
+    )
+    train(tmp_path, [EarlyExitLoss(1.0, None)], model, bf16=True)
+    assert set(kinds) == {(True, torch.bfloat16)}
+    assert len(kinds) == 3 * (1 + 2)  # steps; the last layer and those of the others that weigh something
+
+
+def test_mixed_precision_of_a_projected_output(tmp_path: Path) -> None:
+    """OPT-350m has a projection before its head, which autocast leaves in bfloat16."""
+    model = build("opt")
+    config = copy.deepcopy(model.config)
+    config.word_embed_proj_dim = config.hidden_size // 2
+    run = trainer(type(model)(config), [EarlyExitLoss(1.0, None)], tmp_path, bf16=True)
+    run.train()
+    assert history(run, "loss/exit_2")
 
 
 # Where a graph breaks, dynamo looks at the gradients of tensors that were computed before.
@@ -955,10 +979,19 @@ def with_router_logits() -> PreTrainedModel:
     return model
 
 
+class Other(LayerDropout):
+    """One beside the usual one."""
+
+
 def with_flex_attention() -> LlamaForCausalLM:
     model = tiny()
     model.config._attn_implementation = "flex_attention"
     return model
+
+
+class AnExitTooFar:
+    def enabled(self, step: int, steps: int, num_layers: int) -> frozenset[int]:
+        return frozenset([num_layers])
 
 
 def every_exit() -> EarlyExitLoss:
@@ -1038,7 +1071,25 @@ def nothing(run: Any) -> None:
         (NoTransformersModel, LayerDropout, {}, nothing, SettingTypeError, ["NoTransformersModel"]),
         (lambda: build("gpt_bigcode"), EarlyExitLoss, {}, nothing, UnsupportedModelError, ["GPTBigCodeForCausalLM"]),
         (lambda: build("gemma3n_text"), LayerDropout, {}, nothing, UnsupportedModelError, ["Gemma3nForCausalLM"]),
-        (tiny, lambda: LayerDropout(0.1, lambda t, steps: 1.5), {}, nothing, SettingError, ["schedule", "1.5"]),
+        (tiny, lambda: Other(0.1, lambda t, steps: 1.5), {}, nothing, SettingError, ["schedule", "1.5"]),
+        (tiny, lambda: LayerDropout(0.1), {}, nothing, SettingError, ["more than one LayerDropout"]),
+        (tiny, lambda: EarlyExitLoss(layers=[1]), {}, nothing, SettingError, ["layers=[1]", "trains no exit", "even"]),
+        (
+            tiny,
+            lambda: EarlyExitLoss(scale=lambda layer, layers, e: layer - 1.5),
+            {},
+            nothing,
+            SettingError,
+            ["at least 0", "-0.5"],
+        ),
+        (
+            tiny,
+            lambda: EarlyExitLoss(curriculum=AnExitTooFar()),
+            {},
+            nothing,
+            SettingError,
+            ["enabled layer 4"],
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
@@ -1070,6 +1121,28 @@ def test_refused_trainings(
     for word in words:
         assert word in str(caught.value)
     assert_equal(weights(model), before)
+
+
+def test_callbacks_that_come_too_late_are_refused(tmp_path: Path) -> None:
+    """What cannot change the loss any more must not look as if it did."""
+
+    class Late(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            run.add_callback(EarlyExitLoss())
+
+    run = trainer(tiny(), [Late()], tmp_path)
+    with (
+        left_as_it_was(run),
+        pytest.raises(UnsupportedOptionError, match="has to be among the callbacks"),
+    ):
+        run.train()
+    run = trainer(tiny(), [EarlyExitLoss()], tmp_path)
+    hf_selfspec.uninstall()
+    try:
+        with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match="`import hf_selfspec` wraps"):
+            run.train()
+    finally:
+        hf_selfspec.install()
 
 
 def test_trainings_without_these_callbacks_are_not_touched(tmp_path: Path) -> None:
