@@ -1080,7 +1080,7 @@ def nothing(run: Any) -> None:
             {},
             nothing,
             SettingError,
-            ["at least 0", "-0.5"],
+            ["at least 0", "-1.5"],
         ),
         (
             tiny,

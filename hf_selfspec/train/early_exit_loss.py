@@ -62,13 +62,11 @@ def loss_weights(
             f"EarlyExitLoss(curriculum) enabled layer {wrong[0]}, but the model has layers 0 to {num_layers - 1}."
         )
     scales = {layer: scale(layer, num_layers, e_scale) for layer in {*layers, num_layers - 1}}
+    if not all(0 <= weight < math.inf for weight in scales.values()):
+        raise SettingError(f"EarlyExitLoss(scale) must give numbers of at least 0, got {scales} for the layers.")
     total = sum(scales.values())
     if total == 0:  # the one layer of a model that has no other
         return {num_layers - 1: 1.0}
-    if not all(0 <= weight < math.inf for weight in scales.values()):
-        raise SettingError(
-            f"EarlyExitLoss(scale) must give numbers of at least 0, got {scales} for layers of {num_layers}."
-        )
     return {layer: weight / total for layer, weight in sorted(scales.items())}
 
 
@@ -144,7 +142,8 @@ class EarlyExitLoss(ModelCallback):
         self._run.attach(model)
 
     def _check_weights(self, num_layers: int) -> None:
-        """Raises where the exits that were named would never count."""
+        """Raises where a weight is impossible, or the exits that were named would never count."""
+        loss_weights(range(num_layers), num_layers, self.e_scale, self.scale)
         named = [layer - 1 for layer in self.layers or () if layer < num_layers]
         if named and self.e_scale and not any(self.scale(layer, num_layers, self.e_scale) for layer in named):
             raise SettingError(
