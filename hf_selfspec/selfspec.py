@@ -108,7 +108,7 @@ class SelfSpec:
     ) -> SelfSpec:
         """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
 
-        What is not given is chosen for each model by a measured probe on the first 256 tokens that it generates: the
+        What is not given is chosen for each model by a measured probe on the first 1,024 tokens that it generates: the
         exit layer and the draft length or threshold with the most expected tokens per second (no draft at all where
         none pays). Greedy and sampled, single and batched calls choose for themselves. :meth:`choice` tells what was
         found.

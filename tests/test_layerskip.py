@@ -28,6 +28,7 @@ from hf_selfspec import (
     UnsupportedOptionError,
 )
 from hf_selfspec.bench.trained import _traces
+from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.search import exit_choice
@@ -60,9 +61,14 @@ def test_costs_are_fitted_to_three_forwards():
 def test_cost_of_a_round():
     assert COSTS.plain() == 1 + 4 * 2
     assert COSTS.draft(1) == 1 + 2 + 0.25
-    # The last drafted token goes through 1 layer on its own; then 3 tokens go through 3 layers.
-    assert COSTS.verify(1, 2) == (1 + 1 * 2) + (1 + 3 * (2 + 2 * 0.5))
     assert COSTS.verify(1, 0) == COSTS.plain()
+    # Without KVQ reuse, 3 tokens through all layers.
+    assert COSTS.verify(1, 2) == 1 + 4 * (2 + 2 * 0.5)
+    # With it, the last drafted token goes through 1 layer on its own; then 4 tokens go through 3 layers. From
+    # 2 drafted tokens on that spares as much as the other forward costs beside its layers.
+    assert COSTS.reuse_from(1) == 2
+    assert COSTS.verify(1, 3) == (1 + 1 * 2) + (1 + 3 * (2 + 3 * 0.5)) < 1 + 4 * (2 + 3 * 0.5)
+    assert ForwardCosts(1.0, 2.0, 0.0, 0.0, 4).verify(2, 9) == 9
 
 
 def test_fixed_drafts_replayed_by_hand():
@@ -152,8 +158,10 @@ def test_probing_changes_no_token(make, rows):
         assert torch.equal(greedy(model, ids, assistant=spec), greedy(model, ids))
     choice = spec.choice(model)
     assert isinstance(choice, ExitChoice)
-    assert set(choice.by_layer) == set(range(1, model.config.num_hidden_layers))
-    assert choice.tokens >= 3 * 40 * rows or choice.tokens >= 256
+    exits = set(range(1, model.config.num_hidden_layers))
+    # After 256 tokens only the three that look fastest are asked.
+    assert set(choice.by_layer) == exits if rows == 1 else len(exits & set(choice.by_layer)) == 3
+    assert choice.tokens >= 3 * 40 * rows
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -164,11 +172,12 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     monkeypatch.setattr(probe.ProbingDraft, "_probe", lambda self, text: seen.append(text) or original(self, text))
     greedy(model, prompt(), 6, assistant=spec)
     assert spec.choice(model) is None  # too little to see, and to time
-    for _ in range(8):
+    for _ in range(24):
         greedy(model, prompt(), 48, assistant=spec)
     # The first text is looked at twice, all later ones at their end, 47 tokens each.
-    assert len(seen) == 7
-    assert spec.choice(model).tokens == 6 * 47
+    assert len(seen) == 23
+    assert spec.choice(model).tokens == 22 * 47
+    assert len(spec.choice(model).by_layer) == 3
     timed = spec._learned.exits[model][False, False]._stopwatch.seconds
     assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(("early", "full", "many", "draft"), 20)
     other = tiny_llama()
@@ -290,11 +299,29 @@ def test_the_chosen_exit_is_used(monkeypatch):
     greedy(model, prompt(), assistant=spec)
     choice = spec.choice(model)
     assert (choice.layer, choice.stop) == (3, FixedLength(3))
+    assert choice.reuse_from == 4  # 0.1 for another forward, 0.03 spared for each token
     assert spec.stats.plan == "###..."  # not the middle exit, 2, with which it began
     for tokens in (48, 12):  # also where no probe is due
         greedy(model, prompt(), tokens, assistant=spec)
         assert spec.stats.plan == "###..."
         assert max(spec.stats.accepted_lengths) == 3
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
+def test_states_are_reused_where_that_pays(monkeypatch, tokens):
+    model, given = tiny_llama(), []
+    use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
+    spec = SelfSpec.layerskip(num_draft=tokens)
+    monkeypatch.setattr(
+        Decoder, "_verify_pass", lambda self, draft, run=Decoder._verify_pass: given.append(draft) or run(self, draft)
+    )
+    greedy(model, prompt(), assistant=spec)
+    given.clear()
+    assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
+    lengths = {draft.line: draft.states is not None for draft in given if draft.line}
+    assert max(lengths) == tokens
+    layer = spec.choice(model).layer
+    assert lengths == {length: 0.01 * layer * length >= 0.1 for length in lengths}
 
 
 def test_where_no_draft_pays_none_is_made(monkeypatch):

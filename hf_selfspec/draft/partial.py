@@ -57,6 +57,10 @@ class PartialDraft(CandidateGenerator):
         plan: which blocks run.
         limits: stop rule, longest draft, tree.
         scorer: logits processors and the decoding mode.
+
+    Attributes:
+        plan, limits: as given.
+        reuse_from: drafted tokens from which on verification starts from their states behind the exact prefix.
     """
 
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer) -> None:
@@ -65,6 +69,7 @@ class PartialDraft(CandidateGenerator):
         self.limits = limits
         self.scorer = scorer
         self.steps = 0
+        self.reuse_from = 0
         self._seen: list[int] = []
 
     @torch.no_grad()
@@ -147,8 +152,8 @@ class PartialDraft(CandidateGenerator):
             ended = [end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)]
         return ended
 
-    @staticmethod
     def _draft(
+        self,
         text: Text,
         line: list[torch.Tensor],
         beside: list[torch.Tensor],
@@ -163,13 +168,14 @@ class PartialDraft(CandidateGenerator):
             siblings.append(list(range(node, node + tokens.shape[1])))
             node += tokens.shape[1]
         tokens = torch.cat([torch.stack(line, dim=1), *beside], dim=1) if line else text.ids[:, :0]
+        reused = bool(states) and len(line) >= self.reuse_from
         return Draft(
             tokens=tokens,
             lengths=lengths,
             siblings=siblings,
             q=torch.stack(qs, dim=1) if qs else None,
-            states=torch.cat(states, dim=1) if states else None,
-            prefix=prefix if states else 0,
+            states=torch.cat(states, dim=1) if reused else None,
+            prefix=prefix if reused else 0,
         )
 
     # Transformers' own loops -------------------------------------------------------------------------------------

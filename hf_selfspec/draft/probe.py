@@ -17,8 +17,10 @@ from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import Limits, PartialDraft
 
-# Tokens of text after which nothing more is looked at, those of one look, and those that are worth one.
-_ENOUGH = 256
+# Tokens of text after which only the exits that look fastest are asked, after which nothing more is looked at, those of
+# one look, and those that are worth one.
+_SHORTLIST, _LISTED = 256, 3
+_ENOUGH = 1024
 _WINDOW = 128
 _LEAST = 8
 # Generated tokens after which the first look does not wait for the end of the text.
@@ -47,7 +49,7 @@ class ProbingDraft(PartialDraft):
 
     One forward over the last tokens shows what every exit would have said after each of them, and some forwards of one
     and of several tokens what they cost. A model's first text is looked at once it has 32 tokens, and again at its end;
-    later ones at their end, until 256 tokens were seen. Each choice goes by all that was seen until then.
+    later ones at their end, until 1,024 tokens were seen. Each choice goes by all that was seen until then.
 
     Args:
         target, limits, scorer: see :class:`PartialDraft`.
@@ -94,6 +96,7 @@ class ProbingDraft(PartialDraft):
         layers = self.target.anatomy.num_layers
         self.plan = LayerPlan(layers) if choice.layer is None else LayerPlan.early_exit(layers, choice.layer)
         self.limits = replace(self.limits, stop=self.settings.stop or choice.stop)
+        self.reuse_from = choice.reuse_from
 
     def _unseen(self, text: Text) -> list[int]:
         """For each row how many generated tokens' continuations have not been looked at."""
@@ -124,7 +127,8 @@ class ProbingDraft(PartialDraft):
         self._seen_columns = [length - 1 for length in text.lengths]
         self.exits.attach()
         try:
-            self.exits.chosen = tuple(self.settings.layers)
+            few = self.evidence.tokens >= _SHORTLIST
+            self.exits.chosen = tuple(self.evidence.best(_LISTED) if few else self.settings.layers)
             logits = self.target.step(tokens, starts).logits
             assert logits is not None
             assert self.exits.states is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -77,11 +79,20 @@ class ForwardCosts:
         return self.fixed + self.num_layers * self.layer
 
     def verify(self, exit_layer: int, drafted: int) -> float:
-        """Verifying ``drafted`` tokens of which all but the last have been through ``exit_layer`` layers."""
-        if not drafted:
-            return self.plain()
-        above = self.num_layers - exit_layer
-        return 2 * self.fixed + self.num_layers * self.layer + above * self.token * drafted
+        """Verifying ``drafted`` tokens after a draft from ``exit_layer``, with KVQ reuse where it pays."""
+        whole = self.plain() + self.num_layers * self.token * drafted
+        if drafted < self.reuse_from(exit_layer):
+            return whole
+        return whole + self.fixed - exit_layer * self.token * drafted
+
+    def reuse_from(self, exit_layer: int) -> int:
+        """From how many drafted tokens on KVQ reuse pays (LayerSkip §4.3).
+
+        It spares them the first ``exit_layer`` layers, but the last of them has to go through these on its own, in one
+        forward more. Either way each layer runs once, so what counts is what a further token adds to it.
+        """
+        spared = exit_layer * self.token
+        return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
 @dataclass

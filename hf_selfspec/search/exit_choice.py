@@ -52,6 +52,7 @@ class ExitChoice:
         expected_speedup: tokens per second over those of one-token steps, as replayed on the probed text.
         acceptance_rate: α of that replay.
         by_layer: the best expected speed-up of each exit that was tried.
+        reuse_from: drafted tokens from which on KVQ reuse pays.
         tokens: tokens of text behind it.
     """
 
@@ -60,6 +61,7 @@ class ExitChoice:
     expected_speedup: float
     acceptance_rate: float
     by_layer: dict[int, float]
+    reuse_from: int
     tokens: int
 
     def __str__(self) -> str:
@@ -157,6 +159,12 @@ class Evidence:
         self._stopwatch: Stopwatch | None = None
         self._lock = threading.Lock()
 
+    def best(self, count: int) -> list[int]:
+        """The ``count`` exits that look fastest, in order; all that were asked if there are fewer."""
+        choice = self.choice
+        assert choice is not None
+        return sorted(sorted(choice.by_layer, key=lambda layer: -choice.by_layer[layer])[:count])
+
     def add(
         self,
         traces: dict[int, list[Trace]],
@@ -173,8 +181,9 @@ class Evidence:
             max_draft: most tokens in a draft.
         """
         with self._lock:
-            for layer, found in traces.items():
-                self._traces.setdefault(layer, []).extend(found)
+            # Exits that are not asked any more are out, so that all have the same texts behind them.
+            asked = traces.keys() & self._traces.keys() if self._traces else traces.keys()
+            self._traces = {layer: self._traces.get(layer, []) + traces[layer] for layer in sorted(asked)}
             self.tokens = _tokens(self._traces)
             if stopwatch is not None:
                 self.timings += 1
@@ -207,8 +216,9 @@ def choose(
     layer = max(by_layer, key=lambda layer: by_layer[layer])
     run, rule = best[layer]
     if by_layer[layer] < _LEAST_SPEEDUP:
-        return ExitChoice(None, rule, 1.0, 0.0, by_layer, tokens)
-    return ExitChoice(layer, rule, by_layer[layer], run.accepted / run.drafted, by_layer, tokens)
+        return ExitChoice(None, rule, 1.0, 0.0, by_layer, 0, tokens)
+    rate = run.accepted / run.drafted
+    return ExitChoice(layer, rule, by_layer[layer], rate, by_layer, costs.reuse_from(layer), tokens)
 
 
 def _tokens(traces: dict[int, list[Trace]]) -> int:
