@@ -18,6 +18,7 @@ from .draft.candidates import CandidateDraft
 from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
 from .draft.partial import Limits, PartialDraft
 from .draft.probe import ProbeSettings, ProbingDraft
+from .draft.searching import SearchingDraft
 from .draft.skip_layers import SkipLayers
 from .errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy, causal_lm
@@ -28,6 +29,8 @@ from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
 from .search.exit_choice import Evidence, ExitChoice, Rule, exits_to_try, rules
+from .search.on_the_fly import OnTheFlySearch, SkipSearch, usual_ratio
+from .search.skip_space import SkipSpace
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
 from .types import GenerationStats, Text
@@ -49,6 +52,7 @@ class _Learned:
     exits: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, bool], Evidence]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    searches: weakref.WeakKeyDictionary[PreTrainedModel, SkipSearch] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __reduce__(self) -> Any:
         # Copies begin anew: what was learned is about models that are not copied with them.
@@ -132,6 +136,30 @@ class SelfSpec:
             stop = FixedLength(num_draft)
             max_draft = max(max_draft, num_draft)
         return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
+
+    @classmethod
+    def swift(
+        cls,
+        ratio: float | None = None,
+        search: OnTheFlySearch | None = None,
+        stop: StopRule | None = None,
+        tree: TopKTree | None = None,
+        max_draft: int = 25,
+    ) -> SelfSpec:
+        """SWIFT: nothing trained, nothing prepared; which blocks are skipped is found while text is generated.
+
+        Args:
+            ratio: share of the blocks that are skipped, see :class:`SkipLayers`.
+            search: when sets are tried and when that ends, by default as in the paper, see :class:`OnTheFlySearch`.
+            stop: when a draft ends, confidence below 0.8 by default.
+            tree: siblings at each depth, the paper's widths by default.
+            max_draft: most tokens in a draft (25 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: a setting is not allowed.
+        """
+        draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
+        return cls(draft, stop or ConfidenceThreshold(), TopKTree() if tree is None else tree, max_draft)
 
     @classmethod
     def early_exit_only(cls, layer: int) -> SelfSpec:
@@ -233,7 +261,7 @@ class SelfSpec:
         limits = Limits(
             self.stop or _STOP_UNTIL_PROBED, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
         )
-        room = new_tokens + limits.most_nodes
+        room = new_tokens + max(limits.most_nodes, self._window)
         target = Target(
             model,
             anatomy,
@@ -278,6 +306,9 @@ class SelfSpec:
             return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
         if isinstance(self.draft, EarlyExitOnly):
             return NoDraft()
+        if isinstance(self.draft, SkipLayers) and self.draft.search is not None:
+            assert plan is not None
+            return self._searching(target, plan, limits, scorer, self.draft.search)
         if plan is not None and self.stop is not None:
             return PartialDraft(target, plan, limits, scorer)
         assert isinstance(self.draft, EarlyExit)
@@ -293,6 +324,30 @@ class SelfSpec:
             kinds = self._learned.exits.setdefault(target.model, {})
             evidence = kinds[kind] = kinds.pop(kind) if kind in kinds else Evidence()
         return ProbingDraft(target, limits, scorer, settings, Exits(target.model), evidence)
+
+    @property
+    def _window(self) -> int:
+        """Slots beyond the text that a search needs."""
+        search = self.draft.search if isinstance(self.draft, SkipLayers) else None
+        return 0 if search is None else search.context_window
+
+    def _searching(
+        self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, settings: OnTheFlySearch
+    ) -> PartialDraft:
+        assert isinstance(self.draft, SkipLayers)
+        space = SkipSpace.of(target.anatomy)
+        if target.padding is not None or not target.anatomy.tree:
+            say_once(
+                f"{target.anatomy.model_name} cannot look at its text a second time beside it (no mask of its own), so "
+                "there is no search for blocks to skip, and the set that it would start from drafts."
+            )
+            return PartialDraft(target, start, limits, scorer)
+        ratio = self.draft.ratio or usual_ratio(target.model.num_parameters())
+        with _lock:
+            search = self._learned.searches.get(target.model)
+            if search is None:
+                search = self._learned.searches[target.model] = SkipSearch(settings, space, ratio, start)
+        return SearchingDraft(target, limits, scorer, search)
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
         if prompt.padding is not None:

@@ -290,7 +290,7 @@ def test_timings_use_no_random_numbers():
 
 
 def use_costs(monkeypatch, **costs):
-    monkeypatch.setattr(Stopwatch, "costs", lambda self: ForwardCosts(num_layers=self.layers, **costs))
+    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: ForwardCosts(num_layers=self.layers, **costs))
 
 
 def test_the_chosen_exit_is_used(monkeypatch):

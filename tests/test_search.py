@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from architectures import build
 from conftest import tiny_llama
+from sklearn.gaussian_process import GaussianProcessRegressor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from hf_selfspec import SettingError
+from hf_selfspec import SelfSpec, SettingError, SettingTypeError, SkipLayers
+from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.model.target import Nodes, Target
 from hf_selfspec.search.clasp import closest_layers
+from hf_selfspec.search.on_the_fly import OnTheFlySearch, SkipSearch, usual_ratio
 from hf_selfspec.search.skip_space import SkipSpace
 from hf_selfspec.types import Text
 
@@ -143,3 +148,185 @@ def test_skip_space_of_shared_keys() -> None:
 def test_too_few_layers() -> None:
     with pytest.raises(SettingError, match=r"at least 4 layers, LlamaForCausalLM has 3"):
         SkipSpace.of(Anatomy.of(tiny_llama(3)))
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+def space(layers: int = 10) -> SkipSpace:
+    return SkipSpace(layers, tuple((layer, name) for layer in range(1, layers - 1) for name in ("attention", "mlp")))
+
+
+def matchness_of(known: frozenset[int], plan: LayerPlan) -> float:
+    """Each block that should have run costs as much."""
+    return 1 - len(space().places(plan) - known) / len(space().blocks)
+
+
+def run_search(settings: OnTheFlySearch, known: frozenset[int], ratio: float = 0.5) -> SkipSearch:
+    half = frozenset(range(1, 5))
+    search = SkipSearch(settings, space(), ratio, LayerPlan(10, half, half))
+    while not search.is_over:
+        plan = search.propose()
+        search.register(plan, matchness_of(known, plan))
+    return search
+
+
+def test_search_begins_with_the_set_that_drafts() -> None:
+    search = SkipSearch(OnTheFlySearch(), space(), 0.5, start := LayerPlan(10, frozenset([3]), frozenset()))
+    assert search.propose() == search.best == start
+    search.register(start, 0.4)
+    drawn = [search.propose() for _ in range(20)]
+    assert {len(search.space.places(plan)) for plan in drawn} == {8}
+    assert len(set(drawn)) > 10
+    search.register(drawn[0], 0.3)
+    assert (search.best, search.matchness) == (start, 0.4)
+    search.register(drawn[1], 0.5)
+    assert (search.best, search.matchness) == (drawn[1], 0.5)
+    assert search.history == [0.4, 0.3, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores", "steps"),
+    [
+        (OnTheFlySearch(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
+        (OnTheFlySearch(patience=2), [0.1, 0.2, 0.2, 0.1, 0.9], 4),
+        (OnTheFlySearch(target_matchness=0.9), [0.1, 0.9, 0.91, 0.2], 3),
+    ],
+    ids=["max_steps", "patience", "target"],
+)
+def test_search_ends(settings: OnTheFlySearch, scores: list[float], steps: int) -> None:
+    search = SkipSearch(settings, space(), 0.5, LayerPlan(10))
+    for count, score in enumerate(scores):
+        assert search.is_over == (count >= steps)
+        if not search.is_over:
+            search.register(search.propose(), score)
+    assert len(search.history) == steps
+
+
+def test_bayesian_proposals_find_a_known_set() -> None:
+    """Better than as many random sets, and nearly the best there is."""
+    known = frozenset(np.random.default_rng(3).choice(16, 8, replace=False).tolist())
+    found = run_search(OnTheFlySearch(max_steps=60, bayes_interval=5, target_matchness=0.999), known)
+    drawn = run_search(OnTheFlySearch(max_steps=60, bayes_interval=1000, target_matchness=0.999), known)
+    assert found.matchness > drawn.matchness
+    assert len(found.space.places(found.best) - known) <= 1
+
+
+def test_history_of_the_gaussian_process_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    original = GaussianProcessRegressor.fit
+    monkeypatch.setattr(
+        GaussianProcessRegressor, "fit", lambda self, x, y: sizes.append(len(y)) or original(self, x, y)
+    )
+    run_search(OnTheFlySearch(max_steps=301, bayes_interval=50, target_matchness=1.0), frozenset(range(8)))
+    assert sizes[:4] == [50, 100, 150, 200]
+    assert len(sizes) == 6
+    assert max(sizes) == 200
+
+
+# While generating -----------------------------------------------------------------------------------------------------
+
+
+def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": False} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=0, **options)
+
+
+def prompt(rows: int = 1, length: int = 6) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("make", [lambda: tiny_llama(8), lambda: build("gemma3_text"), lambda: build("gpt_oss")])
+def test_searching_changes_no_token(make: Any, rows: int) -> None:
+    model = make()
+    search = OnTheFlySearch(context_window=8, bayes_interval=4)
+    spec = SelfSpec.swift(search=search)
+    for _ in range(2):
+        ids = prompt(rows, 10)
+        assert torch.equal(greedy(model, ids, 40, assistant=spec), greedy(model, ids, 40))
+    found = spec._learned.searches[model]
+    assert len(found.history) >= 5
+    assert spec.stats.search_seconds > 0
+    assert spec.stats.plan == found.best.picture()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_matchness_is_what_the_set_says_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a plain forward of a model that has the blocks taken out."""
+    model = tiny_llama(8, factor=1.0)
+    tried: list[tuple[LayerPlan, float, torch.Tensor]] = []
+    original = SearchingDraft._matchness
+
+    def watched(self: SearchingDraft, text: Text, plan: LayerPlan, window: int) -> float:
+        found = original(self, text, plan, window)
+        tried.append((plan, found, text.ids[:, : text.lengths[0]].clone()))
+        return found
+
+    monkeypatch.setattr(SearchingDraft, "_matchness", watched)
+    spec = SelfSpec.swift(ratio=0.2, search=OnTheFlySearch(context_window=WINDOW))
+    torch.manual_seed(0)
+    greedy(model, prompt(), 40, assistant=spec, do_sample=True, temperature=0.3)
+    assert len({found for _, found, _ in tried}) > 2
+    for plan, found, ids in tried:
+        target, text = after_prefill(model, (ids.shape[1],))
+        text.ids = ids
+        with target.prepared():
+            target.prefill(ids[:, :-1], [0], [ids.shape[1] - 1])
+            logits = target.step(ids[:, -1 - WINDOW : -1], [ids.shape[1] - 1 - WINDOW], plan).logits
+        assert logits is not None
+        assert found == pytest.approx((logits.argmax(-1) == ids[:, -WINDOW:]).float().mean().item())
+
+
+def test_the_best_set_drafts_from_the_next_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafts = tiny_llama(8), []
+    good = LayerPlan(8, frozenset([5]), frozenset([5]))
+    monkeypatch.setattr(SkipSearch, "propose", lambda self: good if len(self.history) == 3 else self.best)
+    monkeypatch.setattr(SearchingDraft, "_matchness", lambda self, text, plan, window: 0.5 if plan == good else 0.1)
+    propose = SearchingDraft.propose
+    monkeypatch.setattr(
+        SearchingDraft, "propose", lambda self, text, room: drafts.append(self.plan) or propose(self, text, room)
+    )
+    spec = SelfSpec.swift(search=OnTheFlySearch(context_window=4))
+    greedy(model, prompt(), 40, assistant=spec)
+    change = drafts.index(good)
+    assert change > 3
+    assert set(drafts[:change]) == {SkipLayers().plan(Anatomy.of(model))}
+    assert set(drafts[change:]) == {good}
+    greedy(model, prompt(), 3, assistant=spec)
+    assert spec.stats.plan == good.picture()
+
+
+def test_models_that_cannot_look_beside_their_text() -> None:
+    model, spec = build("bloom"), SelfSpec.swift(search=OnTheFlySearch(context_window=4))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = greedy(model, prompt(), 20, assistant=spec)
+    assert any("there is no search for blocks" in str(warning.message) for warning in told)
+    assert torch.equal(found, greedy(model, prompt(), 20))
+    assert not spec._learned.searches
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: SelfSpec.swift(ratio=1.0), SettingError, r"SkipLayers\(ratio\) must lie between 0 and 1"),
+        (lambda: SelfSpec.swift(ratio="half"), SettingTypeError, "'half'"),
+        (lambda: SelfSpec.swift(search=32), SettingTypeError, "must be an OnTheFlySearch or None, got 32"),
+        (lambda: SkipLayers(ratio=0.4), SettingError, "search=OnTheFlySearch"),
+        (
+            lambda: OnTheFlySearch(context_window=0),
+            SettingError,
+            r"\(context_window\) must be at least 1",
+        ),
+        (lambda: OnTheFlySearch(target_matchness=1.5), SettingError, "target_matchness"),
+    ],
+)
+def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_usual_ratios() -> None:
+    assert [usual_ratio(int(billions * 1e9)) for billions in (1, 7, 13, 34, 70)] == [0.4, 0.4, 0.45, 0.5, 0.5]

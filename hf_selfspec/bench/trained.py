@@ -185,7 +185,7 @@ def _traces(
 
 @torch.no_grad()
 def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) -> ForwardCosts:
-    """Times forwards of one and of several tokens at the end of ``ids`` ``[1, s]``, in turn."""
+    """Times forwards of one and of several tokens at the end of ``ids`` ``[1, s]`` (medians, in turn)."""
     anatomy = Anatomy.of(model)
     layers, s = anatomy.num_layers, ids.shape[1]
     target = Target(model, anatomy, SpeculativeCache(layers, 1, s + 1))
@@ -193,7 +193,7 @@ def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) 
     with target.prepared():
         target.prefill(ids, [0], [s])
         stopwatch.measure(target, ids[:, -MANY:], [s - MANY], [s - 1], repeats, draft=None)
-    return stopwatch.costs()
+    return stopwatch.costs(median)
 
 
 @contextmanager

@@ -99,8 +99,6 @@ class ForwardCosts:
 class Stopwatch:
     """Repeated timings of the forwards from which costs follow, and of drafting a token.
 
-    What disturbs a measurement makes it longer, so the shortest time of each is taken.
-
     Attributes:
         early: the exit layer of the early forwards.
         layers: ``L``.
@@ -150,8 +148,12 @@ class Stopwatch:
                 if turn:
                     self.seconds.setdefault(name, []).append(found)
 
-    def costs(self) -> ForwardCosts:
-        """The costs that follow from the times so far."""
-        best = {name: min(times) for name, times in self.seconds.items()}
-        step = max(best["draft"] - best["early"], 0.0) if "draft" in best else 0.0
-        return ForwardCosts.fit(self.early, best["early"], best["full"], best["many"], MANY, self.layers, step)
+    def costs(self, of: Callable[[list[float]], float] = min) -> ForwardCosts:
+        """The costs that follow from the times so far.
+
+        Args:
+            of: what counts of repeated times; the shortest by default, since what disturbs a time makes it longer.
+        """
+        found = {name: of(times) for name, times in self.seconds.items()}
+        step = max(found["draft"] - found["early"], 0.0) if "draft" in found else 0.0
+        return ForwardCosts.fit(self.early, found["early"], found["full"], found["many"], MANY, self.layers, step)

@@ -1,0 +1,51 @@
+"""Skipped sub-layers that are searched for while the text is generated (SWIFT §4.1)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..model.partial import LayerPlan
+from ..model.target import Nodes, Target
+from ..search.on_the_fly import SkipSearch
+from ..types import Text, Verdict
+from ..verify.scoring import Scorer
+from .partial import Limits, PartialDraft
+
+
+class SearchingDraft(PartialDraft):
+    """Drafts with the best set of skipped blocks so far, and tries another one after each round.
+
+    A try is one forward of that set over the last generated tokens, with the context's keys and values as they are. The
+    window goes into slots beyond the text, whose own keys and values stay as they are.
+
+    Args:
+        target, limits, scorer: see :class:`PartialDraft`.
+        search: what earlier generations of this model found; this one goes on with it.
+    """
+
+    def __init__(self, target: Target, limits: Limits, scorer: Scorer, search: SkipSearch) -> None:
+        super().__init__(target, search.best, limits, scorer)
+        self.search = search
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """Tries a set, once there are tokens enough and until the search is over."""
+        window = self.search.settings.context_window
+        generated = max(text.lengths) - text.prompt_width
+        if not self.search.is_over and generated > window and min(text.roots()) >= window:
+            plan = self.search.propose()
+            self.search.register(plan, self._matchness(text, plan, window))
+        self.plan = self.search.best
+
+    @torch.no_grad()
+    def _matchness(self, text: Text, plan: LayerPlan, window: int) -> float:
+        """Share of the last generated tokens that ``plan`` would have said after the text before them (SWIFT §4.1)."""
+        ends = torch.tensor(text.lengths)[:, None]
+        columns = (ends - 1 - window + torch.arange(window + 1)).to(text.ids.device)
+        tokens = text.ids.gather(1, columns)
+        self.target.roots = text.roots()
+        said = self.target.step(tokens[:, :-1], text.roots(), plan, nodes=Nodes.again(window)).logits
+        assert said is not None
+        # In rows that ended early the window reaches into the prompt, which the model did not write.
+        written = columns[:, 1:] >= text.prompt_width
+        right = said.argmax(-1).to(tokens.device) == tokens[:, 1:]
+        return float((right & written).sum() / written.sum())
