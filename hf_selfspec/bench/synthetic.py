@@ -1,11 +1,15 @@
-"""Random models whose early layers agree with the last one at a set rate: no weights needed."""
+"""Random models a part of which agrees with the whole at a set rate: no weights needed."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..draft.early_exit import EarlyExit
+from ..draft.skip_layers import SkipLayers
+from ..model.anatomy import Anatomy
+from ..search.skip_space import SkipSpace
 from ..selfspec import SelfSpec
 from ..stop.rules import FixedLength
 
@@ -45,6 +49,60 @@ def damped_llama(
     Returns:
         The model and the agreement that it has.
     """
+    model = _random_llama(width, layers, vocabulary, positions, dtype, device, seed, intermediate)
+    if not search:
+        return model, 0.0
+    upper = [place for layer in range(exit_layer, layers) for place in ((layer, "attention"), (layer, "mlp"))]
+    return model, _damped(model, upper, SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft)), agreement)
+
+
+def known_skips_llama(
+    width: int,
+    layers: int = 32,
+    ratio: float = 0.5,
+    num_draft: int = 4,
+    agreement: float = 0.95,
+    vocabulary: int = 4096,
+    positions: int = 16384,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    intermediate: int | None = None,
+) -> tuple[LlamaForCausalLM, SkipLayers, float]:
+    """A random Llama in which a known part of the attention and MLP blocks hardly matters, mixed in depth.
+
+    Args:
+        width: hidden size; heads are 64 wide, two query heads share a key head.
+        layers: decoder layers; the first and the last matter.
+        ratio: share of the other layers' blocks that hardly matter.
+        num_draft: length of the drafts that are to agree.
+        agreement: rate aimed for where all of these blocks are skipped, between 0 and 1.
+        vocabulary, positions: sizes of the vocabulary and the context.
+        dtype, device: of the model.
+        seed: of the weights and of which blocks matter.
+        intermediate: width of the MLP, 8/3 of the hidden size by default.
+
+    Returns:
+        The model, the blocks that hardly matter, and the agreement without them.
+    """
+    model = _random_llama(width, layers, vocabulary, positions, dtype, device, seed, intermediate)
+    space = SkipSpace.of(Anatomy.of(model))
+    known = space.random(np.random.default_rng(seed), ratio)
+    draft = SkipLayers(tuple(known.skipped_attention), tuple(known.skipped_mlp))
+    places = [space.blocks[place] for place in space.places(known)]
+    return model, draft, _damped(model, places, SelfSpec(draft=draft, stop=FixedLength(num_draft)), agreement)
+
+
+def _random_llama(
+    width: int,
+    layers: int,
+    vocabulary: int,
+    positions: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    intermediate: int | None,
+) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -59,31 +117,34 @@ def damped_llama(
         pad_token_id=0,
     )
     with torch.device(device):
-        model = LlamaForCausalLM(config).eval().to(dtype)
-    if not search:
-        return model, 0.0
-    upper = [
-        m.weight for layer in model.model.layers[exit_layer:] for m in (layer.self_attn.o_proj, layer.mlp.down_proj)
+        return LlamaForCausalLM(config).eval().to(dtype)
+
+
+def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSpec, agreement: float) -> float:
+    """Damps blocks until drafts of ``spec`` agree about as often as wanted; returns how often they do."""
+    decoder = model.model.layers
+    weights = [
+        (decoder[layer].self_attn.o_proj if block == "attention" else decoder[layer].mlp.down_proj).weight
+        for layer, block in places
     ]
-    full = [weight.detach().clone() for weight in upper]
+    full = [weight.detach().clone() for weight in weights]
     best = (2.0, 0.0, 0.0)
     for factor in _DAMPINGS:
-        _damp(upper, full, factor)
-        found = acceptance(model, exit_layer, num_draft)
+        _damp(weights, full, factor)
+        found = acceptance(model, spec)
         best = min(best, (abs(found - agreement), factor, found))
-    _damp(upper, full, best[1])
-    return model, best[2]
+    _damp(weights, full, best[1])
+    return best[2]
 
 
-def _damp(weights: list[torch.Tensor], originals: list[torch.Tensor], factor: float) -> None:
+def _damp(weights: list[torch.nn.Parameter], originals: list[torch.Tensor], factor: float) -> None:
     with torch.no_grad():
         for weight, original in zip(weights, originals, strict=True):
             torch.mul(original, factor, out=weight)
 
 
-def acceptance(model: LlamaForCausalLM, exit_layer: int, num_draft: int, tokens: int = 64) -> float:
-    """Acceptance rate of drafts of ``num_draft`` tokens after the prompt of the measurements."""
-    spec = SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft))
+def acceptance(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 64) -> float:
+    """Acceptance rate after the prompt of the measurements."""
     model.generate(**random_prompt(model, 1, 64), max_new_tokens=tokens, do_sample=False, assistant=spec)
     assert spec.stats is not None
     return spec.stats.acceptance_rate

@@ -26,12 +26,16 @@ class SearchingDraft(PartialDraft):
     def __init__(self, target: Target, limits: Limits, scorer: Scorer, search: SkipSearch) -> None:
         super().__init__(target, search.best, limits, scorer)
         self.search = search
+        self._window_end = 0
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Tries a set, once there are tokens enough and until the search is over."""
         window = self.search.settings.context_window
         generated = max(text.lengths) - text.prompt_width
         if not self.search.is_over and generated > window and min(text.roots()) >= window:
+            if max(text.lengths) >= self._window_end:
+                self._window_end = max(text.lengths) + window
+                self.search.begin_window()
             plan = self.search.propose()
             self.search.register(plan, self._matchness(text, plan, window))
         self.plan = self.search.best

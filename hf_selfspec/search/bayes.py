@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,13 @@ class _BestExchange(UpperConfidenceBound):
 
     def suggest(self, gp: Any, target_space: Any, *args: Any, **kwargs: Any) -> np.ndarray:
         sets, scores = target_space.params, target_space.target
-        if len(scores) > _HISTORY:
-            known = np.union1d(np.argsort(-scores)[: _HISTORY // 2], np.arange(len(scores))[-_HISTORY // 2 :])
-            sets, scores = sets[known], scores[known]
         gp.fit(sets, scores)
-        found = sets[np.argmax(scores)].copy()
-        height = -np.inf
+        known = {row.tobytes() for row in sets}
+        found, height = sets[np.argmax(scores)], -np.inf
         for _ in range(_STEPS):
             ways = self._exchanged(found)
-            heights = self.base_acq(*gp.predict(ways, return_std=True))
+            ways = ways[[row.tobytes() not in known for row in ways]]
+            heights = self.base_acq(*gp.predict(ways, return_std=True)) if len(ways) else np.array([-np.inf])
             if heights.max() <= height:
                 break
             height, found = heights.max(), ways[np.argmax(heights)]
@@ -56,36 +55,29 @@ class _BestExchange(UpperConfidenceBound):
         return ways
 
 
-class BayesianProposals:
-    """What the scores so far suggest to try next.
+def suggest(space: SkipSpace, scores: Mapping[LayerPlan, float], chance: np.random.Generator) -> LayerPlan:
+    """The set with the highest upper confidence bound to which exchanges lead from the best one.
 
     Args:
         space: blocks to choose from.
-        seed: of the exchanges that are looked at.
+        scores: of the sets that were tried, oldest first; at least one. The best and the latest of them count.
+        chance: decides which exchanges are looked at.
     """
-
-    def __init__(self, space: SkipSpace, seed: int) -> None:
-        self.space = space
-        self._names = [f"{place:04d}" for place in range(len(space.blocks))]
-        self._optimiser = BayesianOptimization(
-            f=None,
-            pbounds=dict.fromkeys(self._names, (0.0, 1.0)),
-            acquisition_function=_BestExchange(np.random.default_rng(seed)),
-            random_state=seed,
-            verbose=0,
-            allow_duplicate_points=True,
-        )
-        self._optimiser.set_gp_params(alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)
-
-    def register(self, plan: LayerPlan, score: float) -> None:
-        """Takes in the score of a set."""
-        skipped = self.space.places(plan)
-        point = {name: float(place in skipped) for place, name in enumerate(self._names)}
-        self._optimiser.register(params=point, target=score)
-
-    def suggest(self) -> LayerPlan:
-        """The set with the highest upper confidence bound that exchanges lead to; at least one score is known."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # length scales at the end of their range
-            point = self._optimiser.suggest()
-        return self.space.plan(place for place, name in enumerate(self._names) if point[name] > 0.5)
+    best = sorted(scores, key=lambda plan: -scores[plan])[: _HISTORY // 2]
+    known = dict.fromkeys([*best, *list(scores)[-(_HISTORY - len(best)) :]])
+    names = [f"{place:04d}" for place in range(len(space.blocks))]
+    optimiser = BayesianOptimization(
+        f=None,
+        pbounds=dict.fromkeys(names, (0.0, 1.0)),
+        acquisition_function=_BestExchange(chance),
+        verbose=0,
+    )
+    optimiser.set_gp_params(alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)
+    for plan in known:
+        skipped = space.places(plan)
+        point = {name: float(place in skipped) for place, name in enumerate(names)}
+        optimiser.register(params=point, target=scores[plan])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # length scales at the end of their range
+        found = optimiser.suggest()
+    return space.plan(place for place, name in enumerate(names) if found[name] > 0.5)

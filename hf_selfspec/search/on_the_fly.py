@@ -9,8 +9,13 @@ import numpy as np
 
 from ..model.partial import LayerPlan
 from ..settings import check_count, check_share
-from .bayes import BayesianProposals
+from .bayes import suggest
 from .skip_space import SkipSpace
+
+
+# Sets that are tried again on each new window, and how many windows' worth of the usual score an estimate holds.
+_TRIED_AGAIN = 3
+_DOUBT = 0.5
 
 
 def usual_ratio(parameters: int) -> float:
@@ -50,6 +55,10 @@ class OnTheFlySearch:
 class SkipSearch:
     """One search for one model; threads may share it.
 
+    A window of 32 tokens says little, and the best of many such scores says too much: a set that scored well is tried
+    again on later text, and what counts is the mean of its scores, drawn towards the mean of all first scores. (SWIFT
+    keeps the highest score; a set that had been lucky once would never be replaced.)
+
     Args:
         settings: when it ends.
         space: blocks to choose from.
@@ -58,8 +67,7 @@ class SkipSearch:
 
     Attributes:
         best: the best set so far.
-        matchness: its matchness, 0 before the first set was tried.
-        history: matchness of every set that was tried, in order.
+        history: matchness of every try, in order.
     """
 
     def __init__(self, settings: OnTheFlySearch, space: SkipSpace, ratio: float, start: LayerPlan) -> None:
@@ -67,12 +75,17 @@ class SkipSearch:
         self.space = space
         self.ratio = ratio
         self.best = start
-        self.matchness = 0.0
         self.history: list[float] = []
+        self._scores: dict[LayerPlan, list[float]] = {}
+        self._again: list[LayerPlan] = [start]
         self._since_better = 0
         self._chance = np.random.default_rng(settings.seed)
-        self._bayes = BayesianProposals(space, settings.seed)
         self._lock = threading.Lock()
+
+    @property
+    def matchness(self) -> float:
+        """What the best set is estimated to match, 0 before the first try."""
+        return self._estimates().get(self.best, 0.0)
 
     @property
     def is_over(self) -> bool:
@@ -84,21 +97,36 @@ class SkipSearch:
             or self.matchness > settings.target_matchness
         )
 
+    def begin_window(self) -> None:
+        """The text has moved on by a window: what looks best is to be tried on it."""
+        with self._lock:
+            estimates = self._estimates()
+            self._again = sorted(estimates, key=lambda plan: -estimates[plan])[:_TRIED_AGAIN] or [self.best]
+
     def propose(self) -> LayerPlan:
         """The next set to try: first the one that drafts already."""
         with self._lock:
-            step = len(self.history)
-            if step == 0:
-                return self.best
-            if step % self.settings.bayes_interval == 0:
-                return self._bayes.suggest()
+            if self._again:
+                return self._again.pop(0)
+            if (len(self.history) + 1) % self.settings.bayes_interval == 0:
+                return suggest(self.space, self._estimates(), self._chance)
             return self.space.random(self._chance, self.ratio)
 
     def register(self, plan: LayerPlan, matchness: float) -> None:
         """Takes in how often ``plan`` said what the text says."""
         with self._lock:
             self.history.append(matchness)
-            self._bayes.register(plan, matchness)
+            self._scores.setdefault(plan, []).append(matchness)
+            estimates = self._estimates()
+            leader = max(estimates, key=lambda plan: estimates[plan])
             self._since_better += 1
-            if matchness > self.matchness:
-                self.best, self.matchness, self._since_better = plan, matchness, 0
+            if leader != self.best:
+                self.best, self._since_better = leader, 0
+
+    def _estimates(self) -> dict[LayerPlan, float]:
+        if not self._scores:
+            return {}
+        usual = float(np.mean([scores[0] for scores in self._scores.values()]))
+        return {
+            plan: (sum(scores) + _DOUBT * usual) / (len(scores) + _DOUBT) for plan, scores in self._scores.items()
+        }
