@@ -173,16 +173,35 @@ def run_search(settings: OnTheFlySearch, known: frozenset[int], ratio: float = 0
 
 def test_search_begins_with_the_set_that_drafts() -> None:
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, start := LayerPlan(10, frozenset([3]), frozenset()))
+    assert search.matchness == 0
     assert search.propose() == search.best == start
     search.register(start, 0.4)
+    assert search.matchness == pytest.approx(0.4)
     drawn = [search.propose() for _ in range(20)]
     assert {len(search.space.places(plan)) for plan in drawn} == {8}
     assert len(set(drawn)) > 10
     search.register(drawn[0], 0.3)
-    assert (search.best, search.matchness) == (start, 0.4)
+    assert search.best == start
     search.register(drawn[1], 0.5)
-    assert (search.best, search.matchness) == (drawn[1], 0.5)
+    assert search.best == drawn[1]
     assert search.history == [0.4, 0.3, 0.5]
+
+
+def test_a_lucky_set_is_found_out() -> None:
+    """What scored best is tried again on later text, and the mean counts, drawn towards the usual score."""
+    steady, lucky, other = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
+    search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
+    search.propose()
+    for plan, score in ((steady, 0.6), (lucky, 0.9), (other, 0.0)):
+        search.register(plan, score)
+    assert search.best == lucky
+    assert search.matchness == pytest.approx((0.9 + 0.5 * 0.5) / 1.5)
+    search.begin_window()
+    assert [search.propose() for _ in range(3)] == [lucky, steady, other]
+    assert search.propose() not in (steady, lucky, other)
+    for plan, score in ((lucky, 0.1), (steady, 0.6)):
+        search.register(plan, score)
+    assert search.best == steady
 
 
 @pytest.mark.parametrize(
@@ -190,16 +209,17 @@ def test_search_begins_with_the_set_that_drafts() -> None:
     [
         (OnTheFlySearch(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
         (OnTheFlySearch(patience=2), [0.1, 0.2, 0.2, 0.1, 0.9], 4),
-        (OnTheFlySearch(target_matchness=0.9), [0.1, 0.9, 0.91, 0.2], 3),
+        (OnTheFlySearch(target_matchness=0.85), [0.1, 0.2, 1.0, 1.0, 1.0], 4),
     ],
     ids=["max_steps", "patience", "target"],
 )
 def test_search_ends(settings: OnTheFlySearch, scores: list[float], steps: int) -> None:
     search = SkipSearch(settings, space(), 0.5, LayerPlan(10))
+    plans = [search.propose(), *(search.propose() for _ in range(2))]
     for count, score in enumerate(scores):
         assert search.is_over == (count >= steps)
-        if not search.is_over:
-            search.register(search.propose(), score)
+        if not search.is_over:  # the third one is tried again and again
+            search.register(plans[min(count, 2)] if settings.target_matchness < 0.9 else search.propose(), score)
     assert len(search.history) == steps
 
 
@@ -219,9 +239,9 @@ def test_history_of_the_gaussian_process_is_bounded(monkeypatch: pytest.MonkeyPa
         GaussianProcessRegressor, "fit", lambda self, x, y: sizes.append(len(y)) or original(self, x, y)
     )
     run_search(OnTheFlySearch(max_steps=301, bayes_interval=50, target_matchness=1.0), frozenset(range(8)))
-    assert sizes[:4] == [50, 100, 150, 200]
+    assert sizes[:3] == [49, 99, 149]
     assert len(sizes) == 6
-    assert max(sizes) == 200
+    assert max(sizes) <= 200
 
 
 # While generating -----------------------------------------------------------------------------------------------------
@@ -267,7 +287,7 @@ def test_matchness_is_what_the_set_says_of_the_text(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(SearchingDraft, "_matchness", watched)
     spec = SelfSpec.swift(ratio=0.2, search=OnTheFlySearch(context_window=WINDOW))
     torch.manual_seed(0)
-    greedy(model, prompt(), 40, assistant=spec, do_sample=True, temperature=0.3)
+    greedy(model, prompt(), 80, assistant=spec, do_sample=True, temperature=0.3)
     assert len({found for _, found, _ in tried}) > 2
     for plan, found, ids in tried:
         target, text = after_prefill(model, (ids.shape[1],))

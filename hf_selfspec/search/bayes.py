@@ -63,8 +63,10 @@ def suggest(space: SkipSpace, scores: Mapping[LayerPlan, float], chance: np.rand
         scores: of the sets that were tried, oldest first; at least one. The best and the latest of them count.
         chance: decides which exchanges are looked at.
     """
-    best = sorted(scores, key=lambda plan: -scores[plan])[: _HISTORY // 2]
-    known = dict.fromkeys([*best, *list(scores)[-(_HISTORY - len(best)) :]])
+    known = list(scores)
+    if len(known) > _HISTORY:
+        best = sorted(known, key=lambda plan: -scores[plan])[: _HISTORY // 2]
+        known = list(dict.fromkeys([*best, *known[-(_HISTORY // 2) :]]))
     names = [f"{place:04d}" for place in range(len(space.blocks))]
     optimiser = BayesianOptimization(
         f=None,

@@ -12,7 +12,6 @@ from ..settings import check_count, check_share
 from .bayes import suggest
 from .skip_space import SkipSpace
 
-
 # Sets that are tried again on each new window, and how many windows' worth of the usual score an estimate holds.
 _TRIED_AGAIN = 3
 _DOUBT = 0.5
@@ -127,6 +126,4 @@ class SkipSearch:
         if not self._scores:
             return {}
         usual = float(np.mean([scores[0] for scores in self._scores.values()]))
-        return {
-            plan: (sum(scores) + _DOUBT * usual) / (len(scores) + _DOUBT) for plan, scores in self._scores.items()
-        }
+        return {plan: (sum(scores) + _DOUBT * usual) / (len(scores) + _DOUBT) for plan, scores in self._scores.items()}
