@@ -10,6 +10,7 @@ chosen on other prompts than the timed ones.
 
 import argparse
 import json
+import math
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -162,6 +163,11 @@ def by_exit(
     return 1e3 / speeds["plain"].ms_per_token, [speeds[name] for name in specs]
 
 
+def drafted_rate(speed: Speed) -> float:
+    """α, no number where the probe found that no draft pays."""
+    return speed.acceptance_rate if any(run.drafted for run in speed.runs) else math.nan
+
+
 def plot(found: dict[str, tuple[float, list[Speed]]], exits: Sequence[int], path: Path) -> None:
     """Draw tokens per second and acceptance rate by exit layer."""
     from matplotlib.figure import Figure
@@ -171,10 +177,11 @@ def plot(found: dict[str, tuple[float, list[Speed]]], exits: Sequence[int], path
     for name, (plain, speeds) in found.items():
         (line,) = speed.plot(exits, [1e3 / s.ms_per_token for s in speeds], marker="o", label=name)
         speed.axhline(plain, color=line.get_color(), linestyle=":", label=f"{name}, plain generate")
-        rate.plot(exits, [s.acceptance_rate for s in speeds], marker="o", label=name)
+        rate.plot(exits, [drafted_rate(s) for s in speeds], marker="o", label=name)
     speed.set(xlabel="exit layer", ylabel="tokens per second", ylim=(0, None))
     rate.set(xlabel="exit layer", ylabel="acceptance rate α", ylim=(0, 1))
     for axes in (speed, rate):
+        axes.set_xticks(exits)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
@@ -227,7 +234,7 @@ def main() -> None:
     for name, (plain, speeds) in found.items():
         print(f"{name}: plain {plain:.1f} tokens/s")
         for layer, speed in zip(exits, speeds, strict=True):
-            print(f"  exit {layer}: {1e3 / speed.ms_per_token:.1f} tokens/s, α {speed.acceptance_rate:.2f}")
+            print(f"  exit {layer}: {1e3 / speed.ms_per_token:.1f} tokens/s, α {drafted_rate(speed):.2f}")
     plot(found, exits, options.plot)
 
 

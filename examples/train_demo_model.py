@@ -8,8 +8,8 @@ the callbacks that make its early layers predict (LayerSkip)::
     python examples/train_demo_model.py --twin twin                    # the shipped model, compared with its twin
     python examples/train_demo_model.py --steps 2 --output trial       # the whole way in two steps
 
-On one core of an AMD EPYC with AVX-512 bfloat16 (``--threads 1``) the first two take 40 to 60 minutes each, the third less
-than a minute. A run that was stopped continues from its last checkpoint when the same command is given again. The
+On one core of an AMD EPYC with AVX-512 bfloat16 (``--threads 1``) the first two take 40 to 60 minutes each, the third
+less than a minute. A run that was stopped continues from its last checkpoint when the same command is given again. The
 result is a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, with a model card that states what was
 measured.
 """
