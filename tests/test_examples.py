@@ -56,7 +56,7 @@ def test_lora_script_trains_adapters_in_two_steps(tmp_path: Path) -> None:
 def test_measuring_script_prints_all_ways(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     prompt = "import os\n\n\n" + "def read(path):\n    return open(path).read()\n\n\n" * 8
-    tasks.write_text("\n".join([json.dumps({"prompt": prompt})] * 5))
+    tasks.write_text("\n".join([json.dumps({"prompt": prompt})] * 9))
     model = tiny_llama(vocabulary=4096)
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(EXAMPLES / "demo_model").save_pretrained(tmp_path / "model")
