@@ -29,7 +29,7 @@ from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
 from .search.exit_choice import Evidence, ExitChoice, Rule, exits_to_try, rules
-from .search.on_the_fly import OnTheFlySearch, SkipSearch, usual_ratio
+from .search.on_the_fly import OnTheFlySearch, Search, SkipSearch, usual_ratio
 from .search.skip_space import SkipSpace
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
@@ -141,7 +141,7 @@ class SelfSpec:
     def swift(
         cls,
         ratio: float | None = None,
-        search: OnTheFlySearch | None = None,
+        search: Search | None = None,
         stop: StopRule | None = None,
         tree: TopKTree | None = None,
         max_draft: int = 25,
@@ -150,7 +150,8 @@ class SelfSpec:
 
         Args:
             ratio: share of the blocks that are skipped, see :class:`SkipLayers`.
-            search: when sets are tried and when that ends, by default as in the paper, see :class:`OnTheFlySearch`.
+            search: when sets are tried and when that ends, by default as in the paper, see :class:`OnTheFlySearch`;
+                or :class:`ClosestLayers`.
             stop: when a draft ends, confidence below 0.8 by default.
             tree: siblings at each depth, the paper's widths by default.
             max_draft: most tokens in a draft (25 in the paper).
@@ -332,7 +333,7 @@ class SelfSpec:
         return 0 if search is None else search.context_window
 
     def _searching(
-        self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, settings: OnTheFlySearch
+        self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, settings: Search
     ) -> PartialDraft:
         assert isinstance(self.draft, SkipLayers)
         space = SkipSpace.of(target.anatomy)

@@ -16,13 +16,14 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from hf_selfspec import SelfSpec, SettingError, SettingTypeError, SkipLayers
+from hf_selfspec.draft import searching
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.model.target import Nodes, Target
 from hf_selfspec.search.clasp import closest_layers
-from hf_selfspec.search.on_the_fly import OnTheFlySearch, SkipSearch, usual_ratio
+from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, SkipSearch, usual_ratio
 from hf_selfspec.search.skip_space import SkipSpace
 from hf_selfspec.types import Text
 
@@ -259,9 +260,13 @@ def prompt(rows: int = 1, length: int = 6) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("make", [lambda: tiny_llama(8), lambda: build("gemma3_text"), lambda: build("gpt_oss")])
-def test_searching_changes_no_token(make: Any, rows: int) -> None:
+@pytest.mark.parametrize(
+    "search",
+    [OnTheFlySearch(context_window=8, bayes_interval=4), ClosestLayers(context_window=8, target_matchness=1.0)],
+    ids=["swift", "clasp"],
+)
+def test_searching_changes_no_token(make: Any, rows: int, search: OnTheFlySearch | ClosestLayers) -> None:
     model = make()
-    search = OnTheFlySearch(context_window=8, bayes_interval=4)
     spec = SelfSpec.swift(search=search)
     for _ in range(2):
         ids = prompt(rows, 10)
@@ -304,7 +309,7 @@ def test_matchness_is_what_the_set_says_of_the_text(monkeypatch: pytest.MonkeyPa
 def test_the_best_set_drafts_from_the_next_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafts = tiny_llama(8), []
     good = LayerPlan(8, frozenset([5]), frozenset([5]))
-    monkeypatch.setattr(SkipSearch, "propose", lambda self: good if len(self.history) == 3 else self.best)
+    monkeypatch.setattr(SkipSearch, "propose", lambda self, look: good if len(self.history) == 3 else self.best)
     monkeypatch.setattr(SearchingDraft, "_matchness", lambda self, text, plan, window: 0.5 if plan == good else 0.1)
     propose = SearchingDraft.propose
     monkeypatch.setattr(
@@ -335,7 +340,7 @@ def test_models_that_cannot_look_beside_their_text() -> None:
     [
         (lambda: SelfSpec.swift(ratio=1.0), SettingError, r"SkipLayers\(ratio\) must lie between 0 and 1"),
         (lambda: SelfSpec.swift(ratio="half"), SettingTypeError, "'half'"),
-        (lambda: SelfSpec.swift(search=32), SettingTypeError, "must be an OnTheFlySearch or None, got 32"),
+        (lambda: SelfSpec.swift(search=32), SettingTypeError, r"OnTheFlySearch\(\), ClosestLayers\(\) or None, got 32"),
         (lambda: SkipLayers(ratio=0.4), SettingError, "search=OnTheFlySearch"),
         (
             lambda: OnTheFlySearch(context_window=0),
@@ -352,3 +357,28 @@ def test_wrong_settings(make: Any, error: type[Exception], words: str) -> None:
 
 def test_usual_ratios() -> None:
     assert [usual_ratio(int(billions * 1e9)) for billions in (1, 7, 13, 34, 70)] == [0.4, 0.4, 0.45, 0.5, 0.5]
+
+
+def test_closest_layers_draft_from_the_second_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no window; each window of text brings one look more."""
+    model, looks, drafts = tiny_llama(8, factor=1.0), [], []
+    original, propose = searching.closest_layers, SearchingDraft.propose
+
+    def watched(target: Target, text: Text, count: int) -> LayerPlan:
+        looks.append(text.lengths[0])
+        found = original(target, text, count)
+        assert sorted(found.skipped_layers) == by_hand(model, text.ids[:, : text.lengths[0]], count)
+        return found
+
+    monkeypatch.setattr(searching, "closest_layers", watched)
+    monkeypatch.setattr(
+        SearchingDraft, "propose", lambda self, text, room: drafts.append(self.plan) or propose(self, text, room)
+    )
+    spec = SelfSpec.swift(ratio=0.5, search=ClosestLayers(context_window=8, target_matchness=1.0))
+    greedy(model, prompt(), 60, assistant=spec)
+    search = spec._learned.searches[model]
+    assert drafts[0] == SkipLayers().plan(Anatomy.of(model))
+    assert len(drafts[1].skipped_layers) == search.layers == 3
+    assert 2 < len(looks) <= 2 + 60 // 8
+    assert len(search.history) > len(looks)
+    assert search.best in search._scores

@@ -1,4 +1,4 @@
-"""Skipped sub-layers that are searched for while the text is generated (SWIFT §4.1)."""
+"""Skipped sub-layers that are searched for while the text is generated (SWIFT §4.1, CLaSp)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 from ..model.partial import LayerPlan
 from ..model.target import Nodes, Target
-from ..search.on_the_fly import SkipSearch
+from ..search.clasp import closest_layers
+from ..search.on_the_fly import ClosestLayers, SkipSearch
 from ..types import Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import Limits, PartialDraft
@@ -27,11 +28,16 @@ class SearchingDraft(PartialDraft):
         super().__init__(target, search.best, limits, scorer)
         self.search = search
         self._window_end = 0
+        self._has_begun = bool(search.history)
         self._chosen = _FirstChoices() if scorer.do_sample else None
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Tries a set, once there are tokens enough and until the search is over."""
         if not self.search.is_over:
+            self.target.roots = text.roots()
+            if isinstance(self.search.settings, ClosestLayers) and not self._has_begun:
+                self.search.begin(closest_layers(self.target, text, self.search.layers))
+            self._has_begun = True
             if self._chosen is not None:
                 self._chosen.add(text, verdicts, logits)
             window = self.search.settings.context_window
@@ -43,8 +49,9 @@ class SearchingDraft(PartialDraft):
         if max(text.lengths) >= self._window_end:
             self._window_end = max(text.lengths) + window
             self.search.begin_window()
-        plan = self.search.propose()
-        self.search.register(plan, self._matchness(text, plan, window))
+        plan = self.search.propose(lambda count: closest_layers(self.target, text, count))
+        if plan is not None:
+            self.search.register(plan, self._matchness(text, plan, window))
 
     @torch.no_grad()
     def _matchness(self, text: Text, plan: LayerPlan, window: int) -> float:
@@ -52,7 +59,6 @@ class SearchingDraft(PartialDraft):
         ends = torch.tensor(text.lengths)[:, None]
         columns = (ends - 1 - window + torch.arange(window + 1)).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
-        self.target.roots = text.roots()
         said = self.target.step(tokens[:, :-1], text.roots(), plan, nodes=Nodes.again(window)).logits
         assert said is not None
         expected = tokens if self._chosen is None else self._chosen.ids.gather(1, columns)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
-from ..search.on_the_fly import OnTheFlySearch
+from ..search.on_the_fly import Search
 from ..settings import check_share
 
 
@@ -32,12 +32,14 @@ class SkipLayers:
 
     attention: tuple[int, ...] | None = None
     mlp: tuple[int, ...] | None = None
-    search: OnTheFlySearch | None = None
+    search: Search | None = None
     ratio: float | None = None
 
     def __post_init__(self) -> None:
-        if self.search is not None and not isinstance(self.search, OnTheFlySearch):
-            raise SettingTypeError(f"SkipLayers(search) must be an OnTheFlySearch or None, got {self.search!r}.")
+        if self.search is not None and not isinstance(self.search, Search):
+            raise SettingTypeError(
+                f"SkipLayers(search) must be OnTheFlySearch(), ClosestLayers() or None, got {self.search!r}."
+            )
         if self.ratio is not None:
             check_share("SkipLayers(ratio)", self.ratio, zero=False, one=False)
             if self.search is None:

@@ -1,8 +1,9 @@
-"""SWIFT's search: sets of skipped blocks are tried on the last generated tokens, and the best one drafts (§4.1)."""
+"""Sets of skipped blocks are tried on the last generated tokens, and the best one drafts (SWIFT §4.1)."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,9 +47,45 @@ class OnTheFlySearch:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("context_window", "max_steps", "bayes_interval", "patience"):
-            check_count(f"OnTheFlySearch({name})", getattr(self, name))
-        check_share("OnTheFlySearch(target_matchness)", self.target_matchness, zero=False, one=True)
+        _check(self)
+        check_count("OnTheFlySearch(bayes_interval)", self.bayes_interval)
+
+
+@dataclass(frozen=True)
+class ClosestLayers:
+    """Sets without which the hidden states stay closest to the whole model's (CLaSp, arXiv 2505.24196).
+
+    One forward over copies of the last token finds such a set, of whole layers. One drafts from the second round on;
+    later ones, one in each window of the text, are tried on it as :class:`OnTheFlySearch` tries its sets, and the best
+    one stays. (The paper takes a new set for each stretch of text.)
+
+    Args:
+        context_window: generated tokens on which a set is tried.
+        max_steps: tries at most.
+        patience: tries without a better set after which the search ends.
+        target_matchness: matchness at which it ends.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    context_window: int = 32
+    max_steps: int = 64
+    patience: int = 16
+    target_matchness: float = 0.95
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+Search = OnTheFlySearch | ClosestLayers
+
+
+def _check(search: Search) -> None:
+    name = type(search).__name__
+    for setting in ("context_window", "max_steps", "patience"):
+        check_count(f"{name}({setting})", getattr(search, setting))
+    check_share(f"{name}(target_matchness)", search.target_matchness, zero=False, one=True)
 
 
 class SkipSearch:
@@ -69,7 +106,7 @@ class SkipSearch:
         history: matchness of every try, in order.
     """
 
-    def __init__(self, settings: OnTheFlySearch, space: SkipSpace, ratio: float, start: LayerPlan) -> None:
+    def __init__(self, settings: Search, space: SkipSpace, ratio: float, start: LayerPlan) -> None:
         self.settings = settings
         self.space = space
         self.ratio = ratio
@@ -78,7 +115,8 @@ class SkipSearch:
         self._scores: dict[LayerPlan, list[float]] = {}
         self._again: list[LayerPlan] = [start]
         self._since_better = 0
-        self._chance = np.random.default_rng(settings.seed)
+        self._looks = 0
+        self._chance = np.random.default_rng(settings.seed if isinstance(settings, OnTheFlySearch) else 0)
         self._lock = threading.Lock()
 
     @property
@@ -100,13 +138,37 @@ class SkipSearch:
         """The text has moved on by a window: what looks best is to be tried on it."""
         with self._lock:
             estimates = self._estimates()
+            self._looks = 1
             self._again = sorted(estimates, key=lambda plan: -estimates[plan])[:_TRIED_AGAIN] or [self.best]
 
-    def propose(self) -> LayerPlan:
-        """The next set to try: first the one that drafts already."""
+    @property
+    def layers(self) -> int:
+        """How many whole layers the ratio stands for."""
+        return max(1, round(self.ratio * (self.space.num_layers - 2)))
+
+    def begin(self, plan: LayerPlan) -> None:
+        """Lets ``plan`` draft, before any set was tried."""
+        with self._lock:
+            if not self.history:
+                self.best, self._again = plan, [plan]
+
+    def propose(self, look: Callable[[int], LayerPlan] | None = None) -> LayerPlan | None:
+        """The next set to try: first the one that drafts already.
+
+        Args:
+            look: finds the closest ``layers`` for the text as it is; for :class:`ClosestLayers`.
+
+        Returns:
+            ``None`` where there is nothing to try before the next window.
+        """
         with self._lock:
             if self._again:
                 return self._again.pop(0)
+            if isinstance(self.settings, ClosestLayers):
+                if look is None or not self._looks:
+                    return None
+                self._looks = 0
+                return look(self.layers)
             if (len(self.history) + 1) % self.settings.bayes_interval == 0:
                 return suggest(self.space, self._estimates(), self._chance)
             return self.space.random(self._chance, self.ratio)
