@@ -17,7 +17,7 @@ from .errors import (
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .report import ExitReport, exit_report
-from .search import ExitChoice
+from .search import ClosestLayers, ExitChoice, OnTheFlySearch
 from .selfspec import SelfSpec
 from .stop import ConfidenceThreshold, FixedLength
 from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Architecture",
+    "ClosestLayers",
     "ConfidenceThreshold",
     "Difference",
     "EarlyExit",
@@ -40,6 +41,7 @@ __all__ = [
     "Gradual",
     "LayerDropout",
     "NumericalError",
+    "OnTheFlySearch",
     "Rotational",
     "SelfSpec",
     "SelfSpecError",

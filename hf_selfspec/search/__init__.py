@@ -1,5 +1,6 @@
 """Which part of a model to draft with, found by measuring."""
 
 from .exit_choice import ExitChoice
+from .on_the_fly import ClosestLayers, OnTheFlySearch
 
-__all__ = ["ExitChoice"]
+__all__ = ["ClosestLayers", "ExitChoice", "OnTheFlySearch"]
