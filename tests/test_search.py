@@ -210,7 +210,7 @@ def test_a_lucky_set_is_found_out() -> None:
     [
         (OnTheFlySearch(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
         (OnTheFlySearch(patience=2), [0.1, 0.2, 0.2, 0.1, 0.9], 4),
-        (OnTheFlySearch(target_matchness=0.85), [0.1, 0.2, 1.0, 1.0, 1.0], 4),
+        (OnTheFlySearch(target_matchness=0.85), [0.1, 0.2, 1.0, 1.0, 1.0, 1.0], 5),
     ],
     ids=["max_steps", "patience", "target"],
 )

@@ -13,9 +13,11 @@ from ..settings import check_count, check_share
 from .bayes import suggest
 from .skip_space import SkipSpace
 
-# Sets that are tried again on each new window, and how many windows' worth of the usual score an estimate holds.
+# Sets that are tried again on each new window, how many windows' worth of the usual score an estimate holds, and on how
+# many windows a set has to be good enough to end the search.
 _TRIED_AGAIN = 3
 _DOUBT = 0.5
+_CONFIRMED = 3
 
 
 def usual_ratio(parameters: int) -> float:
@@ -32,7 +34,7 @@ class OnTheFlySearch:
         max_steps: sets to try at most (S).
         bayes_interval: every so many sets, Bayesian optimisation proposes one; the others are drawn at random (β).
         patience: sets without a better one among them after which the search ends.
-        target_matchness: matchness at which it ends.
+        target_matchness: matchness, over three windows at least, at which it ends.
         seed: of the random sets.
 
     Raises:
@@ -63,7 +65,7 @@ class ClosestLayers:
         context_window: generated tokens on which a set is tried.
         max_steps: tries at most.
         patience: tries without a better set after which the search ends.
-        target_matchness: matchness at which it ends.
+        target_matchness: matchness, over three windows at least, at which it ends.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -115,7 +117,7 @@ class SkipSearch:
         self._scores: dict[LayerPlan, list[float]] = {}
         self._again: list[LayerPlan] = [start]
         self._since_better = 0
-        self._looks = 0
+        self._may_look = False
         self._chance = np.random.default_rng(settings.seed if isinstance(settings, OnTheFlySearch) else 0)
         self._lock = threading.Lock()
 
@@ -131,14 +133,14 @@ class SkipSearch:
         return (
             len(self.history) >= settings.max_steps
             or self._since_better >= settings.patience
-            or self.matchness > settings.target_matchness
+            or (self.matchness > settings.target_matchness and len(self._scores[self.best]) >= _CONFIRMED)
         )
 
     def begin_window(self) -> None:
         """The text has moved on by a window: what looks best is to be tried on it."""
         with self._lock:
             estimates = self._estimates()
-            self._looks = 1
+            self._may_look = True
             self._again = sorted(estimates, key=lambda plan: -estimates[plan])[:_TRIED_AGAIN] or [self.best]
 
     @property
@@ -165,9 +167,9 @@ class SkipSearch:
             if self._again:
                 return self._again.pop(0)
             if isinstance(self.settings, ClosestLayers):
-                if look is None or not self._looks:
+                if look is None or not self._may_look:
                     return None
-                self._looks = 0
+                self._may_look = False
                 return look(self.layers)
             if (len(self.history) + 1) % self.settings.bayes_interval == 0:
                 return suggest(self.space, self._estimates(), self._chance)
