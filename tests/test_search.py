@@ -15,7 +15,8 @@ from conftest import tiny_llama
 from sklearn.gaussian_process import GaussianProcessRegressor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from hf_selfspec import SelfSpec, SettingError, SettingTypeError, SkipLayers
+from hf_selfspec import FixedLength, SelfSpec, SettingError, SettingTypeError, SkipLayers
+from hf_selfspec.bench.synthetic import LlamaShape, acceptance, known_skips_llama
 from hf_selfspec.draft import searching
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
@@ -382,3 +383,16 @@ def test_closest_layers_draft_from_the_second_round_on(monkeypatch: pytest.Monke
     assert 2 < len(looks) <= 2 + 60 // 8
     assert len(search.history) > len(looks)
     assert search.best in search._scores
+
+
+def test_a_model_with_a_known_answer() -> None:
+    """Half of its blocks hardly matter: without them it says nearly the same, without the others it does not."""
+    shape = LlamaShape(64, 8, vocabulary=97, positions=256)
+    model, known, agreement = known_skips_llama(shape)
+    space = SkipSpace.of(Anatomy.of(model))
+    places = space.places(known.plan(Anatomy.of(model)))
+    assert len(places) == 6
+    assert agreement > 0.8
+    others = space.plan(set(range(12)) - places)
+    draft = SkipLayers(tuple(others.skipped_attention), tuple(others.skipped_mlp))
+    assert acceptance(model, SelfSpec(draft, FixedLength(4))) < agreement - 0.3

@@ -1,4 +1,4 @@
-"""Command line of the measurements, one command per figure."""
+"""Command line of the measurements, one command per figure: it prints Markdown tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from .engine import EngineFigures, engine_figures, peak_memory
 from .measure import machine
-from .synthetic import damped_llama
+from .synthetic import LlamaShape, damped_llama
 from .training import VARIANTS, TrainingShape, peak_training_memory, step_seconds
 
 
@@ -150,19 +150,18 @@ def main() -> None:
                 plain, ours = (_peak(args, width, dtype, variant) for variant in ("plain", "ours"))
                 print(f"| width {width}, {dtype} | {plain:.1f} | {ours:.1f} | {ours / plain:.3f} |", flush=True)
                 continue
-            # Memory does not depend on the agreement, so there is nothing to search for.
-            model, _ = damped_llama(
+            shape = LlamaShape(
                 width,
-                layers=args.layers,
-                exit_layer=args.exit_layer,
-                num_draft=args.num_draft,
-                agreement=args.agreement,
-                vocabulary=args.vocabulary,
+                args.layers,
+                args.intermediate,
+                args.vocabulary,
                 dtype=getattr(torch, dtype),
                 device=args.device,
-                intermediate=args.intermediate,
-                search=args.peak_of is None,
             )
+            if args.peak_of is not None:  # memory does not depend on the agreement
+                model = shape.model()
+            else:
+                model, _ = damped_llama(shape, args.exit_layer, args.num_draft, args.agreement)
             if args.peak_of is not None:
                 layer = None if args.peak_of == "plain" else args.exit_layer
                 print(json.dumps(peak_memory(model, layer, *cases[0], args.tokens)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,108 +18,88 @@ from ..stop.rules import FixedLength
 _DAMPINGS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.6, 0.8)
 
 
+@dataclass(frozen=True)
+class LlamaShape:
+    """A Llama with random weights.
+
+    Attributes:
+        width: hidden size; heads are 64 wide, two query heads share a key head.
+        layers: decoder layers.
+        intermediate: width of the MLP, 8/3 of the hidden size by default.
+        vocabulary, positions: sizes of the vocabulary and the context.
+        dtype, device: of the model.
+        seed: of the weights.
+    """
+
+    width: int
+    layers: int
+    intermediate: int | None = None
+    vocabulary: int = 4096
+    positions: int = 16384
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+
+    def model(self) -> LlamaForCausalLM:
+        """The model; every call gives the same one."""
+        torch.manual_seed(self.seed)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=self.intermediate or self.width * 8 // 3 // 64 * 64,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.width // 64,
+            num_key_value_heads=max(1, self.width // 128),
+            max_position_embeddings=self.positions,
+            bos_token_id=1,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        with torch.device(self.device):
+            return LlamaForCausalLM(config).eval().to(self.dtype)
+
+
 def damped_llama(
-    width: int,
-    layers: int = 12,
-    exit_layer: int = 4,
-    num_draft: int = 4,
-    agreement: float = 0.8,
-    vocabulary: int = 4096,
-    positions: int = 16384,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    intermediate: int | None = None,
-    search: bool = True,
+    shape: LlamaShape, exit_layer: int = 4, num_draft: int = 4, agreement: float = 0.8
 ) -> tuple[LlamaForCausalLM, float]:
     """A random Llama whose layers from ``exit_layer`` on are damped so that an exit there agrees at the set rate.
 
     Agreement is the acceptance rate of greedy drafts; of a row of dampings the one that comes closest is taken.
 
     Args:
-        width: hidden size; heads are 64 wide, two query heads share a key head.
-        layers: decoder layers.
+        shape: of the model.
         exit_layer: the exit that is to agree.
         num_draft: length of the drafts.
         agreement: rate aimed for, between 0 and 1.
-        vocabulary, positions: sizes of the vocabulary and the context.
-        dtype, device: of the model.
-        seed: of the weights.
-        intermediate: width of the MLP, 8/3 of the hidden size by default.
-        search: whether to damp at all; without it the agreement is 0 and not measured.
 
     Returns:
         The model and the agreement that it has.
     """
-    model = _random_llama(width, layers, vocabulary, positions, dtype, device, seed, intermediate)
-    if not search:
-        return model, 0.0
-    upper = [place for layer in range(exit_layer, layers) for place in ((layer, "attention"), (layer, "mlp"))]
+    model = shape.model()
+    upper = [(layer, block) for layer in range(exit_layer, shape.layers) for block in ("attention", "mlp")]
     return model, _damped(model, upper, SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft)), agreement)
 
 
 def known_skips_llama(
-    width: int,
-    layers: int = 32,
-    ratio: float = 0.5,
-    num_draft: int = 4,
-    agreement: float = 0.95,
-    vocabulary: int = 4096,
-    positions: int = 16384,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    intermediate: int | None = None,
+    shape: LlamaShape, ratio: float = 0.5, num_draft: int = 4, agreement: float = 0.95
 ) -> tuple[LlamaForCausalLM, SkipLayers, float]:
     """A random Llama in which a known part of the attention and MLP blocks hardly matters, mixed in depth.
 
     Args:
-        width: hidden size; heads are 64 wide, two query heads share a key head.
-        layers: decoder layers; the first and the last matter.
+        shape: of the model; the first and the last layer matter.
         ratio: share of the other layers' blocks that hardly matter.
         num_draft: length of the drafts that are to agree.
         agreement: rate aimed for where all of these blocks are skipped, between 0 and 1.
-        vocabulary, positions: sizes of the vocabulary and the context.
-        dtype, device: of the model.
-        seed: of the weights and of which blocks matter.
-        intermediate: width of the MLP, 8/3 of the hidden size by default.
 
     Returns:
         The model, the blocks that hardly matter, and the agreement without them.
     """
-    model = _random_llama(width, layers, vocabulary, positions, dtype, device, seed, intermediate)
+    model = shape.model()
     space = SkipSpace.of(Anatomy.of(model))
-    known = space.random(np.random.default_rng(seed), ratio)
+    known = space.random(np.random.default_rng(shape.seed), ratio)
     draft = SkipLayers(tuple(known.skipped_attention), tuple(known.skipped_mlp))
     places = [space.blocks[place] for place in space.places(known)]
     return model, draft, _damped(model, places, SelfSpec(draft=draft, stop=FixedLength(num_draft)), agreement)
-
-
-def _random_llama(
-    width: int,
-    layers: int,
-    vocabulary: int,
-    positions: int,
-    dtype: torch.dtype,
-    device: str,
-    seed: int,
-    intermediate: int | None,
-) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=intermediate or width * 8 // 3 // 64 * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=max(1, width // 128),
-        max_position_embeddings=positions,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.device(device):
-        return LlamaForCausalLM(config).eval().to(dtype)
 
 
 def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSpec, agreement: float) -> float:
