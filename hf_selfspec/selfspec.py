@@ -28,8 +28,9 @@ from .model.partial import LayerPlan
 from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
-from .search.exit_choice import Evidence, ExitChoice, Rule, exits_to_try, rules
+from .search.exit_choice import Evidence, ExitChoice, exits_to_try
 from .search.on_the_fly import OnTheFlySearch, Search, SkipSearch, usual_ratio
+from .search.replay import Rule, rules
 from .search.skip_space import SkipSpace
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, FixedLength, StopRule

@@ -31,10 +31,12 @@ from hf_selfspec.bench.trained import _traces
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
 from hf_selfspec.model.exits import Exits
+from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
-from hf_selfspec.search.exit_choice import Evidence, Replay, Trace, choose, draft_lengths, replay
+from hf_selfspec.search.exit_choice import Evidence, choose
+from hf_selfspec.search.replay import Replay, Trace, draft_lengths, replay
 
-COSTS = ForwardCosts(fixed=1.0, layer=2.0, token=0.5, step=0.25, num_layers=4)
+COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, token=0.5, step=0.25, num_layers=4)
 
 
 def prompt(length: int = 6, rows: int = 1) -> torch.Tensor:
@@ -51,15 +53,24 @@ def greedy(model, ids, tokens=48, **kwargs):
 # Costs and replay ----------------------------------------------------------------------------------------------------
 
 
-def test_costs_are_fitted_to_three_forwards():
+def exit_plan(layer: int) -> LayerPlan:
+    return LayerPlan.early_exit(4, layer)
+
+
+def test_costs_are_fitted_to_the_forwards():
+    """By hand: 4 layers of attention 0.5 and MLP 1.5; the second watch tells them apart."""
     one, full, many = 1 + 2 * 2.0, 1 + 4 * 2.0, 1 + 4 * (2.0 + 0.5 * 7)
-    fitted = ForwardCosts.fit(early=2, early_one=one, full_one=full, full_many=many, many=8, layers=4)
-    assert (fitted.fixed, fitted.layer, fitted.token, fitted.step) == (1.0, 2.0, 0.5, 0.0)
+    watch = Stopwatch(exit_plan(2), seconds={"early": [one], "full": [full], "many": [many]})
+    assert watch.costs() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.0, 4)
+    watch.attention = LayerPlan(4, frozenset(), frozenset([1, 2]))
+    watch.seconds["attention"] = [full - 2 * 1.5]
+    assert watch.costs() == ForwardCosts(1.0, 0.5, 1.5, 0.5, 0.0, 4)
 
 
 def test_cost_of_a_round():
     assert COSTS.plain() == 1 + 4 * 2
-    assert COSTS.draft(1) == 1 + 2 + 0.25
+    assert COSTS.draft(exit_plan(1)) == 1 + 2 + 0.25
+    assert COSTS.draft(LayerPlan(4, frozenset([1]), frozenset([1, 2]))) == 1 + 3 * 0.5 + 2 * 1.5 + 0.25
     assert COSTS.verify(1, 0) == COSTS.plain()
     # Without KVQ reuse, 3 tokens through all layers.
     assert COSTS.verify(1, 2) == 1 + 4 * (2 + 2 * 0.5)
@@ -67,14 +78,14 @@ def test_cost_of_a_round():
     # 2 drafted tokens on that spares as much as the other forward costs beside its layers.
     assert COSTS.reuse_from(1) == 2
     assert COSTS.verify(1, 3) == (1 + 1 * 2) + (1 + 3 * (2 + 3 * 0.5)) < 1 + 4 * (2 + 3 * 0.5)
-    assert ForwardCosts(1.0, 2.0, 0.0, 0.0, 4).verify(2, 9) == 9
+    assert ForwardCosts(1.0, 1.0, 1.0, 0.0, 0.0, 4).verify(2, 9) == 9
 
 
 def test_fixed_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
-    found = replay(Trace(accept, accept), FixedLength(2), 1, COSTS, 25)
+    found = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
     # Rounds: from 0 two accepted (to 3); from 3 one (to 5); from 5 none (to 6); from 6 only one token is left.
-    seconds = 3 * (2 * COSTS.draft(1) + COSTS.verify(1, 2)) + COSTS.draft(1) + COSTS.verify(1, 1)
+    seconds = 3 * (2 * COSTS.draft(exit_plan(1)) + COSTS.verify(1, 2)) + COSTS.draft(exit_plan(1)) + COSTS.verify(1, 1)
     assert found == Replay(pytest.approx(seconds), 7, 4)
 
 
@@ -82,7 +93,7 @@ def test_confident_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
     assert draft_lengths(sure, ConfidenceThreshold(0.5), 3).tolist() == [[2, 1, 3, 3, 2, 1, 1]]
-    found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), 1, COSTS, 3)
+    found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
     # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (one, accepted).
     assert (found.drafted, found.accepted) == (7, 4)
 
@@ -95,8 +106,8 @@ def test_replay_of_likely_acceptance_is_the_mean_over_outcomes():
     for _ in range(runs):
         outcome = (generator.random(12) < accept[0]).astype(float)
         # An outcome is drawn for each position, so a walk along it is one run of the decoder.
-        total += replay(Trace(outcome[None], sure), rule, 2, COSTS, 4).seconds
-    expected = replay(Trace(accept, sure), rule, 2, COSTS, 4).seconds
+        total += replay(Trace(outcome[None], sure), rule, exit_plan(2), COSTS, 4).seconds
+    expected = replay(Trace(accept, sure), rule, exit_plan(2), COSTS, 4).seconds
     assert total / runs == pytest.approx(expected, rel=0.02)
 
 
@@ -107,7 +118,7 @@ def test_replay_foretells_what_decoding_does(rule):
     spec = SelfSpec(draft=EarlyExit(3), stop=rule)
     text = greedy(model, ids, tokens, assistant=spec)
     trace = _traces(model, text, ids.shape[1], [3], None)[3]
-    found = replay(Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, 2, COSTS, 25)  # after the prefill's token
+    found = replay(Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, exit_plan(2), COSTS, 25)  # after the prefill's token
     assert 0 < spec.stats.accepted < spec.stats.drafted
     # A rejected draft goes on along another text, and the end of the text cuts the last drafts.
     assert found.accepted == pytest.approx(spec.stats.accepted, abs=2)
@@ -237,12 +248,12 @@ def test_kinds_of_calls_choose_for_themselves():
 
 
 def test_disturbed_timings_do_not_count():
-    watch = Stopwatch(2, 4)
+    watch = Stopwatch(exit_plan(2))
     watch.seconds = {"early": [5.0, 50.0], "full": [9.0, 12.0], "many": [23.0, 90.0], "draft": [5.5, 60.0]}
-    other = Stopwatch(2, 4)
+    other = Stopwatch(exit_plan(2))
     other.seconds = {"early": [7.0], "full": [99.0], "many": [99.0], "draft": [99.0]}
     watch.add(other)
-    assert watch.costs() == ForwardCosts(1.0, 2.0, 0.5, 0.5, 4)
+    assert watch.costs() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 4)
 
 
 class Slow(dict):
@@ -258,7 +269,7 @@ def test_evidence_is_complete_while_threads_add_to_it():
     evidence, bad = Evidence(), np.zeros((1, 40))
 
     def add(_):
-        watch = Stopwatch(1, 4)
+        watch = Stopwatch(exit_plan(1))
         watch.seconds = {"early": [3.0], "full": [9.0], "many": [10.0]}
         return evidence.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), watch, [FixedLength(1)], 25)
 
@@ -287,7 +298,9 @@ def test_timings_use_no_random_numbers():
 
 
 def use_costs(monkeypatch, **costs):
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: ForwardCosts(num_layers=self.layers, **costs))
+    layers = {"attention": costs.pop("layer") / 2, "num_layers": 6}
+    layers["mlp"] = layers["attention"]
+    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: ForwardCosts(**layers, **costs))
 
 
 def test_the_chosen_exit_is_used(monkeypatch):

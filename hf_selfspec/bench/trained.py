@@ -16,9 +16,11 @@ from ..model import anatomy as anatomies
 from ..model.anatomy import Anatomy, Architecture, register_architecture
 from ..model.cache import SpeculativeCache
 from ..model.exits import Exits
+from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
-from ..search.exit_choice import ExitChoice, Trace, choose, exits_to_try, rules, trace
+from ..search.exit_choice import ExitChoice, choose, exits_to_try
+from ..search.replay import Trace, rules, trace
 from ..selfspec import SelfSpec
 from ..stop.rules import confidence
 from ..types import GenerationStats
@@ -189,7 +191,7 @@ def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) 
     anatomy = Anatomy.of(model)
     layers, s = anatomy.num_layers, ids.shape[1]
     target = Target(model, anatomy, SpeculativeCache(layers, 1, s + 1))
-    stopwatch = Stopwatch(max(1, layers // 4), layers)
+    stopwatch = Stopwatch(LayerPlan.early_exit(layers, max(1, layers // 4)))
     with target.prepared():
         target.prefill(ids, [0], [s])
         stopwatch.measure(target, ids[:, -MANY:], [s - MANY], [s - 1], repeats, draft=None)

@@ -11,7 +11,8 @@ from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
-from ..search.exit_choice import Evidence, ExitChoice, Rule, Trace, trace
+from ..search.exit_choice import Evidence, ExitChoice
+from ..search.replay import Rule, Trace, trace
 from ..stop.rules import confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
@@ -155,11 +156,11 @@ class ProbingDraft(PartialDraft):
 
     def _timings(self, text: Text) -> Stopwatch:
         """Times forwards at the end of the text; what they write into the cache is what is there."""
-        layers = self.target.anatomy.num_layers
-        stopwatch = Stopwatch(self.middle, layers)
+        early = LayerPlan.early_exit(self.target.anatomy.num_layers, self.middle)
+        stopwatch = Stopwatch(early)
         starts, ids = _before(text, [root + 1 for root in text.roots()], MANY)
         steps, usual = self.steps, (self.plan, self.limits)
-        self.plan = LayerPlan.early_exit(layers, self.middle)
+        self.plan = early
         self.limits = replace(self.limits, tree=None)
         devices = [] if ids.device.type == "cpu" else [ids.device]
         with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):

@@ -34,64 +34,47 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class ForwardCosts:
-    """Seconds of a forward over ``k`` layers and ``m`` tokens, ``fixed + k (layer + token (m - 1))``.
+    """Seconds of forwards; one over all blocks and ``m`` tokens takes ``fixed + L (attention + mlp + token (m - 1))``.
 
     Attributes:
-        fixed: embedding, masks, head and whatever else does not depend on the layers.
-        layer: a layer with one token.
+        fixed: embedding, masks, head and whatever else does not depend on the blocks.
+        attention: an attention block with one token.
+        mlp: an MLP block with one token.
         token: what each further token adds to a layer.
         step: what drafting a token takes beside its forward.
         num_layers: ``L``.
     """
 
     fixed: float
-    layer: float
+    attention: float
+    mlp: float
     token: float
     step: float
     num_layers: int
 
-    @classmethod
-    def fit(
-        cls, early: int, early_one: float, full_one: float, full_many: float, many: int, layers: int, step: float = 0.0
-    ) -> ForwardCosts:
-        """Costs from three measured forwards.
-
-        Args:
-            early: an exit layer.
-            early_one: seconds of one token through the first ``early`` layers and the head.
-            full_one: seconds of one token through all layers.
-            full_many: seconds of ``many`` tokens through all layers.
-            many: tokens of the third forward.
-            layers: ``L``.
-            step: seconds that drafting a token takes beside its forward.
-        """
-        layer = max(full_one - early_one, 0.0) / (layers - early)
-        fixed = max(full_one - layers * layer, 0.0)
-        token = max(full_many - full_one, 0.0) / (layers * (many - 1))
-        return cls(fixed, layer, token, step, layers)
-
-    def draft(self, exit_layer: int) -> float:
+    def draft(self, plan: LayerPlan) -> float:
         """Drafting one token."""
-        return self.fixed + exit_layer * self.layer + self.step
+        attention = self.attention * (self.num_layers - len(plan.skipped_attention))
+        return self.fixed + attention + self.mlp * (self.num_layers - len(plan.skipped_mlp)) + self.step
 
     def plain(self) -> float:
         """One token through the whole model."""
-        return self.fixed + self.num_layers * self.layer
+        return self.fixed + self.num_layers * (self.attention + self.mlp)
 
-    def verify(self, exit_layer: int, drafted: int) -> float:
-        """Verifying ``drafted`` tokens after a draft from ``exit_layer``, with KVQ reuse where it pays."""
+    def verify(self, prefix: int, drafted: int) -> float:
+        """Verifying ``drafted`` tokens of a plan whose first altered layer is ``prefix``, with reuse where it pays."""
         whole = self.plain() + self.num_layers * self.token * drafted
-        if drafted < self.reuse_from(exit_layer):
+        if drafted < self.reuse_from(prefix):
             return whole
-        return whole + self.fixed - exit_layer * self.token * drafted
+        return whole + self.fixed - prefix * self.token * drafted
 
-    def reuse_from(self, exit_layer: int) -> int:
-        """From how many drafted tokens on KVQ reuse pays (LayerSkip §4.3).
+    def reuse_from(self, prefix: int) -> int:
+        """From how many drafted tokens on starting from their states behind the exact prefix pays (LayerSkip §4.3).
 
-        It spares them the first ``exit_layer`` layers, but the last of them has to go through these on its own, in one
+        It spares them the first ``prefix`` layers, but the last of them has to go through these on its own, in one
         forward more. Either way each layer runs once, so what counts is what a further token adds to it.
         """
-        spared = exit_layer * self.token
+        spared = prefix * self.token
         return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
@@ -100,13 +83,13 @@ class Stopwatch:
     """Repeated timings of the forwards from which costs follow, and of drafting a token.
 
     Attributes:
-        early: the exit layer of the early forwards.
-        layers: ``L``.
-        seconds: all times of the forwards ``early``, ``full`` and ``many``, and of ``draft``.
+        early: what runs in the early forwards; some layers are left out as a whole.
+        attention: a plan that leaves out MLP blocks alone, ``None`` where attention and MLP need not be told apart.
+        seconds: all times of the forwards ``early``, ``attention``, ``full`` and ``many``, and of ``draft``.
     """
 
-    early: int
-    layers: int
+    early: LayerPlan
+    attention: LayerPlan | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, other: Stopwatch) -> None:
@@ -131,15 +114,16 @@ class Stopwatch:
             starts: slot of the first of them.
             roots: slot of each row's last token.
             repeats: how often; one round more comes first and does not count.
-            draft: drafts one token with the early layers, ``None`` to leave drafting out.
+            draft: drafts one token with the early plan, ``None`` to leave drafting out.
         """
-        plan = LayerPlan.early_exit(self.layers, self.early)
         last = ids[:, -1:]
         runs: dict[str, Callable[[], object]] = {
-            "early": lambda: target.step(last, roots, plan),
+            "early": lambda: target.step(last, roots, self.early),
             "full": lambda: target.step(last, roots),
             "many": lambda: target.step(ids, starts),
         }
+        if self.attention is not None:
+            runs["attention"] = lambda: target.step(last, roots, self.attention)
         if draft is not None:
             runs["draft"] = draft
         for turn in range(repeats + 1):
@@ -155,5 +139,16 @@ class Stopwatch:
             of: what counts of repeated times; the shortest by default, since what disturbs a time makes it longer.
         """
         found = {name: of(times) for name, times in self.seconds.items()}
-        step = max(found["draft"] - found["early"], 0.0) if "draft" in found else 0.0
-        return ForwardCosts.fit(self.early, found["early"], found["full"], found["many"], MANY, self.layers, step)
+        layers, full = self.early.num_layers, found["full"]
+        layer = max(full - found["early"], 0.0) / len(self.early.skipped_layers)
+        mlp = layer / 2
+        if self.attention is not None:
+            mlp = min(max(full - found["attention"], 0.0) / len(self.attention.skipped_mlp), layer)
+        return ForwardCosts(
+            fixed=max(full - layers * layer, 0.0),
+            attention=layer - mlp,
+            mlp=mlp,
+            token=max(found["many"] - full, 0.0) / (layers * (MANY - 1)),
+            step=max(found["draft"] - found["early"], 0.0) if "draft" in found else 0.0,
+            num_layers=layers,
+        )

@@ -1,45 +1,14 @@
-"""The exit layer and stop rule that give the most tokens per second, from agreement and measured costs.
-
-What a draft from exit ``E`` would have done on a text that the model wrote is known without drafting: the exact prefix
-makes the exit's prediction after each token of that text the token it would have drafted there. So one forward over
-the text, with all exits, stands for all drafts that could have been made.
-"""
+"""The exit layer and stop rule that give the most tokens per second, from agreement and measured costs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from ..stop.rules import ConfidenceThreshold, FixedLength
+from ..model.partial import LayerPlan
 from .costs import ForwardCosts, Stopwatch
-
-Rule = FixedLength | ConfidenceThreshold
-
-LENGTHS = (1, 2, 3, 4, 5, 6)
-# Less than that is within what such an estimate can be wrong by.
-_LEAST_SPEEDUP = 1.02
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one exit says along texts that the full model wrote.
-
-    Attributes:
-        accept: ``[b, n]`` probability that the exit's draft is accepted at each position, after accepted ones.
-        confidence: ``[b, n]`` the exit's top-1 probability there.
-    """
-
-    accept: np.ndarray
-    confidence: np.ndarray
-
-    def part(self, row: int, start: int, end: int) -> Trace:
-        """Some positions of one row."""
-        return Trace(self.accept[row : row + 1, start:end], self.confidence[row : row + 1, start:end])
+from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay
 
 
 @dataclass(frozen=True)
@@ -75,71 +44,6 @@ class ExitChoice:
                 *rows,
             ]
         )
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A draft replayed along texts.
-
-    Attributes:
-        seconds: expected time.
-        drafted, accepted: expected tokens.
-    """
-
-    seconds: float
-    drafted: float
-    accepted: float
-
-
-def replay(trace: Trace, rule: Rule, exit_layer: int, costs: ForwardCosts, max_draft: int) -> Replay:
-    """Expected time when ``exit_layer`` drafts along ``trace`` by ``rule``.
-
-    A round that starts at position ``i`` drafts ``D_i`` tokens and moves on by one more than are accepted. After a
-    rejected token the draft would go on along another text; the confidences of this one stand for its. Rows of a batch
-    are taken as if each were alone, although they wait for the one that drafts longest.
-    """
-    b, n = trace.accept.shape
-    lengths = draft_lengths(trace.confidence, rule, max_draft)
-    seconds = drafted = accepted = 0.0
-    for row in range(b):
-        starts = np.zeros(n + max_draft + 2)
-        starts[0] = 1.0
-        for i in range(n):
-            share = float(starts[i])
-            if share < 1e-9:
-                continue
-            length = int(lengths[row, i])
-            seconds += share * (length * costs.draft(exit_layer) + costs.verify(exit_layer, length))
-            drafted += share * length
-            for k in range(length):
-                chance = float(trace.accept[row, i + k])
-                starts[i + k + 1] += share * (1 - chance)
-                share *= chance
-                accepted += share
-            starts[i + length + 1] += share
-    return Replay(seconds, drafted, accepted)
-
-
-def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndarray:
-    """``[b, n]`` how many tokens a draft has that starts at each position; never beyond the text."""
-    n = confidence.shape[1]
-    room = np.minimum(n - np.arange(n), max_draft)
-    if isinstance(rule, FixedLength):
-        return np.broadcast_to(np.minimum(room, rule.num_tokens), confidence.shape)
-    lengths = np.empty(confidence.shape, dtype=int)
-    unsure = np.full(confidence.shape[0], n - 1)
-    for i in reversed(range(n)):
-        unsure = np.where(confidence[:, i] < rule.threshold, i, unsure)
-        lengths[:, i] = np.minimum(unsure - i + 1, room[i])
-    return lengths
-
-
-def rules(max_draft: int) -> list[Rule]:
-    """Stop rules that a probe compares."""
-    return [
-        *(FixedLength(length) for length in LENGTHS if length <= max_draft),
-        *(ConfidenceThreshold(threshold) for threshold in THRESHOLDS),
-    ]
 
 
 class Evidence:
@@ -209,45 +113,23 @@ def choose(
     """
     best: dict[int, tuple[Replay, Rule]] = {}
     for layer, texts in traces.items():
-        runs = [(_sum(replay(text, rule, layer, costs, max_draft) for text in texts), rule) for rule in candidates]
+        plan = LayerPlan.early_exit(costs.num_layers, layer)
+        runs = [
+            (Replay.of_all(replay(text, rule, plan, costs, max_draft) for text in texts), rule) for rule in candidates
+        ]
         best[layer] = min(runs, key=lambda run: run[0].seconds)
     tokens = _tokens(traces)
     by_layer = {layer: costs.plain() * tokens / run.seconds for layer, (run, _) in best.items()}
     layer = max(by_layer, key=lambda layer: by_layer[layer])
     run, rule = best[layer]
-    if by_layer[layer] < _LEAST_SPEEDUP:
+    if by_layer[layer] < LEAST_SPEEDUP:
         return ExitChoice(None, rule, 1.0, 0.0, by_layer, 0, tokens)
     rate = run.accepted / run.drafted
     return ExitChoice(layer, rule, by_layer[layer], rate, by_layer, costs.reuse_from(layer), tokens)
 
 
 def _tokens(traces: dict[int, list[Trace]]) -> int:
-    return sum(text.accept.size for text in next(iter(traces.values())))
-
-
-def _sum(runs: Iterable[Replay]) -> Replay:
-    parts = list(runs)
-    return Replay(
-        seconds=sum(part.seconds for part in parts),
-        drafted=sum(part.drafted for part in parts),
-        accepted=sum(part.accepted for part in parts),
-    )
-
-
-def trace(exit_scores: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor, do_sample: bool) -> Trace:
-    """The trace of one exit.
-
-    Args:
-        exit_scores: ``[b, n, v]`` processed logits of the exit.
-        scores: ``[b, n, v]`` processed logits of the full model at the same positions.
-        confidence: ``[b, n]`` the exit's top-1 probability.
-        do_sample: tokens are drawn, so that a draft is accepted with probability ``Σ min(p, q)``.
-    """
-    if do_sample:
-        accept = torch.minimum(exit_scores.softmax(-1), scores.softmax(-1)).sum(-1)
-    else:
-        accept = (exit_scores.argmax(-1) == scores.argmax(-1)).float()
-    return Trace(accept.cpu().double().numpy(), confidence.cpu().double().numpy())
+    return sum(text.tokens for text in next(iter(traces.values())))
 
 
 def exits_to_try(num_layers: int) -> list[int]:

@@ -1,0 +1,137 @@
+"""What drafting part of a model would bring, replayed along texts that the whole model wrote.
+
+What a draft would have done on such a text is known without drafting: its prediction after each token is the token that
+it would have drafted there. (For an early exit exactly, by the exact prefix; other drafts read keys and values of their
+own where they go on from drafted tokens.) So one forward over the text stands for all drafts that could have been made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..model.partial import LayerPlan
+from ..stop.rules import ConfidenceThreshold, FixedLength
+from .costs import ForwardCosts
+
+Rule = FixedLength | ConfidenceThreshold
+
+_LENGTHS = (1, 2, 3, 4, 5, 6)
+_THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Less than that is within what such an estimate can be wrong by.
+LEAST_SPEEDUP = 1.02
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What part of a model says along texts that the whole model wrote.
+
+    Attributes:
+        accept: ``[b, n]`` probability that a token drafted at each position is accepted, after accepted ones.
+        confidence: ``[b, n]`` the draft's top-1 probability there.
+    """
+
+    accept: np.ndarray
+    confidence: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Positions in it."""
+        return self.accept.size
+
+    def part(self, row: int, start: int, end: int) -> Trace:
+        """Some positions of one row."""
+        return Trace(self.accept[row : row + 1, start:end], self.confidence[row : row + 1, start:end])
+
+
+def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor, do_sample: bool) -> Trace:
+    """What a draft says where the whole model's scores are known.
+
+    Args:
+        drafted: ``[b, n, v]`` processed logits of the draft.
+        scores: ``[b, n, v]`` processed logits of the full model at the same positions.
+        confidence: ``[b, n]`` the draft's top-1 probability.
+        do_sample: tokens are drawn, so that a draft is accepted with probability ``Σ min(p, q)``.
+    """
+    if do_sample:
+        accept = torch.minimum(drafted.softmax(-1), scores.softmax(-1)).sum(-1)
+    else:
+        accept = (drafted.argmax(-1) == scores.argmax(-1)).float()
+    return Trace(accept.cpu().double().numpy(), confidence.cpu().double().numpy())
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A draft replayed along texts.
+
+    Attributes:
+        seconds: expected time.
+        drafted, accepted: expected tokens.
+    """
+
+    seconds: float
+    drafted: float
+    accepted: float
+
+    @classmethod
+    def of_all(cls, parts: Iterable[Replay]) -> Replay:
+        """The sums over several texts."""
+        runs = list(parts)
+        return cls(sum(r.seconds for r in runs), sum(r.drafted for r in runs), sum(r.accepted for r in runs))
+
+
+def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replay:
+    """Expected time when ``plan`` drafts along ``trace`` by ``rule``.
+
+    A round that starts at position ``i`` drafts ``D_i`` tokens and moves on by one more than are accepted. After a
+    rejected token the draft would go on along another text; the confidences of this one stand for its. Rows of a batch
+    are taken as if each were alone, although they wait for the one that drafts longest.
+    """
+    b, n = trace.accept.shape
+    chances, lengths = trace.accept.tolist(), draft_lengths(trace.confidence, rule, max_draft).tolist()
+    draft, prefix = costs.draft(plan), plan.first_altered
+    verify = [costs.verify(prefix, length) for length in range(max_draft + 1)]
+    seconds = drafted = accepted = 0.0
+    for row in range(b):
+        starts = [1.0] + [0.0] * (n + max_draft + 1)
+        for i in range(n):
+            share = starts[i]
+            if share < 1e-9:
+                continue
+            length = lengths[row][i]
+            seconds += share * (length * draft + verify[length])
+            drafted += share * length
+            for k in range(length):
+                chance = chances[row][i + k]
+                starts[i + k + 1] += share * (1 - chance)
+                share *= chance
+                accepted += share
+            starts[i + length + 1] += share
+    return Replay(seconds, drafted, accepted)
+
+
+def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndarray:
+    """``[b, n]`` how many tokens a draft has that starts at each position; never beyond the text."""
+    n = confidence.shape[1]
+    room = np.minimum(n - np.arange(n), max_draft)
+    if isinstance(rule, FixedLength):
+        return np.broadcast_to(np.minimum(room, rule.num_tokens), confidence.shape)
+    lengths = np.empty(confidence.shape, dtype=int)
+    unsure = np.full(confidence.shape[0], n - 1)
+    for i in reversed(range(n)):
+        unsure = np.where(confidence[:, i] < rule.threshold, i, unsure)
+        lengths[:, i] = np.minimum(unsure - i + 1, room[i])
+    return lengths
+
+
+def rules(max_draft: int) -> list[Rule]:
+    """Stop rules that a probe compares."""
+    return [
+        *(FixedLength(length) for length in _LENGTHS if length <= max_draft),
+        *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),
+    ]
+
+
