@@ -30,6 +30,8 @@ class RunningDraft(Protocol):
 
     def finish(self, text: Text) -> None: ...
 
+    def report(self, stats: GenerationStats) -> None: ...
+
 
 @dataclass
 class Record:
@@ -105,7 +107,9 @@ class Decoder:
             self._commit(verdicts, logits)
             committed = perf_counter()
             self.draft.update(self.text, verdicts, logits)
-            self.stats.search_seconds += perf_counter() - committed
+            updated = perf_counter()
+            self.stats.search_seconds += updated - committed
+            self.stats.timeline.append((self.stats.tokens, updated - started))
         if self.streamer is not None:
             self.streamer.end()
         ids = self._output_ids()
@@ -115,6 +119,7 @@ class Decoder:
         self.stats.draft_steps = self.draft.steps
         self.stats.forward_seconds = self.target.forward_seconds
         self.stats.total_seconds = perf_counter() - started
+        self.draft.report(self.stats)
         return ids
 
     def _prefill(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -29,8 +29,9 @@ from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
 from .search.exit_choice import Evidence, ExitChoice, exits_to_try
-from .search.on_the_fly import OnTheFlySearch, Search, SkipSearch, usual_ratio
+from .search.on_the_fly import OnTheFlySearch, Search, usual_ratio
 from .search.replay import Rule, rules
+from .search.skip_search import SkipSearch
 from .search.skip_space import SkipSpace
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
@@ -40,7 +41,7 @@ from .verify.stopping import Stopper
 from .verify.tree import TopKTree
 
 _FIRST_SLOTS = 1024
-_STOP_UNTIL_PROBED = FixedLength(2)
+_STOP_UNTIL_CHOSEN = FixedLength(2)
 _lock = threading.Lock()
 
 
@@ -53,7 +54,9 @@ class _Learned:
     exits: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, bool], Evidence]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    searches: weakref.WeakKeyDictionary[PreTrainedModel, SkipSearch] = field(default_factory=weakref.WeakKeyDictionary)
+    searches: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, bool], SkipSearch]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def __reduce__(self) -> Any:
         # Copies begin anew: what was learned is about models that are not copied with them.
@@ -93,11 +96,11 @@ class SelfSpec:
                 f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, "
                 f"got {self.draft!r}."
             )
-        probed = self.stop is None and isinstance(self.draft, (EarlyExit, EarlyExitOnly))
+        probed = self.stop is None and self._chooses_stop
         if not probed and (not callable(self.stop) or isinstance(self.stop, type)):
             raise SettingTypeError(
                 "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function of (input_ids, logits, "
-                f"hidden_states), got {self.stop!r}; None goes with EarlyExit, where a probe chooses."
+                f"hidden_states), got {self.stop!r}; None goes with EarlyExit and with a search, which choose."
             )
         if self.tree is not None and not isinstance(self.tree, TopKTree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {self.tree!r}.")
@@ -141,7 +144,7 @@ class SelfSpec:
     @classmethod
     def swift(
         cls,
-        ratio: float | None = None,
+        ratio: float | Literal["auto"] = "auto",
         search: Search | None = None,
         stop: StopRule | None = None,
         tree: TopKTree | None = None,
@@ -261,7 +264,7 @@ class SelfSpec:
         stopper = Stopper(stopping_criteria)
         new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
         limits = Limits(
-            self.stop or _STOP_UNTIL_PROBED, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
+            self.stop or _STOP_UNTIL_CHOSEN, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
         )
         room = new_tokens + max(limits.most_nodes, self._window)
         target = Target(
@@ -294,8 +297,6 @@ class SelfSpec:
             ids = decoder.run()
             if (returned or own_cache) and not partial:
                 decoder.hand_back(past, ids)
-        running = target.full_plan if isinstance(draft, NoDraft) else getattr(draft, "plan", None)
-        decoder.stats.plan = "" if running is None else running.picture()
         with _lock:
             self._learned.stats = decoder.stats
         return decoder.output(ids, None if partial else past) if returned else ids
@@ -307,7 +308,7 @@ class SelfSpec:
             vocabulary = target.model.get_input_embeddings().num_embeddings
             return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
         if isinstance(self.draft, EarlyExitOnly):
-            return NoDraft()
+            return NoDraft(target.full_plan)
         if isinstance(self.draft, SkipLayers) and self.draft.search is not None:
             assert plan is not None
             return self._searching(target, plan, limits, scorer, self.draft.search)
@@ -333,6 +334,12 @@ class SelfSpec:
         search = self.draft.search if isinstance(self.draft, SkipLayers) else None
         return 0 if search is None else search.context_window
 
+    @property
+    def _chooses_stop(self) -> bool:
+        if isinstance(self.draft, SkipLayers):
+            return self.draft.search is not None and self.draft.ratio == "auto"
+        return isinstance(self.draft, (EarlyExit, EarlyExitOnly))
+
     def _searching(
         self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, settings: Search
     ) -> PartialDraft:
@@ -344,12 +351,18 @@ class SelfSpec:
                 "there is no search for blocks to skip, and the set that it would start from drafts."
             )
             return PartialDraft(target, start, limits, scorer)
-        ratio = self.draft.ratio or usual_ratio(target.model.num_parameters())
+        auto = self.draft.ratio == "auto"
+        ratio = usual_ratio(target.model.num_parameters()) if self.draft.ratio == "auto" else self.draft.ratio
+        kind = (scorer.do_sample, len(target.roots) > 1)
         with _lock:
-            search = self._learned.searches.get(target.model)
-            if search is None:
-                search = self._learned.searches[target.model] = SkipSearch(settings, space, ratio, start)
-        return SearchingDraft(target, limits, scorer, search)
+            kinds = self._learned.searches.setdefault(target.model, {})
+            if kind not in kinds:
+                # What another kind of call found is a better start than none.
+                best = next((search.best for search in kinds.values()), start)
+                considered = [self.stop] if isinstance(self.stop, Rule) else rules(self.max_draft)
+                kinds[kind] = SkipSearch(settings, space, ratio, best, auto, considered, self.max_draft)
+            search = kinds[kind]
+        return SearchingDraft(target, limits, scorer, search, self.stop)
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
         if prompt.padding is not None:

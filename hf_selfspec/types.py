@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+# A plan's picture as two lines of blocks.
+_ATTENTION, _MLP = str.maketrans("#am.", "■■□□"), str.maketrans("#am.", "■□■□")
+
 
 @dataclass
 class Text:
@@ -170,6 +173,10 @@ class GenerationStats:
         forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
         from_draft: for each row and generated token whether it came from the draft.
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
+        phase: of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
+        matchness: of the sets that such a search tried, in order, those of earlier calls included.
+        drafts: whether it was worth drafting at the end of the call.
+        timeline: after each round the tokens of all rows so far and the seconds since the call began.
     """
 
     tokens: int = 0
@@ -187,6 +194,10 @@ class GenerationStats:
     forward_seconds: float = 0.0
     from_draft: list[list[bool]] = field(default_factory=list, repr=False)
     plan: str = ""
+    phase: str = ""
+    matchness: list[float] = field(default_factory=list, repr=False)
+    drafts: bool = True
+    timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
 
     @property
     def acceptance_rate(self) -> float:
@@ -246,6 +257,10 @@ class GenerationStats:
             ("c (step / verify pass)", f"{self.draft_cost:.3f}"),
             ("expected speed-up", f"{self.expected_speedup:.2f}"),
         ]
+        if self.phase:
+            last = f", last of {len(self.matchness)} tries {self.matchness[-1]:.2f}" if self.matchness else ""
+            lines.append(("search", f"{self.phase}{last}{'' if self.drafts else ', no draft pays'}"))
         if self.plan:
-            lines.append(("layers of the draft", self.plan))
+            lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
+            lines.append(("MLP blocks", self.plan.translate(_MLP)))
         return "\n".join(f"{name:<24} {value}" for name, value in lines)

@@ -118,7 +118,9 @@ def test_replay_foretells_what_decoding_does(rule):
     spec = SelfSpec(draft=EarlyExit(3), stop=rule)
     text = greedy(model, ids, tokens, assistant=spec)
     trace = _traces(model, text, ids.shape[1], [3], None)[3]
-    found = replay(Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, exit_plan(2), COSTS, 25)  # after the prefill's token
+    found = replay(
+        Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, exit_plan(2), COSTS, 25
+    )  # after the prefill's token
     assert 0 < spec.stats.accepted < spec.stats.drafted
     # A rejected draft goes on along another text, and the end of the text cuts the last drafts.
     assert found.accepted == pytest.approx(spec.stats.accepted, abs=2)

@@ -6,7 +6,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..errors import SettingError
-from ..types import Draft, Text, Verdict
+from ..types import Draft, GenerationStats, Text, Verdict
 
 
 class CandidateDraft:
@@ -90,3 +90,6 @@ class CandidateDraft:
 
     def finish(self, text: Text) -> None:
         """Nothing to tell: the generator has seen all."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Nothing to say: which blocks run is not known."""

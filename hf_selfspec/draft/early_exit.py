@@ -10,7 +10,7 @@ from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..settings import check_count
-from ..types import Draft, Text, Verdict
+from ..types import Draft, GenerationStats, Text, Verdict
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,16 @@ class EarlyExitOnly:
 
 
 class NoDraft:
-    """Drafts nothing: each step is one token of what plays the whole model."""
+    """Drafts nothing: each step is one token of what plays the whole model.
+
+    Args:
+        plan: what plays it.
+    """
 
     steps = 0
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self.plan = plan
 
     def propose(self, text: Text, room: list[int]) -> Draft:
         """An empty draft."""
@@ -77,6 +84,10 @@ class NoDraft:
 
     def finish(self, text: Text) -> None:
         """Nothing to learn."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Says which blocks run."""
+        stats.plan = self.plan.picture()
 
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:

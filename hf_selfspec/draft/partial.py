@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..errors import SettingTypeError
 from ..model.partial import LayerPlan
 from ..model.target import Target
+from ..search.costs import MANY, Stopwatch
 from ..stop.rules import StopRule, confidence
-from ..types import Draft, Text, Verdict
+from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
 from ..verify.tree import TopKTree
@@ -178,6 +179,25 @@ class PartialDraft(CandidateGenerator):
             prefix=prefix if reused else 0,
         )
 
+    # Costs -------------------------------------------------------------------------------------------------------
+
+    def measure(self, text: Text, stopwatch: Stopwatch, repeats: int) -> None:
+        """Times forwards at the end of the text; what they write into the cache is what is there, or scratch."""
+        starts, ids = tokens_before(text, [root + 1 for root in text.roots()], MANY)
+        steps, usual = self.steps, (self.plan, self.limits)
+        self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
+        devices = [] if ids.device.type == "cpu" else [ids.device]
+        with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
+            stopwatch.measure(
+                self.target,
+                ids,
+                starts,
+                text.roots(),
+                repeats,
+                lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
+            )
+        self.steps, (self.plan, self.limits) = steps, usual
+
     # Transformers' own loops -------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -217,5 +237,17 @@ class PartialDraft(CandidateGenerator):
     def finish(self, text: Text) -> None:
         """Nothing to learn: which blocks run is fixed."""
 
+    def report(self, stats: GenerationStats) -> None:
+        """Says which blocks run."""
+        stats.plan = self.plan.picture()
+
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn: which blocks run is fixed."""
+
+
+def tokens_before(text: Text, slots: list[int], n: int) -> tuple[list[int], torch.Tensor]:
+    """For each row the slot from which ``n`` slots end before its slot, or 0, and the tokens there ``[b, n]``."""
+    starts = [max(0, slot - n) for slot in slots]
+    columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
+    columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
+    return starts, text.ids.gather(1, columns.to(text.ids.device))

@@ -10,13 +10,13 @@ import torch
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..search.costs import MANY, Stopwatch
+from ..search.costs import Stopwatch
 from ..search.exit_choice import Evidence, ExitChoice
 from ..search.replay import Rule, Trace, trace
 from ..stop.rules import confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
-from .partial import Limits, PartialDraft
+from .partial import Limits, PartialDraft, tokens_before
 
 # Tokens of text after which only the exits that look fastest are asked, after which nothing more is looked at, those of
 # one look, and those that are worth one.
@@ -111,7 +111,9 @@ class ProbingDraft(PartialDraft):
         traces = self._traces(text)
         stopwatch = None
         if self.evidence.timings < _TIMED_TEXTS:
-            stopwatch = self._timings(text)
+            early = LayerPlan.early_exit(self.target.anatomy.num_layers, self.middle)
+            stopwatch = Stopwatch(early)
+            self.measure(text, stopwatch, _TIMINGS)
         return self.evidence.add(traces, stopwatch, self.settings.rules, self.limits.max_draft)
 
     def _traces(self, text: Text) -> dict[int, list[Trace]]:
@@ -119,7 +121,7 @@ class ProbingDraft(PartialDraft):
         unseen = self._unseen(text)
         n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
         roots = text.roots()
-        starts, tokens = _before(text, roots, n)
+        starts, tokens = tokens_before(text, roots, n)
         # Where in its window the unseen tokens of each row are; short rows have junk behind them.
         new = [
             (max(root - count, start) - start, root - start)
@@ -133,7 +135,7 @@ class ProbingDraft(PartialDraft):
             logits = self.target.step(tokens, starts).logits
             assert logits is not None
             assert self.exits.states is not None
-            scores = self._scores(logits)
+            scores = self.scorer.roughly(logits.float())
             traces = {}
             for layer, states in zip(self.exits.chosen, self.exits.states, strict=True):
                 chunk = max(1, LOGIT_ELEMENTS // (logits.shape[-1] * n))
@@ -141,44 +143,12 @@ class ProbingDraft(PartialDraft):
                 for start in range(0, text.batch_size, chunk):
                     some = slice(start, start + chunk)
                     said = self.exits.head(states[some].flatten(0, 1)).to(scores.device).unflatten(0, (-1, n))
-                    found = trace(self._scores(said), scores[some], confidence(said), self.scorer.do_sample)
+                    found = trace(
+                        self.scorer.roughly(said.float()), scores[some], confidence(said), self.scorer.do_sample
+                    )
                     rows += [found.part(row, *span) for row, span in enumerate(new[some])]
                 traces[layer] = [row for row in rows if row.accept.size]
             return traces
         finally:
             self.exits.chosen = ()
             self.exits.detach()
-
-    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
-        # Processors that look at the prefix change draft and target alike; a choice does not need them.
-        logits = logits.float()
-        return self.scorer.everywhere(logits) if self.scorer.prefix_free else logits
-
-    def _timings(self, text: Text) -> Stopwatch:
-        """Times forwards at the end of the text; what they write into the cache is what is there."""
-        early = LayerPlan.early_exit(self.target.anatomy.num_layers, self.middle)
-        stopwatch = Stopwatch(early)
-        starts, ids = _before(text, [root + 1 for root in text.roots()], MANY)
-        steps, usual = self.steps, (self.plan, self.limits)
-        self.plan = early
-        self.limits = replace(self.limits, tree=None)
-        devices = [] if ids.device.type == "cpu" else [ids.device]
-        with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
-            stopwatch.measure(
-                self.target,
-                ids,
-                starts,
-                text.roots(),
-                _TIMINGS,
-                lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
-            )
-        self.steps, (self.plan, self.limits) = steps, usual
-        return stopwatch
-
-
-def _before(text: Text, slots: list[int], n: int) -> tuple[list[int], torch.Tensor]:
-    """For each row the slot from which ``n`` slots end before its slot, or 0, and the tokens there ``[b, n]``."""
-    starts = [max(0, slot - n) for slot in slots]
-    columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
-    columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
-    return starts, text.ids.gather(1, columns.to(text.ids.device))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
+from time import perf_counter
+
 import torch
 
 from ..model.partial import LayerPlan
 from ..model.target import Nodes, Target
 from ..search.clasp import closest_layers
-from ..search.on_the_fly import ClosestLayers, SkipSearch
-from ..types import Text, Verdict
+from ..search.costs import Stopwatch
+from ..search.replay import Trace, trace
+from ..search.skip_search import SkipSearch
+from ..stop.rules import StopRule, confidence
+from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import Limits, PartialDraft
+
+# Texts at which forwards are timed, and how often each.
+_TIMED_TEXTS, _TIMINGS = 2, 2
+# Generated tokens after which the first sets are tried, and how many are worth a look at the end of a text.
+_SOON, _LEAST = 32, 8
 
 
 class SearchingDraft(PartialDraft):
@@ -20,77 +32,164 @@ class SearchingDraft(PartialDraft):
     window goes into slots beyond the text, whose own keys and values stay as they are.
 
     Args:
-        target, limits, scorer: see :class:`PartialDraft`.
+        target, limits, scorer: see :class:`PartialDraft`; the stop rule is that of drafts for which none was chosen.
         search: what earlier generations of this model found; this one goes on with it.
+        stop: the user's own stop rule, ``None`` for the one that the search chooses.
     """
 
-    def __init__(self, target: Target, limits: Limits, scorer: Scorer, search: SkipSearch) -> None:
+    def __init__(
+        self, target: Target, limits: Limits, scorer: Scorer, search: SkipSearch, stop: StopRule | None
+    ) -> None:
         super().__init__(target, search.best, limits, scorer)
         self.search = search
-        self._window_end = 0
-        self._has_begun = bool(search.history)
-        self._chosen = _FirstChoices() if scorer.do_sample else None
+        self._stop = stop or limits.stop
+        self._chooses = stop is None
+        rows = 1 if search.tries_each_round else len(target.roots)
+        self._window = max(_LEAST, search.settings.context_window // rows)
+        self._looked = 0
+        self._behind = 0
+        self._timed = False
+        self._said = _LastScores(self._window) if scorer.do_sample else None
+        self._clock = perf_counter()
+        self._use_best()
+
+    def propose(self, text: Text, room: list[int]) -> Draft:
+        """As :meth:`PartialDraft.propose`; nothing where no draft pays."""
+        self._before, self._steps_before, self._begun = list(text.lengths), self.steps, perf_counter()
+        self._looked = self._looked or text.prompt_width
+        if self.search.choice.drafts:
+            self._proposed = super().propose(text, room)
+        else:
+            self._proposed = Draft(text.ids[:, :0], [0] * text.batch_size)
+        return self._proposed
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Tries a set, once there are tokens enough and until the search is over."""
-        if not self.search.is_over:
-            self.target.roots = text.roots()
-            if isinstance(self.search.settings, ClosestLayers) and not self._has_begun:
-                self.search.begin(closest_layers(self.target, text, self.search.layers))
-            self._has_begun = True
-            if self._chosen is not None:
-                self._chosen.add(text, verdicts, logits)
-            window = self.search.settings.context_window
-            if max(text.lengths) - text.prompt_width > window and min(text.roots()) >= window:
-                self._try(text, window)
-        self.plan = self.search.best
+        """Says how the draft fared and tries a set, once there are tokens enough and until the search is over."""
+        begun = perf_counter()
+        search, draft = self.search, self._proposed
+        new = [after - before for after, before in zip(text.lengths, self._before, strict=True)]
+        search.watch(
+            self.plan,
+            rows=sum(count > 0 for count in new),
+            drafted=sum(draft.lengths),
+            tokens=sum(new),
+            steps=self.steps - self._steps_before,
+            nodes=draft.tokens.shape[1],
+            seconds=begun - self._begun,
+        )
+        self.target.roots = text.roots()
+        search.begin(lambda most: self._look(text, most))
+        if self._said is not None:
+            if search.is_over and search.choice.drafts:
+                self._said.forget()
+            else:
+                self._said.add(text, verdicts, self.scorer.roughly(logits))
+        unseen = max(text.lengths) - self._looked
+        if unseen > (min(self._window, _SOON) if not search.tries else self._window):
+            self._look_back(text, unseen)
+        elif search.tries_each_round and search.may_try():
+            self._try(text)
+        self._use_best()
+        now = perf_counter()
+        search.spent(now - self._clock, now - begun)
+        self._clock = now
 
-    def _try(self, text: Text, window: int) -> None:
-        if max(text.lengths) >= self._window_end:
-            self._window_end = max(text.lengths) + window
-            self.search.begin_window()
-        plan = self.search.propose(lambda count: closest_layers(self.target, text, count))
+    def finish(self, text: Text) -> None:
+        """Looks at what was not looked at yet, where each token counts once."""
+        if not self.search.tries_each_round and max(text.lengths) - self._looked > _LEAST:
+            self.target.roots = text.roots()
+            begun = perf_counter()
+            self._look_back(text, max(text.lengths) - self._looked)
+            self.search.spent(0.0, perf_counter() - begun)
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what the search found."""
+        super().report(stats)
+        stats.phase, stats.matchness, stats.drafts = self.search.phase, self.search.history, self.search.choice.drafts
+
+    def _use_best(self) -> None:
+        search, choice = self.search, self.search.choice
+        self.plan = choice.plan
+        self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
+        self.reuse_from = search.costs.reuse_from(choice.plan.first_altered) if search.costs is not None else 0
+
+    def _look(self, text: Text, most: int) -> list[LayerPlan]:
+        return closest_layers(self.target, text, self.search.space.whole_layers, most)
+
+    def _look_back(self, text: Text, unseen: int) -> None:
+        """A window of text is complete."""
+        search = self.search
+        self._looked = max(text.lengths) - 1
+        self._behind = min(unseen - 1, self._window, *text.roots())
+        if search.auto and search.timings < _TIMED_TEXTS and not self._timed and not search.is_over:
+            self._timed = True
+            stopwatch = Stopwatch(*search.space.timed_plans())
+            self.measure(text, stopwatch, _TIMINGS)
+            search.time(stopwatch)
+        search.begin_window()
+        if search.may_try():
+            while self._try(text) and not search.tries_each_round:
+                pass
+
+    def _try(self, text: Text) -> bool:
+        """Tries a set on the last tokens, if there is one to try."""
+        plan = self.search.propose(lambda most: self._look(text, most)) if self._behind else None
         if plan is not None:
-            self.search.register(plan, self._matchness(text, plan, window))
+            self.search.register(plan, self._traces(text, plan, self._behind))
+        return plan is not None
 
     @torch.no_grad()
-    def _matchness(self, text: Text, plan: LayerPlan, window: int) -> float:
-        """Share of the last generated tokens that ``plan`` would have said after the text before them (SWIFT §4.1)."""
+    def _traces(self, text: Text, plan: LayerPlan, window: int) -> list[Trace]:
+        """What ``plan`` would have said after each of the last tokens (SWIFT §4.1)."""
         ends = torch.tensor(text.lengths)[:, None]
         columns = (ends - 1 - window + torch.arange(window + 1)).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
-        said = self.target.step(tokens[:, :-1], text.roots(), plan, nodes=Nodes.again(window)).logits
-        assert said is not None
-        expected = tokens if self._chosen is None else self._chosen.ids.gather(1, columns)
+        logits = self.target.step(tokens[:, :-1], text.roots(), plan, nodes=Nodes.again(window)).logits
+        assert logits is not None
+        logits = logits.to(text.ids.device, torch.float32)
+        said, sure = self.scorer.roughly(logits), confidence(logits)
         # In rows that ended early the window reaches into the prompt, which the model did not write.
-        written = columns[:, 1:] >= text.prompt_width
-        right = said.argmax(-1).to(tokens.device) == expected[:, 1:]
-        return float((right & written).sum() / written.sum())
+        known = [min(window, length - text.prompt_width) for length in text.lengths]
+        if self._said is None:
+            right = (said.argmax(-1) == tokens[:, 1:]).double()
+            found = Trace(right.cpu().numpy(), sure.cpu().double().numpy())
+        else:
+            found = trace(said, self._said.scores(said), sure, do_sample=True)
+            known = [min(count, seen) for count, seen in zip(known, self._said.counts(), strict=True)]
+        return [found.part(row, window - count, window) for row, count in enumerate(known) if count]
 
 
-class _FirstChoices:
-    """The full model's most probable token wherever one was drawn, which may be another.
+class _LastScores:
+    """The full model's scores behind the last tokens of each row; where tokens are drawn they do not tell."""
 
-    Attributes:
-        ids: ``[b, columns]`` like the text's.
-    """
-
-    def __init__(self) -> None:
-        self.ids = torch.empty(0)
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._rows: list[deque[torch.Tensor]] = []
         self._lengths: list[int] = []
 
-    def add(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+    def add(self, text: Text, verdicts: list[Verdict], scores: torch.Tensor) -> None:
         """Takes in what the last verification said, ``[b, nodes, v]``, after its tokens were added to the text."""
-        if not self._lengths:  # of the first token, which the prefill chose, only what was drawn is known
-            self.ids = text.ids.clone()
-            self._lengths = [text.prompt_width + 1] * text.batch_size
-        missing = text.ids.shape[1] - self.ids.shape[1]
-        if missing:
-            self.ids = torch.cat([self.ids, text.ids[:, -missing:]], dim=1)
-        chosen = logits.argmax(-1)
+        if not self._rows:
+            self._rows = [deque(maxlen=self._window) for _ in verdicts]
+            self._lengths = [length - len(v.tokens) for length, v in zip(text.lengths, verdicts, strict=True)]
         for row, verdict in enumerate(verdicts):
-            start, end = self._lengths[row], text.lengths[row]
             # Where all rows advance by the shortest acceptance, a verdict's first tokens are kept.
-            sources = verdict.sources[: end - start]
-            self.ids[row, start : start + len(sources)] = chosen[row, sources].to(self.ids.device)
+            for source in verdict.sources[: text.lengths[row] - self._lengths[row]]:
+                self._rows[row].append(scores[row, source].clone())
         self._lengths = list(text.lengths)
+
+    def forget(self) -> None:
+        """Begins anew: some tokens' scores are left out."""
+        self._rows = []
+
+    def counts(self) -> list[int]:
+        """For each row how many are known."""
+        return [len(row) for row in self._rows]
+
+    def scores(self, like: torch.Tensor) -> torch.Tensor:
+        """``[b, n, v]`` like the given tensor; what is not known, at the left, is zero."""
+        found = torch.zeros_like(like)
+        for row, known in enumerate(self._rows):
+            if known:
+                found[row, like.shape[1] - len(known) :] = torch.stack(list(known))
+        return found

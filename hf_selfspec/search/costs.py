@@ -13,8 +13,8 @@ import torch
 from ..model.partial import LayerPlan
 from ..model.target import Target
 
-# Tokens in the forward of several.
-MANY = 8
+# Tokens in the forwards of several.
+FEW, MANY = 2, 8
 
 
 def wait_for(device: torch.device) -> None:
@@ -34,12 +34,16 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class ForwardCosts:
-    """Seconds of forwards; one over all blocks and ``m`` tokens takes ``fixed + L (attention + mlp + token (m - 1))``.
+    """Seconds of forwards.
+
+    One over all blocks and one token takes ``fixed + L (attention + mlp)``, one over ``m > 1`` tokens
+    ``several + L token (m - 1)`` more.
 
     Attributes:
         fixed: embedding, masks, head and whatever else does not depend on the blocks.
         attention: an attention block with one token.
         mlp: an MLP block with one token.
+        several: what other kernels for more than one token cost, all layers together.
         token: what each further token adds to a layer.
         step: what drafting a token takes beside its forward.
         num_layers: ``L``.
@@ -48,6 +52,7 @@ class ForwardCosts:
     fixed: float
     attention: float
     mlp: float
+    several: float
     token: float
     step: float
     num_layers: int
@@ -63,7 +68,9 @@ class ForwardCosts:
 
     def verify(self, prefix: int, drafted: int) -> float:
         """Verifying ``drafted`` tokens of a plan whose first altered layer is ``prefix``, with reuse where it pays."""
-        whole = self.plain() + self.num_layers * self.token * drafted
+        if drafted == 0:
+            return self.plain()
+        whole = self.plain() + self.several + self.num_layers * self.token * drafted
         if drafted < self.reuse_from(prefix):
             return whole
         return whole + self.fixed - prefix * self.token * drafted
@@ -85,7 +92,7 @@ class Stopwatch:
     Attributes:
         early: what runs in the early forwards; some layers are left out as a whole.
         attention: a plan that leaves out MLP blocks alone, ``None`` where attention and MLP need not be told apart.
-        seconds: all times of the forwards ``early``, ``attention``, ``full`` and ``many``, and of ``draft``.
+        seconds: all times of the forwards ``early``, ``attention``, ``full``, ``few`` and ``many``, and of ``draft``.
     """
 
     early: LayerPlan
@@ -120,6 +127,7 @@ class Stopwatch:
         runs: dict[str, Callable[[], object]] = {
             "early": lambda: target.step(last, roots, self.early),
             "full": lambda: target.step(last, roots),
+            "few": lambda: target.step(ids[:, -FEW:], [root - FEW + 1 for root in roots]),
             "many": lambda: target.step(ids, starts),
         }
         if self.attention is not None:
@@ -144,11 +152,13 @@ class Stopwatch:
         mlp = layer / 2
         if self.attention is not None:
             mlp = min(max(full - found["attention"], 0.0) / len(self.attention.skipped_mlp), layer)
+        token = max(found["many"] - max(found["few"], full), 0.0) / (layers * (MANY - FEW))
         return ForwardCosts(
             fixed=max(full - layers * layer, 0.0),
             attention=layer - mlp,
             mlp=mlp,
-            token=max(found["many"] - full, 0.0) / (layers * (MANY - 1)),
+            several=max(found["few"] - full - layers * token * (FEW - 1), 0.0),
+            token=token,
             step=max(found["draft"] - found["early"], 0.0) if "draft" in found else 0.0,
             num_layers=layers,
         )

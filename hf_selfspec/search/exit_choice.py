@@ -117,9 +117,9 @@ def choose(
         runs = [
             (Replay.of_all(replay(text, rule, plan, costs, max_draft) for text in texts), rule) for rule in candidates
         ]
-        best[layer] = min(runs, key=lambda run: run[0].seconds)
+        best[layer] = min(runs, key=lambda run: run[0].seconds / run[0].tokens)
     tokens = _tokens(traces)
-    by_layer = {layer: costs.plain() * tokens / run.seconds for layer, (run, _) in best.items()}
+    by_layer = {layer: costs.plain() * run.tokens / run.seconds for layer, (run, _) in best.items()}
     layer = max(by_layer, key=lambda layer: by_layer[layer])
     run, rule = best[layer]
     if by_layer[layer] < LEAST_SPEEDUP:

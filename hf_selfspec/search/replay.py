@@ -42,6 +42,10 @@ class Trace:
         """Positions in it."""
         return self.accept.size
 
+    def eased(self, factor: float) -> Trace:
+        """Tokens accepted so much more often, at most always."""
+        return Trace(np.minimum(self.accept * factor, 1.0), self.confidence) if factor != 1.0 else self
+
     def part(self, row: int, start: int, end: int) -> Trace:
         """Some positions of one row."""
         return Trace(self.accept[row : row + 1, start:end], self.confidence[row : row + 1, start:end])
@@ -69,10 +73,11 @@ class Replay:
 
     Attributes:
         seconds: expected time.
-        drafted, accepted: expected tokens.
+        tokens, drafted, accepted: expected tokens generated, drafted and accepted.
     """
 
     seconds: float
+    tokens: float
     drafted: float
     accepted: float
 
@@ -80,23 +85,25 @@ class Replay:
     def of_all(cls, parts: Iterable[Replay]) -> Replay:
         """The sums over several texts."""
         runs = list(parts)
-        return cls(sum(r.seconds for r in runs), sum(r.drafted for r in runs), sum(r.accepted for r in runs))
+        names = ("seconds", "tokens", "drafted", "accepted")
+        return cls(*(sum(getattr(run, name) for run in runs) for name in names))
 
 
 def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replay:
     """Expected time when ``plan`` drafts along ``trace`` by ``rule``.
 
     A round that starts at position ``i`` drafts ``D_i`` tokens and moves on by one more than are accepted. After a
-    rejected token the draft would go on along another text; the confidences of this one stand for its. Rows of a batch
-    are taken as if each were alone, although they wait for the one that drafts longest.
+    rejected token the draft would go on along another text; the confidences of this one stand for its. A draft that
+    reaches the end goes on at the beginning, so that the last drafts are as long as the others. Rows of a batch are
+    taken as if each were alone, although they wait for the one that drafts longest.
     """
     b, n = trace.accept.shape
-    chances, lengths = trace.accept.tolist(), draft_lengths(trace.confidence, rule, max_draft).tolist()
+    chances, lengths = trace.accept.tolist(), draft_lengths(trace.confidence, rule, max_draft)
     draft, prefix = costs.draft(plan), plan.first_altered
     verify = [costs.verify(prefix, length) for length in range(max_draft + 1)]
-    seconds = drafted = accepted = 0.0
+    seconds = tokens = drafted = accepted = 0.0
     for row in range(b):
-        starts = [1.0] + [0.0] * (n + max_draft + 1)
+        starts = [1.0] + [0.0] * (n + max_draft)
         for i in range(n):
             share = starts[i]
             if share < 1e-9:
@@ -105,26 +112,27 @@ def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_d
             seconds += share * (length * draft + verify[length])
             drafted += share * length
             for k in range(length):
-                chance = chances[row][i + k]
+                chance = chances[row][(i + k) % n]
                 starts[i + k + 1] += share * (1 - chance)
                 share *= chance
                 accepted += share
             starts[i + length + 1] += share
-    return Replay(seconds, drafted, accepted)
+        tokens += sum(share * end for end, share in enumerate(starts) if end >= n)
+    return Replay(seconds, tokens, drafted, accepted)
 
 
-def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndarray:
-    """``[b, n]`` how many tokens a draft has that starts at each position; never beyond the text."""
-    n = confidence.shape[1]
-    room = np.minimum(n - np.arange(n), max_draft)
+def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> list[list[int]]:
+    """``[b][n]`` how many tokens a draft has that starts at each position."""
+    b, n = confidence.shape
     if isinstance(rule, FixedLength):
-        return np.broadcast_to(np.minimum(room, rule.num_tokens), confidence.shape)
-    lengths = np.empty(confidence.shape, dtype=int)
-    unsure = np.full(confidence.shape[0], n - 1)
-    for i in reversed(range(n)):
-        unsure = np.where(confidence[:, i] < rule.threshold, i, unsure)
-        lengths[:, i] = np.minimum(unsure - i + 1, room[i])
-    return lengths
+        return [[min(rule.num_tokens, max_draft)] * n] * b
+    found = []
+    for unsure in (confidence < rule.threshold).tolist():
+        lengths, following = [0] * n, max_draft
+        for i in reversed(range(2 * n)):
+            following = lengths[i % n] = 1 if unsure[i % n] else min(following + 1, max_draft)
+        found.append(lengths)
+    return found
 
 
 def rules(max_draft: int) -> list[Rule]:
@@ -133,5 +141,3 @@ def rules(max_draft: int) -> list[Rule]:
         *(FixedLength(length) for length in _LENGTHS if length <= max_draft),
         *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),
     ]
-
-

@@ -50,6 +50,18 @@ class SkipSpace:
             check_plan(space.plan([index]), anatomy)
         return space
 
+    @property
+    def whole_layers(self) -> tuple[int, ...]:
+        """Layers both blocks of which may be skipped."""
+        attention, mlp = ({layer for layer, block in self.blocks if block == name} for name in _BLOCKS)
+        return tuple(sorted(attention & mlp))
+
+    def timed_plans(self) -> tuple[LayerPlan, LayerPlan]:
+        """Plans from whose times the costs of blocks follow: without every second layer, and without MLP blocks."""
+        some = frozenset(self.whole_layers[::2])
+        mlp = frozenset(layer for layer, block in self.blocks if block == "mlp")
+        return LayerPlan(self.num_layers, some, some), LayerPlan(self.num_layers, frozenset(), mlp)
+
     def count(self, ratio: float) -> int:
         """How many blocks a skip ratio stands for, at least one."""
         return max(1, round(ratio * len(self.blocks)))

@@ -62,6 +62,10 @@ class Scorer:
         no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
         return self._all(no_prefix, flat).view_as(logits)
 
+    def roughly(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of logits ``[..., v]``; raw where a prefix is needed, which changes draft and target alike."""
+        return self.everywhere(logits) if self.prefix_free else logits
+
     def row(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores ``[v]`` of one row's logits ``[v]`` after ``prefix`` ``[1, s]``."""
         # Many processors know their batch by its size and a row by its place, so each place gets a copy.

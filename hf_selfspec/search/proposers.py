@@ -1,0 +1,150 @@
+"""What sets of skipped blocks a search tries next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from ..model.partial import LayerPlan
+from .bayes import suggest
+from .on_the_fly import ClosestLayers, OnTheFlySearch
+from .skip_space import SkipSpace
+
+# The closest sets of 1, 2, ... layers, up to the number that is asked for.
+Look = Callable[[int], list[LayerPlan]]
+
+# Below this matchness fewer blocks are to be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B).
+_TOO_LOW = 0.7
+_STEP = 0.1
+_LEAST, _MOST = 0.1, 0.8
+
+
+class Proposer(Protocol):
+    """Proposes sets; told how the search goes.
+
+    Attributes:
+        doubt: windows of text that a set has to be tried on to count for as much as what sets of its size usually
+            score; the less the proposed sets differ, the more.
+    """
+
+    doubt: float
+
+    def first(self, look: Look) -> LayerPlan | None:
+        """The set that drafts before any was tried, ``None`` for the one that does."""
+
+    def begin_window(self, best: LayerPlan, matchness: float) -> None:
+        """There is new text to try sets on; the best set so far and what it matches."""
+
+    def propose(self, worth: Mapping[LayerPlan, float], steps: int, look: Look) -> LayerPlan | None:
+        """The next set; ``None`` where there is nothing to try before the next window.
+
+        Args:
+            worth: of the sets that were tried.
+            steps: tries so far.
+            look: finds sets for the text as it is.
+        """
+
+    def go_on(self, best: LayerPlan, matchness: float) -> bool:
+        """Whether to search on with sets of another size, where those of this size bring nothing more."""
+
+
+class RandomAndBayes:
+    """SWIFT's proposals: random sets of one size, every so often one by Bayesian optimisation (§4.1).
+
+    Args:
+        settings: how often, and the seed.
+        space: blocks to choose from.
+        ratio: share of them that a set skips.
+        auto: whether other ratios may be searched after this one.
+    """
+
+    doubt = 0.5
+
+    def __init__(self, settings: OnTheFlySearch, space: SkipSpace, ratio: float, auto: bool) -> None:
+        self.settings = settings
+        self.space = space
+        self.ratio = ratio
+        self.auto = auto
+        self._searched = {ratio}
+        self._chance = np.random.default_rng(settings.seed)
+
+    def first(self, look: Look) -> LayerPlan | None:
+        return None
+
+    def begin_window(self, best: LayerPlan, matchness: float) -> None:
+        pass
+
+    def propose(self, worth: Mapping[LayerPlan, float], steps: int, look: Look) -> LayerPlan | None:
+        if worth and (steps + 1) % self.settings.bayes_interval == 0:
+            count = self.space.count(self.ratio)
+            like = {plan: value for plan, value in worth.items() if len(self.space.places(plan)) == count}
+            if like:
+                return suggest(self.space, like, self._chance)
+        return self.space.random(self._chance, self.ratio)
+
+    def go_on(self, best: LayerPlan, matchness: float) -> bool:
+        if not self.auto:
+            return False
+        step = _STEP if matchness > self.settings.target_matchness else -_STEP if matchness < _TOO_LOW else 0.0
+        ratio = round(self.ratio + step, 6)
+        if ratio in self._searched or not _LEAST <= ratio <= _MOST:
+            return False
+        self.ratio = ratio
+        self._searched.add(ratio)
+        return True
+
+
+class Closest:
+    """CLaSp's sets: those of the first look in many sizes, then new ones of about the best size.
+
+    Args:
+        settings: of the search.
+        space: blocks to choose from.
+        ratio: share of the layers that a set skips; where ``auto``, the first one.
+        auto: whether other sizes are tried.
+    """
+
+    doubt = 4.0
+
+    def __init__(self, settings: ClosestLayers, space: SkipSpace, ratio: float, auto: bool) -> None:
+        self.settings = settings
+        self.auto = auto
+        self._layers = len(space.whole_layers)
+        self.count = max(1, round(ratio * self._layers))
+        self._step = max(1, round(_STEP * self._layers))
+        self._most = max(1, round(_MOST * self._layers)) if auto else self.count
+        self._queue: list[int] = []
+        self._found: list[LayerPlan] = []
+        self._windows = 0
+
+    def first(self, look: Look) -> LayerPlan | None:
+        self._found = look(self._most)
+        return self._found[self.count - 1]
+
+    def begin_window(self, best: LayerPlan, matchness: float) -> None:
+        self._windows += 1
+        if not self.auto:
+            sizes = [self.count]
+        elif self._windows == 1 and self._found:
+            sizes = list(range(self._step, self._most + 1, self._step))
+        else:
+            self.count = len(best.skipped_layers) or self.count
+            fewer, more = self.count - self._step, self.count + self._step
+            # Too little matchness asks for less, easy one for more; in between both sides are tried in turn.
+            side = fewer if matchness < _TOO_LOW else more if matchness > self.settings.target_matchness else 0
+            sizes = [self.count, side or (more if self._windows % 2 else fewer)]
+        if self._windows > 1:
+            self._found = []
+        self._queue = [size for size in dict.fromkeys(sizes) if 1 <= size <= self._layers]
+
+    def propose(self, worth: Mapping[LayerPlan, float], steps: int, look: Look) -> LayerPlan | None:
+        if not self._queue:
+            return None
+        if not self._found:
+            self._found = look(max(self._queue))
+        return self._found[self._queue.pop(0) - 1]
+
+    def go_on(self, best: LayerPlan, matchness: float) -> bool:
+        return False
