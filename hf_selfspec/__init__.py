@@ -17,10 +17,11 @@ from .errors import (
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .report import ExitReport, exit_report
-from .search import ClosestLayers, ExitChoice, OnTheFlySearch
+from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
 from .stop import ConfidenceThreshold, FixedLength
 from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
+from .tuning import OfflineSearch, tune
 from .types import GenerationStats
 from .verify import TopKTree
 
@@ -41,12 +42,14 @@ __all__ = [
     "Gradual",
     "LayerDropout",
     "NumericalError",
+    "OfflineSearch",
     "OnTheFlySearch",
     "Rotational",
     "SelfSpec",
     "SelfSpecError",
     "SettingError",
     "SettingTypeError",
+    "SkipChoice",
     "SkipLayers",
     "TopKTree",
     "UnsupportedModelError",
@@ -55,6 +58,7 @@ __all__ = [
     "first_differences",
     "install",
     "register_architecture",
+    "tune",
     "uninstall",
 ]
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import SettingError, SettingTypeError, UnsupportedModelError
 from .model.anatomy import causal_lm
 from .model.exits import LOGIT_ELEMENTS, Exits
+from .pictures import new_figure
 from .settings import check_count
 
 if TYPE_CHECKING:
@@ -70,15 +71,9 @@ class ExitReport:
         Raises:
             SettingError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise SettingError(
-                "ExitReport.plot draws with matplotlib, which could not be imported. Run `pip install matplotlib`, or "
-                "print the report instead."
-            ) from error
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        figure = new_figure("ExitReport.plot", 9, 3.6)
+        from matplotlib.ticker import MaxNLocator
+
         losses, agreements = figure.subplots(1, 2)
         for name, report in [(self.model_name, self), *(others or {}).items()]:
             layers = range(1, len(report.loss) + 1)

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
+import os
+import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
+from . import pictures, saving
 from .checks import check_call, check_length
-from .decoding import Decoder, Record, RunningDraft
-from .draft.candidates import CandidateDraft
-from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
+from .decoding import Decoder, Record
+from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.partial import Limits, PartialDraft
-from .draft.probe import ProbeSettings, ProbingDraft
-from .draft.searching import SearchingDraft
 from .draft.skip_layers import SkipLayers
-from .errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
+from .drafting import Drafting
+from .errors import SettingError, SettingTypeError, UnsupportedOptionError
+from .learned import Learned
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
-from .model.exits import Exits
-from .model.partial import LayerPlan
 from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
-from .search.exit_choice import Evidence, ExitChoice, exits_to_try
-from .search.on_the_fly import OnTheFlySearch, Search, usual_ratio
-from .search.replay import Rule, rules
-from .search.skip_search import SkipSearch
-from .search.skip_space import SkipSpace
+from .search.exit_choice import ExitChoice
+from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from .search.skip_search import SkipChoice, SkipSearch
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
 from .types import GenerationStats, Text
@@ -40,27 +37,11 @@ from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import TopKTree
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _FIRST_SLOTS = 1024
 _STOP_UNTIL_CHOSEN = FixedLength(2)
-_lock = threading.Lock()
-
-
-@dataclass
-class _Learned:
-    """What changes from call to call, shared by threads."""
-
-    stats: GenerationStats | None = None
-    # For each model, by (do_sample, several rows), the kind of call that came last at the end.
-    exits: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, bool], Evidence]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    searches: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, bool], SkipSearch]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-
-    def __reduce__(self) -> Any:
-        # Copies begin anew: what was learned is about models that are not copied with them.
-        return _Learned, ()
 
 
 @dataclass(frozen=True)
@@ -72,23 +53,31 @@ class SelfSpec:
 
     Args:
         draft: which part of the model drafts, :class:`EarlyExit` or :class:`SkipLayers`, or any
-            ``CandidateGenerator`` of transformers. By default every second layer is skipped. :class:`EarlyExitOnly`
-            generates with the first layers alone, which changes the output (and returns no cache).
+            ``CandidateGenerator`` of transformers. By default the layers to skip are found while generating, see
+            :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone, which changes the
+            output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold` or any function of
-            ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``. With an
-            early exit ``None`` lets a probe on the first text choose.
+            ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``. ``None``:
+            what is fastest, as the probe of an early exit or the search for layers to skip finds.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line.
         max_draft: most tokens in a draft.
+        cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
+            for one model (its weights, not its name), these settings and one task.
+        task: name of what the model is used for; another kind of text is another task.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    draft: EarlyExit | SkipLayers | EarlyExitOnly | CandidateGenerator = field(default_factory=SkipLayers)
-    stop: StopRule | None = field(default_factory=ConfidenceThreshold)
+    draft: EarlyExit | SkipLayers | EarlyExitOnly | CandidateGenerator = field(
+        default_factory=lambda: SkipLayers(search=ClosestLayers())
+    )
+    stop: StopRule | None = None
     tree: TopKTree | None = None
     max_draft: int = 25
-    _learned: _Learned = field(default_factory=_Learned, init=False, repr=False, compare=False)
+    cache_dir: str | os.PathLike[str] | None = None
+    task: str = "default"
+    _learned: Learned = field(default_factory=Learned, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, (EarlyExit, SkipLayers, EarlyExitOnly, CandidateGenerator)):
@@ -105,6 +94,14 @@ class SelfSpec:
         if self.tree is not None and not isinstance(self.tree, TopKTree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {self.tree!r}.")
         check_count("SelfSpec(max_draft)", self.max_draft)
+        if self.cache_dir is not None and not isinstance(self.cache_dir, (str, os.PathLike)):
+            raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
+        if not isinstance(self.task, str) or not re.fullmatch(r"[\w.-]+", self.task):
+            raise SettingError(
+                f"SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, got {self.task!r}."
+            )
+        if self.cache_dir is not None:
+            self._settings(checked=True)
 
     @classmethod
     def layerskip(
@@ -177,8 +174,8 @@ class SelfSpec:
         """
         return cls(draft=EarlyExitOnly(layer), stop=None)
 
-    def choice(self, model: Any) -> ExitChoice | None:
-        """What the probe of :meth:`layerskip` chose for the last kind of call of ``model``, ``None`` before that.
+    def choice(self, model: Any) -> ExitChoice | SkipChoice | None:
+        """What a probe or a search has chosen for the last kind of call of ``model``, ``None`` before that.
 
         A choice holds for a model object, whatever adapters are active: take a new ``SelfSpec`` after changing them.
 
@@ -188,16 +185,71 @@ class SelfSpec:
         Raises:
             SettingTypeError: it is neither.
         """
-        inner = causal_lm(model, "SelfSpec.choice")
-        with _lock:
-            kinds = list(self._learned.exits.get(inner, {}).values())
-        return kinds[-1].choice if kinds else None
+        found = self._learned.latest(causal_lm(model, "SelfSpec.choice"))
+        return None if found is None else found.choice
+
+    def save_pretrained(self, folder: str | os.PathLike[str], model: Any = None) -> None:
+        """Writes settings and findings to ``folder/selfspec.json``, whole or not at all.
+
+        Args:
+            folder: made if it does not exist; a file from before is replaced.
+            model: the model whose findings to keep and to which the file will belong, a causal LM of transformers or a
+                PEFT model around one. It can be left out where only one was used, or none.
+
+        Raises:
+            SettingError, SettingTypeError: the settings hold a function or generator of your own, several models were
+                used and none is named, or ``model`` is no model.
+        """
+        inner = self._only_model("SelfSpec.save_pretrained", model)
+        self._learned.save(Path(folder) / saving.FILE_NAME, inner, self._settings(checked=True))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> SelfSpec:
+        """What :meth:`save_pretrained` has written; another model than it was saved for is refused when it is used.
+
+        Raises:
+            SettingError: there is no such file, it was cut short or changed, or is of another format.
+        """
+        saved = saving.read(Path(folder) / saving.FILE_NAME)
+        spec = saving.construct(cls, saved)
+        spec._learned.saved = saved
+        return spec
 
     @property
     def stats(self) -> GenerationStats | None:
         """Statistics of the last finished call, ``None`` before the first."""
-        with _lock:
-            return self._learned.stats
+        return self._learned.stats
+
+    def plot(self, path: str | os.PathLike[str] | None = None, model: Any = None) -> Figure:
+        """Draws what the calls so far did; see :func:`hf_selfspec.pictures.plot`.
+
+        Args:
+            path: where to save the picture, in the format that its suffix names, e.g. ``search.png``.
+            model: the model whose search to draw; it can be left out where only one was used.
+
+        Returns:
+            The figure, which no window shows and pyplot does not know.
+
+        Raises:
+            SettingError: matplotlib is not installed, there was no call yet, or several models were used and none is
+                named.
+        """
+        if not self._learned.calls:
+            raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
+        inner = self._only_model("SelfSpec.plot", model)
+        found = None if inner is None else self._learned.latest(inner)
+        return pictures.plot(list(self._learned.calls), found if isinstance(found, SkipSearch) else None, path)
+
+    def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
+        """The model that is meant, of those with findings."""
+        if model is not None:
+            return causal_lm(model, name)
+        used = list(self._learned.models)
+        if len(used) > 1:
+            raise SettingError(
+                f"{name}: this SelfSpec has drafted for {len(used)} models. Name the one that is meant with `model`."
+            )
+        return next(iter(used), None)
 
     def candidate_generator(
         self,
@@ -238,6 +290,7 @@ class SelfSpec:
     ) -> Any:
         """Decodes; called by ``generate`` with everything prepared (``custom_generate``)."""
         anatomy = Anatomy.of(model)
+        self._learned.check(model)
         check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
         plan = None if isinstance(self.draft, CandidateGenerator) else self.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
@@ -266,7 +319,7 @@ class SelfSpec:
         limits = Limits(
             self.stop or _STOP_UNTIL_CHOSEN, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
         )
-        room = new_tokens + max(limits.most_nodes, self._window)
+        room = new_tokens + max(limits.most_nodes, self._window, anatomy.num_layers)
         target = Target(
             model,
             anatomy,
@@ -277,7 +330,10 @@ class SelfSpec:
             extra_arguments(model_kwargs),
             plan if partial else None,
         )
-        draft = self._running(target, plan, limits, scorer, batch_size)
+        drafting = Drafting(
+            self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
+        )
+        draft = drafting.running(target, plan, limits, scorer)
         decoder = Decoder(
             target=target,
             prompt=prompt,
@@ -297,36 +353,20 @@ class SelfSpec:
             ids = decoder.run()
             if (returned or own_cache) and not partial:
                 decoder.hand_back(past, ids)
-        with _lock:
-            self._learned.stats = decoder.stats
+        self._learned.add_call(decoder.stats)
         return decoder.output(ids, None if partial else past) if returned else ids
 
-    def _running(
-        self, target: Target, plan: LayerPlan | None, limits: Limits, scorer: Scorer, batch_size: int
-    ) -> RunningDraft:
-        if isinstance(self.draft, CandidateGenerator):
-            vocabulary = target.model.get_input_embeddings().num_embeddings
-            return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
-        if isinstance(self.draft, EarlyExitOnly):
-            return NoDraft(target.full_plan)
-        if isinstance(self.draft, SkipLayers) and self.draft.search is not None:
-            assert plan is not None
-            return self._searching(target, plan, limits, scorer, self.draft.search)
-        if plan is not None and self.stop is not None:
-            return PartialDraft(target, plan, limits, scorer)
-        assert isinstance(self.draft, EarlyExit)
-        layer, stop = self.draft.layer, self.stop
-        settings = ProbeSettings(
-            layers=exits_to_try(target.anatomy.num_layers) if layer is None else (layer,),
-            rules=[stop] if isinstance(stop, Rule) else rules(self.max_draft),
-            stop=stop,
-        )
-        _check_probe(target)
-        kind = (scorer.do_sample, batch_size > 1)
-        with _lock:
-            kinds = self._learned.exits.setdefault(target.model, {})
-            evidence = kinds[kind] = kinds.pop(kind) if kind in kinds else Evidence()
-        return ProbingDraft(target, limits, scorer, settings, Exits(target.model), evidence)
+    def _settings(self, checked: bool = False) -> dict[str, Any]:
+        """What is saved of the settings; ``checked`` for an error where they cannot be."""
+        settings = {"draft": self.draft, "stop": self.stop, "tree": self.tree, "max_draft": self.max_draft}
+        if checked:
+            for name, value in settings.items():
+                saving.encode(value, f"SelfSpec({name})")
+        return settings
+
+    @property
+    def _cache_folder(self) -> Path | None:
+        return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
 
     @property
     def _window(self) -> int:
@@ -339,30 +379,6 @@ class SelfSpec:
         if isinstance(self.draft, SkipLayers):
             return self.draft.search is not None and self.draft.ratio == "auto"
         return isinstance(self.draft, (EarlyExit, EarlyExitOnly))
-
-    def _searching(
-        self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, settings: Search
-    ) -> PartialDraft:
-        assert isinstance(self.draft, SkipLayers)
-        space = SkipSpace.of(target.anatomy)
-        if target.padding is not None or not target.anatomy.tree:
-            say_once(
-                f"{target.anatomy.model_name} cannot look at its text a second time beside it (no mask of its own), so "
-                "there is no search for blocks to skip, and the set that it would start from drafts."
-            )
-            return PartialDraft(target, start, limits, scorer)
-        auto = self.draft.ratio == "auto"
-        ratio = usual_ratio(target.model.num_parameters()) if self.draft.ratio == "auto" else self.draft.ratio
-        kind = (scorer.do_sample, len(target.roots) > 1)
-        with _lock:
-            kinds = self._learned.searches.setdefault(target.model, {})
-            if kind not in kinds:
-                # What another kind of call found is a better start than none.
-                best = next((search.best for search in kinds.values()), start)
-                considered = [self.stop] if isinstance(self.stop, Rule) else rules(self.max_draft)
-                kinds[kind] = SkipSearch(settings, space, ratio, best, auto, considered, self.max_draft)
-            search = kinds[kind]
-        return SearchingDraft(target, limits, scorer, search, self.stop)
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
         if prompt.padding is not None:
@@ -377,21 +393,6 @@ class SelfSpec:
             "is exact all the same."
         )
         return None
-
-
-def _check_probe(target: Target) -> None:
-    anatomy, name = target.anatomy, target.anatomy.model_name
-    instead = "Give SelfSpec.layerskip an exit_layer and a num_draft."
-    if anatomy.num_layers < 2:
-        raise SettingError(f"{name} has one layer, so there is no exit before the last. Call generate without us.")
-    if not anatomy.exits:
-        raise UnsupportedModelError(
-            f"{name} fixes the batch after its last layer, so a probe cannot ask its exits together. {instead}"
-        )
-    if (getattr(target.model, "_tp_size", None) or 1) > 1:
-        raise UnsupportedOptionError(
-            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
-        )
 
 
 def _pad_token(config: GenerationConfig) -> int:

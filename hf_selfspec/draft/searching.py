@@ -191,5 +191,6 @@ class _LastScores:
         found = torch.zeros_like(like)
         for row, known in enumerate(self._rows):
             if known:
-                found[row, like.shape[1] - len(known) :] = torch.stack(list(known))
+                last = torch.stack(list(known)[-like.shape[1] :])
+                found[row, -len(last) :] = last
         return found

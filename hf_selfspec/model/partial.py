@@ -54,6 +54,12 @@ class LayerPlan:
         skipped = frozenset(range(layer, num_layers))
         return cls(num_layers, skipped, skipped)
 
+    @classmethod
+    def of_picture(cls, picture: str) -> LayerPlan:
+        """The reverse of :meth:`picture`."""
+        attention = frozenset(index for index, mark in enumerate(picture) if mark in "m.")
+        return cls(len(picture), attention, frozenset(index for index, mark in enumerate(picture) if mark in "a."))
+
     @property
     def skipped_layers(self) -> frozenset[int]:
         """Layers of which nothing runs."""

@@ -26,9 +26,10 @@ class _BestExchange(UpperConfidenceBound):
     dimensions and leaves sets of the wanted size only by rounding.
     """
 
-    def __init__(self, chance: np.random.Generator) -> None:
+    def __init__(self, chance: np.random.Generator, resize: bool) -> None:
         super().__init__(kappa=_KAPPA)
         self._chance = chance
+        self._resize = resize
 
     def suggest(self, gp: Any, target_space: Any, *args: Any, **kwargs: Any) -> np.ndarray:
         sets, scores = target_space.params, target_space.target
@@ -45,23 +46,29 @@ class _BestExchange(UpperConfidenceBound):
         return np.asarray(found)
 
     def _exchanged(self, found: np.ndarray) -> np.ndarray:
-        """``[n, blocks]`` sets that differ from ``found`` in one skipped and one running block."""
+        """``[n, blocks]`` sets that differ from ``found`` in one skipped and one running block, or one block alone."""
         skipped, running = np.flatnonzero(found > 0.5), np.flatnonzero(found <= 0.5)
         pairs = np.stack(np.meshgrid(skipped, running), -1).reshape(-1, 2)
         pairs = self._chance.permutation(pairs)[:_EXCHANGES]
         ways = np.repeat(found[None], len(pairs), 0)
         rows = np.arange(len(pairs))
         ways[rows, pairs[:, 0]], ways[rows, pairs[:, 1]] = 0.0, 1.0
+        if self._resize:
+            one_changed = np.abs(found[None] - np.eye(len(found)))
+            ways = np.concatenate([ways, one_changed[one_changed.sum(1) > 0]])
         return ways
 
 
-def suggest(space: SkipSpace, scores: Mapping[LayerPlan, float], chance: np.random.Generator) -> LayerPlan:
+def suggest(
+    space: SkipSpace, scores: Mapping[LayerPlan, float], chance: np.random.Generator, resize: bool = False
+) -> LayerPlan:
     """The set with the highest upper confidence bound to which exchanges lead from the best one.
 
     Args:
         space: blocks to choose from.
         scores: of the sets that were tried, oldest first; at least one. The best and the latest of them count.
         chance: decides which exchanges are looked at.
+        resize: whether the set may have another size than those that were tried.
     """
     known = list(scores)
     if len(known) > _HISTORY:
@@ -71,7 +78,7 @@ def suggest(space: SkipSpace, scores: Mapping[LayerPlan, float], chance: np.rand
     optimiser = BayesianOptimization(
         f=None,
         pbounds=dict.fromkeys(names, (0.0, 1.0)),
-        acquisition_function=_BestExchange(chance),
+        acquisition_function=_BestExchange(chance, resize),
         verbose=0,
     )
     optimiser.set_gp_params(alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)

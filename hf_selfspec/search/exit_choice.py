@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..model.partial import LayerPlan
 from .costs import ForwardCosts, Stopwatch
-from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay
+from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay, rule_of, rule_state
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,11 @@ class Evidence:
         tokens: tokens of text that were looked at.
         timings: how often forwards were timed.
         choice: the best exit and rule on all texts together, ``None`` before the first.
+        changed: is called when there is a new choice, ``None`` where nobody wants to know.
     """
 
     def __init__(self) -> None:
+        self.changed: Callable[[], None] | None = None
         self.tokens = 0
         self.timings = 0
         self.choice: ExitChoice | None = None
@@ -96,8 +99,25 @@ class Evidence:
                 else:
                     self._stopwatch.add(stopwatch)
             assert self._stopwatch is not None, "the first text comes with timings"
-            self.choice = choose(self._traces, candidates, self._stopwatch.costs(), max_draft)
-            return self.choice
+            choice = self.choice = choose(self._traces, candidates, self._stopwatch.costs(), max_draft)
+        if self.changed is not None:
+            self.changed()
+        return choice
+
+    def state(self) -> dict[str, Any]:
+        """The choice, as JSON has it."""
+        if self.choice is None:
+            return {}
+        stop = rule_state(self.choice.stop)
+        return {**asdict(self.choice), "stop": stop, "by_layer": list(self.choice.by_layer.items())}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state` gave."""
+        if state:
+            stop = rule_of(state["stop"])
+            by_layer = {int(layer): float(speed) for layer, speed in state["by_layer"]}
+            self.choice = ExitChoice(**{**state, "stop": stop, "by_layer": by_layer})
+            self.tokens = self.choice.tokens
 
 
 def choose(

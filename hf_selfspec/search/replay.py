@@ -8,7 +8,8 @@ own where they go on from drafted tokens.) So one forward over the text stands f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,3 +142,14 @@ def rules(max_draft: int) -> list[Rule]:
         *(FixedLength(length) for length in _LENGTHS if length <= max_draft),
         *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),
     ]
+
+
+def rule_state(rule: Rule) -> dict[str, Any]:
+    """A rule, as JSON has it."""
+    return {"class": type(rule).__name__, **asdict(rule)}
+
+
+def rule_of(state: dict[str, Any]) -> Rule:
+    """The reverse of :func:`rule_state`."""
+    kinds: dict[str, type[Rule]] = {kind.__name__: kind for kind in (FixedLength, ConfidenceThreshold)}
+    return kinds[state["class"]](**{name: value for name, value in state.items() if name != "class"})

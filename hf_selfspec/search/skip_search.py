@@ -6,8 +6,8 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from .costs import ForwardCosts, Stopwatch
 from .estimates import effects
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .proposers import Closest, Look, Proposer, RandomAndBayes
-from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay
+from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay, rule_of, rule_state
 from .skip_space import SkipSpace
 
 # Best sets that are tried again on each new window.
@@ -33,7 +33,7 @@ _REPLAYED, _CHANGED = 4, 0.05
 # How much longer rounds may take than foretold before that counts.
 _TOLERANCE = 1.05
 # A search begins again where, of so many drafted tokens, less than this share of the usual is accepted.
-_WATCHED, _FAR_BELOW = 192, 0.7
+_WATCHED, _FAR_BELOW = 256, 0.65
 # Windows after which a set that does not pay is tried once more.
 _IDLE = 16
 # Tries that the budget does not bound.
@@ -58,6 +58,18 @@ class Try:
     traces: tuple[Trace, ...]
     window: int = 0
     generated: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """It, as JSON has it."""
+        traces = [{"accept": _short(t.accept[0]), "confidence": _short(t.confidence[0])} for t in self.traces]
+        return {"set": self.plan.picture(), "window": self.window, "generated": self.generated, "rows": traces}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Try:
+        """The reverse of :meth:`state`."""
+        rows = ((np.array([row["accept"]], float), np.array([row["confidence"]], float)) for row in state["rows"])
+        plan = LayerPlan.of_picture(state["set"])
+        return cls(plan, tuple(Trace(*row) for row in rows), int(state["window"]), int(state["generated"]))
 
     @property
     def matchness(self) -> float:
@@ -126,6 +138,10 @@ def _fastest(runs: Sequence[Replay]) -> int:
     return min(range(len(runs)), key=lambda index: runs[index].seconds / runs[index].tokens)
 
 
+def _short(values: np.ndarray) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
+
+
 class SkipSearch:
     """One search for one model and kind of call; threads may share it.
 
@@ -153,6 +169,7 @@ class SkipSearch:
         costs: measured forwards, ``None`` before the first timings.
         timings: how often forwards were timed.
         found: for each change of the best set its step and that set.
+        changed: is called after each try, ``None`` where nobody wants to know.
     """
 
     def __init__(
@@ -171,6 +188,7 @@ class SkipSearch:
         self.auto = auto
         self.rules = rules
         self.max_draft = max_draft
+        self.changed: Callable[[], None] | None = None
         self.tries: deque[Try] = deque(maxlen=_LOGGED)
         self.generated = 0
         self.seconds = self.search_seconds = 0.0
@@ -279,12 +297,14 @@ class SkipSearch:
                 self._stopwatch = stopwatch
             else:
                 self._stopwatch.add(stopwatch)
-            self._use(self._stopwatch.costs(median))
+            self._use(self._stopwatch.costs())
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
         """Takes in what ``plan`` says where the text's tokens are known."""
         with self._lock:
             self._register(Try(plan, tuple(traces), self._windows, self.generated))
+        if self.changed is not None:
+            self.changed()
 
     def watch(
         self, plan: LayerPlan, rows: int, drafted: int, tokens: int, steps: int, nodes: int, seconds: float
@@ -313,6 +333,53 @@ class SkipSearch:
                 self._time = (self._time[0] * kept + foretold, self._time[1] * kept + seconds)
             self._fared = (self._fared[0] * kept + expected, self._fared[1] * kept + accepted)
             self._rounds.append((drafted, expected, accepted))
+
+    # What lasts --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What was found, as JSON has it."""
+        with self._lock:
+            choice = self.choice
+            return {
+                "phase": self.phase,
+                "generated": self.generated,
+                "costs": None if self.costs is None else asdict(self.costs),
+                "set": choice.plan.picture(),
+                "drafts": choice.drafts,
+                "stop": None if choice.stop is None else rule_state(choice.stop),
+                "expected_speedup": choice.expected_speedup,
+                "acceptance_rate": choice.acceptance_rate,
+                "matchness": choice.matchness,
+                "tries": [done.state() for known in self._known.values() for done, _ in known.tries],
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        tries = sorted((Try.of(one) for one in state["tries"]), key=lambda done: done.generated)
+        plan = LayerPlan.of_picture(state["set"])
+        if (
+            any(done.plan.num_layers != self.space.num_layers for done in tries)
+            or plan.num_layers != self.space.num_layers
+        ):
+            raise ValueError(f"a set for another depth than {self.space.num_layers} layers")
+        stop = None if state["stop"] is None else rule_of(state["stop"])
+        names = ("drafts", "expected_speedup", "acceptance_rate", "matchness")
+        choice = SkipChoice(plan=plan, stop=stop, **{name: state[name] for name in names})
+        with self._lock:
+            self.costs = None if state["costs"] is None else ForwardCosts(**state["costs"])
+            self.generated = int(state["generated"])
+            for done in tries:
+                self._known.setdefault(done.plan, _Known()).add(done, self._replays(done))
+            self.tries.extend(tries)
+            self.steps = len(tries)
+            self._windows = max((done.window for done in tries), default=0)
+            self._is_over, self._has_begun = state["phase"] == "acceleration", True
+            self._again = []
+            self._lead(choice)
 
     # Inside ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,134 @@
+"""From settings to the draft that runs in one generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .decoding import RunningDraft
+from .draft.candidates import CandidateDraft
+from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
+from .draft.partial import Limits, PartialDraft
+from .draft.probe import ProbeSettings, ProbingDraft
+from .draft.searching import SearchingDraft
+from .draft.skip_layers import SkipLayers
+from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from .learned import Learned
+from .model.exits import Exits
+from .model.partial import LayerPlan
+from .model.target import Target
+from .notices import say_once
+from .search.exit_choice import Evidence, exits_to_try
+from .search.on_the_fly import Search, usual_ratio
+from .search.replay import Rule, rules
+from .search.skip_search import SkipSearch
+from .search.skip_space import SkipSpace
+from .stop.rules import StopRule
+from .verify.scoring import Scorer
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What is asked of drafts, and what is known already.
+
+    Attributes:
+        draft, stop, max_draft: see ``SelfSpec``.
+        learned: from earlier calls.
+        cache_dir, task: where it lasts, see ``SelfSpec``.
+        settings: what is written beside it.
+    """
+
+    draft: EarlyExit | SkipLayers | EarlyExitOnly | CandidateGenerator
+    stop: StopRule | None
+    max_draft: int
+    learned: Learned
+    cache_dir: Path | None
+    task: str
+    settings: Mapping[str, Any]
+
+    def running(self, target: Target, plan: LayerPlan | None, limits: Limits, scorer: Scorer) -> RunningDraft:
+        """The draft for one generation.
+
+        Args:
+            target: the model and its cache.
+            plan: the blocks that run, where that is known.
+            limits: of a draft; the stop rule is that until one is chosen.
+            scorer: logits processors.
+
+        Raises:
+            SelfSpecError: the model cannot be probed or searched.
+        """
+        if isinstance(self.draft, CandidateGenerator):
+            vocabulary = target.model.get_input_embeddings().num_embeddings
+            return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
+        if isinstance(self.draft, EarlyExitOnly):
+            return NoDraft(target.full_plan)
+        if isinstance(self.draft, SkipLayers) and self.draft.search is not None:
+            assert plan is not None
+            return self._searching(target, plan, limits, scorer, self.draft.search, self.draft.ratio)
+        if plan is not None and self.stop is not None:
+            return PartialDraft(target, plan, limits, scorer)
+        assert isinstance(self.draft, EarlyExit)
+        return self._probing(target, limits, scorer, self.draft.layer)
+
+    def _probing(self, target: Target, limits: Limits, scorer: Scorer, layer: int | None) -> PartialDraft:
+        _check_probe(target)
+        settings = ProbeSettings(
+            layers=exits_to_try(target.anatomy.num_layers) if layer is None else (layer,),
+            rules=self._rules(),
+            stop=self.stop,
+        )
+        evidence = self.learned.of(
+            target.model, self._kind(target, scorer), lambda _: Evidence(), self._cache(target), self.settings
+        )
+        return ProbingDraft(target, limits, scorer, settings, Exits(target.model), evidence)
+
+    def _searching(
+        self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, search: Search, ratio: Any
+    ) -> PartialDraft:
+        space = SkipSpace.of(target.anatomy)
+        if target.padding is not None or not target.anatomy.tree:
+            say_once(
+                f"{target.anatomy.model_name} cannot look at its text a second time beside it (no mask of its own), so "
+                "there is no search for blocks to skip, and the set that it would start from drafts."
+            )
+            return PartialDraft(target, start, limits, scorer)
+        auto = ratio == "auto"
+        share = usual_ratio(target.model.num_parameters()) if auto else ratio
+
+        def make(other: SkipSearch | None) -> SkipSearch:
+            best = start if other is None else other.best
+            return SkipSearch(search, space, share, best, auto, self._rules(), self.max_draft)
+
+        found = self.learned.of(target.model, self._kind(target, scorer), make, self._cache(target), self.settings)
+        return SearchingDraft(target, limits, scorer, found, self.stop)
+
+    def _rules(self) -> list[Rule]:
+        return [self.stop] if isinstance(self.stop, Rule) else rules(self.max_draft)
+
+    def _kind(self, target: Target, scorer: Scorer) -> tuple[bool, bool]:
+        return scorer.do_sample, len(target.roots) > 1
+
+    def _cache(self, target: Target) -> Path | None:
+        if self.cache_dir is None:
+            return None
+        return self.learned.cache_file(self.cache_dir, self.task, target.model, self.settings)
+
+
+def _check_probe(target: Target) -> None:
+    anatomy, name = target.anatomy, target.anatomy.model_name
+    instead = "Give SelfSpec.layerskip an exit_layer and a num_draft."
+    if anatomy.num_layers < 2:
+        raise SettingError(f"{name} has one layer, so there is no exit before the last. Call generate without us.")
+    if not anatomy.exits:
+        raise UnsupportedModelError(
+            f"{name} fixes the batch after its last layer, so a probe cannot ask its exits together. {instead}"
+        )
+    if (getattr(target.model, "_tp_size", None) or 1) > 1:
+        raise UnsupportedOptionError(
+            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
+        )

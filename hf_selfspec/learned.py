@@ -1,0 +1,163 @@
+"""What a ``SelfSpec`` learns from call to call, and where it lasts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from transformers import PreTrainedModel
+
+from . import saving
+from .errors import SettingError
+from .model.anatomy import Anatomy
+from .model.fingerprint import Fingerprint
+from .types import GenerationStats
+
+# Whether tokens are drawn, and whether there are several rows.
+Kind = tuple[bool, bool]
+
+# Calls that are kept for pictures.
+_LOGGED, _POINTS = 4096, 256
+
+
+class Findings(Protocol):
+    """What is known of one model for one kind of call.
+
+    Attributes:
+        changed: is called when more is known, ``None`` where nobody wants to know.
+    """
+
+    changed: Callable[[], None] | None
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+_F = TypeVar("_F", bound=Findings)
+
+
+class Learned:
+    """What changes from call to call, shared by threads; copies begin anew, since models are not copied with them.
+
+    Attributes:
+        stats: of the last call.
+        calls: of the last calls, in order, without what is said of single tokens.
+        models: for each model the findings by kind of call, the kind that came last at the end.
+        saved: what was read from a file, for the model that has its fingerprint.
+    """
+
+    def __init__(self, saved: saving.Saved | None = None) -> None:
+        self.stats: GenerationStats | None = None
+        self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)
+        self.models: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Any]] = weakref.WeakKeyDictionary()
+        self.saved = saved
+        self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return Learned, (self.saved,)
+
+    def add_call(self, stats: GenerationStats) -> None:
+        """Takes in a finished call."""
+        with self._lock:
+            self.stats = stats
+            thinned = stats.timeline[:: max(1, len(stats.timeline) // _POINTS)]
+            self.calls.append(replace(stats, from_draft=[], matchness=[], timeline=thinned))
+
+    def latest(self, model: PreTrainedModel) -> Any:
+        """The findings for the last kind of call of ``model``, ``None`` if there are none."""
+        with self._lock:
+            return next(reversed(self.models.get(model, {}).values()), None)
+
+    def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
+        """The fingerprint, taken once."""
+        with self._lock:
+            if model not in self._fingerprints:
+                self._fingerprints[model] = Fingerprint.of(model, Anatomy.of(model).num_layers)
+            return self._fingerprints[model]
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Checks that what was read from a file belongs to ``model``.
+
+        Raises:
+            SettingError: it does not.
+        """
+        saved = self.saved
+        if saved is None or saved.fingerprint is None:
+            return
+        if difference := saved.fingerprint.difference(self.fingerprint(model)):
+            raise SettingError(
+                f"{saved.path} was saved for {difference}. Use it with the model that it was saved for, or make a new "
+                "SelfSpec for this one."
+            )
+
+    def of(
+        self,
+        model: PreTrainedModel,
+        kind: Kind,
+        make: Callable[[Any], _F],
+        cache: Path | None,
+        settings: Mapping[str, Any],
+    ) -> _F:
+        """The findings for one kind of call.
+
+        Args:
+            model: that they are about.
+            kind: of the call.
+            make: makes those with which a new kind begins, given another kind's or ``None``.
+            cache: a file in which they last, ``None`` for none.
+            settings: to write beside them.
+        """
+        with self._lock:
+            kinds = self.models.setdefault(model, {})
+            if kind not in kinds:
+                kinds[kind] = self._new(model, kind, make, next(iter(kinds.values()), None), cache)
+                if cache is not None:
+                    kinds[kind].changed = lambda: self.save(cache, model, settings)
+            kinds[kind] = kinds.pop(kind)
+            return kinds[kind]
+
+    def _new(self, model: PreTrainedModel, kind: Kind, make: Callable[[Any], _F], other: Any, cache: Path | None) -> _F:
+        found = make(other)
+        saved = self.saved
+        if saved is None and cache is not None and cache.exists():
+            saved = saving.read(cache)
+        if saved is None:
+            return found
+        try:
+            states = {(bool(one["do_sample"]), bool(one["several_rows"])): one["state"] for one in saved.findings}
+            if kind in states:
+                found.restore(states[kind])
+            elif states and other is None:
+                # What another kind of call found is a better start than none.
+                first = make(None)
+                first.restore(next(iter(states.values())))
+                return make(first)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise saving.corrupt_findings(saved.path, error) from error
+        return found
+
+    def save(self, path: Path, model: PreTrainedModel | None, settings: Mapping[str, Any]) -> None:
+        """Writes settings and what is known of ``model``."""
+        with self._lock:
+            kinds = {} if model is None else dict(self.models.get(model, {}))
+            fingerprint = None if model is None else self.fingerprint(model)
+            findings = [
+                {"do_sample": do_sample, "several_rows": several, "state": found.state()}
+                for (do_sample, several), found in kinds.items()
+            ]
+            saving.write(path, settings, fingerprint, findings)
+
+    def cache_file(self, folder: Path, task: str, model: PreTrainedModel, settings: Mapping[str, Any]) -> Path:
+        """Where findings of ``model`` for a task last."""
+        kept = json.dumps({name: saving.encode(value, name) for name, value in settings.items()}, sort_keys=True)
+        digest = hashlib.sha256(kept.encode()).hexdigest()[:12]
+        return folder / self.fingerprint(model).name / f"{task}-{digest}.json"

@@ -1,0 +1,65 @@
+"""What tells one model from another, for what was learned about it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A model, as far as a saved finding about it is concerned.
+
+    Attributes:
+        model: class name.
+        num_layers: ``L``.
+        shapes: digest of the names and shapes of all parameters.
+        weights: digest of a few values of each, rounded to bfloat16 so that a cast does not matter; ``None`` where
+            some cannot be read (offloaded, sharded or quantised weights).
+    """
+
+    model: str
+    num_layers: int
+    shapes: str
+    weights: str | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, num_layers: int) -> Fingerprint:
+        """The fingerprint of a model with its adapters, active or not."""
+        named = sorted(model.named_parameters(), key=lambda pair: pair[0])
+        shapes = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named)
+        weights = None
+        if all(_is_readable(parameter) for _, parameter in named):
+            values = hashlib.sha256()
+            for _, parameter in named:
+                flat = parameter.detach().reshape(-1)
+                places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel())).long().to(flat.device)
+                values.update(flat[places].to(torch.bfloat16).float().cpu().numpy().tobytes())
+            weights = values.hexdigest()[:32]
+        return cls(type(model).__name__, num_layers, hashlib.sha256(shapes.encode()).hexdigest()[:32], weights)
+
+    def difference(self, other: Fingerprint) -> str:
+        """What sets ``other`` apart, empty if nothing does."""
+        if self.model != other.model:
+            return f"a {self.model}, not a {other.model}"
+        if self.num_layers != other.num_layers:
+            return f"a model of {self.num_layers} layers, not of {other.num_layers}"
+        if self.shapes != other.shapes:
+            return "a model with parameters of other names or shapes"
+        if None not in (self.weights, other.weights) and self.weights != other.weights:
+            return "a model with other weights"
+        return ""
+
+    @property
+    def name(self) -> str:
+        """A name for folders."""
+        return f"{self.model}-{self.num_layers}-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
+
+
+def _is_readable(parameter: torch.Tensor) -> bool:
+    return type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.device.type != "meta"

@@ -1,0 +1,108 @@
+"""Pictures of what a ``SelfSpec`` did: the skipped blocks, matchness and speed, and where the time went."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import SettingError
+from .search.skip_search import SkipSearch
+from .types import GenerationStats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MODULES = ("prefill", "draft", "verify", "search", "other")
+# Tokens over which speed is taken.
+_SPAN = 64
+
+
+def new_figure(what: str, width: float, height: float) -> Figure:
+    """A figure that no window shows and pyplot does not know.
+
+    Raises:
+        SettingError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SettingError(
+            f"{what} draws with matplotlib, which could not be imported. Run `pip install matplotlib`, or print the "
+            "report instead."
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot(
+    calls: Sequence[GenerationStats], search: SkipSearch | None, path: str | os.PathLike[str] | None = None
+) -> Figure:
+    """Draws the set of skipped blocks over the steps of its search (SWIFT, Figure 12), matchness and tokens per second
+    over generated tokens (Figure 6), and the share of time by module (Figure 8).
+
+    Args:
+        calls: what calls of ``generate`` did, in order.
+        search: the search for blocks to skip; without one there are two panels.
+        path: where to save the picture, in the format that its suffix names.
+
+    Raises:
+        SettingError: matplotlib is not installed.
+    """
+    figure = new_figure("SelfSpec.plot", 13 if search else 9, 3.6)
+    panels = list(figure.subplots(1, 3 if search else 2, width_ratios=[4, 4, 2] if search else [4, 2]))
+    if search is not None:
+        _sets(panels.pop(0), search)
+    _speed(panels[0], calls, search)
+    _time(panels[1], calls)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _sets(axes: Axes, search: SkipSearch) -> None:
+    changes = list(search.found)
+    last = max(len(search.tries), changes[-1][0] + 1)
+    for index, (step, plan) in enumerate(changes):
+        end = changes[index + 1][0] if index + 1 < len(changes) else last
+        for skipped, shift, color in ((plan.skipped_attention, 0.0, "C0"), (plan.skipped_mlp, 0.45, "C1")):
+            bars = [(layer + shift, 0.4) for layer in skipped]
+            for low, height in bars:
+                axes.broken_barh([(step, max(end - step, 0.5))], (low, height), color=color, linewidth=0)
+    axes.set(xlabel="step of the search", ylabel="layer", ylim=(0, search.space.num_layers), xlim=(0, last))
+    axes.set_title("skipped attention (blue) and MLP (orange)", fontsize="medium")
+
+
+def _speed(axes: Axes, calls: Sequence[GenerationStats], search: SkipSearch | None) -> None:
+    tokens, seconds = [0], [0.0]
+    for call in calls:
+        start, begun = tokens[-1], seconds[-1]
+        for count, time in call.timeline:
+            if start + count - tokens[-1] >= _SPAN:
+                tokens.append(start + count)
+                seconds.append(begun + time)
+        if start + call.tokens > tokens[-1]:
+            tokens.append(start + call.tokens)
+            seconds.append(begun + call.total_seconds)
+    if len(tokens) > 1:
+        axes.plot(tokens[1:], np.diff(tokens) / np.diff(seconds), color="C2", label="tokens per second")
+    axes.set(xlabel="generated tokens", ylabel="tokens per second", ylim=(0, None))
+    if search is not None and search.tries:
+        other = axes.twinx()
+        places = [done.generated for done in search.tries]
+        other.plot(places, search.history, ".", color="C3", alpha=0.4, label="matchness of a try")
+        other.set(ylabel="matchness", ylim=(0, 1.02))
+        axes.set_title("speed (green), matchness of tries (red)", fontsize="medium")
+    axes.grid(alpha=0.3)
+
+
+def _time(axes: Axes, calls: Sequence[GenerationStats]) -> None:
+    spent = [sum(getattr(call, f"{name}_seconds") for call in calls) for name in _MODULES]
+    total = sum(spent) or 1.0
+    axes.barh(range(len(spent)), [part / total for part in spent], tick_label=list(_MODULES))
+    for place, part in enumerate(spent):
+        axes.text(part / total, place, f" {part / total:.1%}", va="center", fontsize="small")
+    axes.set(xlabel="share of time", xlim=(0, 1.15))
+    axes.invert_yaxis()

@@ -1,0 +1,164 @@
+"""Files in which settings and findings last: one JSON file, written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .draft.early_exit import EarlyExit, EarlyExitOnly
+from .draft.skip_layers import SkipLayers
+from .errors import SelfSpecError, SettingError
+from .model.fingerprint import Fingerprint
+from .search.on_the_fly import ClosestLayers, OnTheFlySearch
+from .stop.rules import ConfidenceThreshold, FixedLength
+from .verify.tree import TopKTree
+
+FILE_NAME = "selfspec.json"
+_FORMAT = 1
+_CLASSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        EarlyExit,
+        EarlyExitOnly,
+        SkipLayers,
+        OnTheFlySearch,
+        ClosestLayers,
+        FixedLength,
+        ConfidenceThreshold,
+        TopKTree,
+    )
+}
+
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a file holds.
+
+    Attributes:
+        settings: arguments of ``SelfSpec``.
+        fingerprint: of the model that the findings, and the settings, belong to; ``None`` for any model.
+        findings: states of searches and probes by kind of call, see ``Learned``.
+        path: the file.
+    """
+
+    settings: dict[str, Any]
+    fingerprint: Fingerprint | None
+    findings: list[dict[str, Any]]
+    path: Path
+
+
+def encode(value: Any, name: str) -> Any:
+    """Settings as JSON has them.
+
+    Raises:
+        SettingError: they hold an object of the user's own.
+    """
+    if dataclasses.is_dataclass(value) and type(value).__name__ in _CLASSES:
+        fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
+        return {"class": type(value).__name__, **fields}
+    if isinstance(value, (tuple, list)):
+        return [encode(item, name) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise SettingError(
+        f"{name} is {value!r}, which cannot be saved: only settings of hf_selfspec's own classes can. Leave your own "
+        "function or generator out and set it again after loading."
+    )
+
+
+def decode(value: Any) -> Any:
+    """The reverse of :func:`encode`."""
+    if isinstance(value, dict):
+        fields = {name: decode(field) for name, field in value.items() if name != "class"}
+        return _CLASSES[value["class"]](**fields)
+    return tuple(decode(item) for item in value) if isinstance(value, list) else value
+
+
+def write(
+    path: Path, settings: Mapping[str, Any], fingerprint: Fingerprint | None, findings: list[dict[str, Any]]
+) -> None:
+    """Writes a file beside its place and moves it there, so that whatever happens, one of the two versions is whole."""
+    content = {
+        "format": _FORMAT,
+        "settings": {name: encode(value, name) for name, value in settings.items()},
+        "fingerprint": None if fingerprint is None else dataclasses.asdict(fingerprint),
+        "findings": findings,
+    }
+    replace(path, content)
+
+
+def replace(path: Path, content: Any) -> None:
+    """Writes JSON beside a file and moves it there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def read(path: Path) -> Saved:
+    """Reads a file.
+
+    Raises:
+        SettingError: it does not exist, is not one of ours, was cut short or changed.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SettingError(
+            f"there is no {path}. Give the folder that `spec.save_pretrained(folder)` has written."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise _corrupt(path, str(error)) from error
+    try:
+        if content["format"] != _FORMAT:
+            raise SettingError(
+                f"{path} has format {content['format']!r}, this version of hf_selfspec reads format {_FORMAT}. Save it "
+                "again with this version, or install the one it was saved with."
+            )
+        kept = content["fingerprint"]
+        return Saved(
+            settings={name: decode(value) for name, value in content["settings"].items()},
+            fingerprint=None if kept is None else Fingerprint(**kept),
+            findings=list(content["findings"]),
+            path=path,
+        )
+    except SelfSpecError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(path, repr(error)) from error
+
+
+def construct(kind: Callable[..., _T], saved: Saved) -> _T:
+    """An object of the settings in a file.
+
+    Raises:
+        SettingError: they are not its settings.
+    """
+    try:
+        return kind(**saved.settings)
+    except TypeError as error:
+        raise _corrupt(saved.path, str(error)) from error
+
+
+def _corrupt(path: Path, why: str) -> SettingError:
+    return SettingError(
+        f"{path} is not a saved SelfSpec, or was cut short or changed ({why}). Save it again, or delete it."
+    )
+
+
+def corrupt_findings(path: Path, error: Exception) -> SettingError:
+    """What to raise where findings cannot be used."""
+    return _corrupt(path, repr(error))

@@ -1,0 +1,257 @@
+"""Tuning in advance: the set of blocks whose drafts take the least measured time (Self-SD, arXiv 2309.08168 §3.2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from . import saving
+from .draft.skip_layers import SkipLayers
+from .errors import SettingError, SettingTypeError
+from .model.anatomy import Anatomy, causal_lm
+from .model.partial import LayerPlan
+from .search.bayes import suggest
+from .search.costs import wait_for
+from .search.on_the_fly import ClosestLayers
+from .search.replay import Rule, rules
+from .search.skip_space import SkipSpace
+from .selfspec import SelfSpec
+from .settings import check_count
+from .stop.rules import ConfidenceThreshold, StopRule
+from .verify.tree import TopKTree
+
+# The steps' file, and the sets and rules that are timed once more at the end, so that none wins by luck.
+PROGRESS_NAME = "tuning.json"
+_LAST_ROUND, _REPEATS = 3, 3
+_RATIOS = (0.2, 0.6)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfflineSearch:
+    """Self-SD's search: Bayesian optimisation of the measured time per token, over sets of any size.
+
+    It begins with sets that :class:`ClosestLayers` finds and with random ones.
+
+    Args:
+        max_steps: sets to time (1,000 in the paper, on 8 texts).
+        random_steps: how many of these are random, before Bayesian optimisation proposes the others.
+        seed: of the random sets.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    max_steps: int = 100
+    random_steps: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("OfflineSearch(max_steps)", self.max_steps)
+        check_count("OfflineSearch(random_steps)", self.random_steps)
+
+
+def tune(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    *,
+    search: OfflineSearch | None = None,
+    stop: StopRule | None = None,
+    tree: TopKTree | None = None,
+    max_new_tokens: int = 64,
+    folder: str | os.PathLike[str] | None = None,
+) -> SelfSpec:
+    """Finds the blocks to skip for a kind of text by timing drafts on it, with a progress bar.
+
+    Args:
+        model: a causal LM of transformers or a PEFT model around one.
+        tokenizer: the model's tokenizer.
+        texts: prompts like those that the model will get; 4 to 8 are enough (8 in the paper).
+        search: how long to search.
+        stop: when drafts end; ``None`` to have that chosen, too.
+        tree: siblings at each depth.
+        max_new_tokens: tokens to generate for each text.
+        folder: where the result is saved, for ``SelfSpec.from_pretrained``, and the steps as they are made: a search
+            that was interrupted goes on where it was.
+
+    Returns:
+        A ``SelfSpec`` with the fastest set. A warning says so if it is not faster than plain ``generate``.
+
+    Raises:
+        SettingError, SettingTypeError: no texts, a model of fewer than 4 layers, a folder with another search's steps,
+            or not what is described above.
+    """
+    inner = causal_lm(model, "tune")
+    check_count("tune(max_new_tokens)", max_new_tokens)
+    if search is not None and not isinstance(search, OfflineSearch):
+        raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
+    runner = _Runner(inner, _rows(tokenizer, texts, inner.device), max_new_tokens, stop, tree)
+    return _Tuning(runner, search or OfflineSearch(), None if folder is None else Path(folder)).run()
+
+
+def _rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], device: torch.device) -> list[torch.Tensor]:
+    given = [] if isinstance(texts, str) else list(texts)
+    if not given or not all(isinstance(text, str) and text for text in given):
+        raise SettingTypeError(f"tune(texts) must be a list of prompts, at least one, got {repr(texts)[:100]}.")
+    return [torch.tensor([tokenizer(text)["input_ids"]], device=device) for text in given]
+
+
+class _Runner:
+    """Times generation of the same texts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: list[torch.Tensor],
+        max_new_tokens: int,
+        stop: StopRule | None,
+        tree: TopKTree | None,
+    ) -> None:
+        self.model = model
+        self.rows = rows
+        self.space = SkipSpace.of(Anatomy.of(model))
+        self.stop = stop
+        self.tree = tree
+        self.options = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
+
+    def describe(self) -> dict[str, Any]:
+        """What steps have to have in common to be compared."""
+        tokens = hashlib.sha256(repr([row.tolist() for row in self.rows]).encode()).hexdigest()[:32]
+        stop, tree = (
+            saving.encode(value, f"tune({name})") for name, value in (("stop", self.stop), ("tree", self.tree))
+        )
+        return {"texts": tokens, "max_new_tokens": self.options["max_new_tokens"], "stop": stop, "tree": tree}
+
+    def spec(self, plan: LayerPlan, stop: StopRule | None) -> SelfSpec:
+        """Drafts of one set."""
+        draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
+        return SelfSpec(draft, stop or self.stop or ConfidenceThreshold(), self.tree)
+
+    def seconds(self, spec: SelfSpec | None, rows: Sequence[torch.Tensor] | None = None) -> float:
+        """Time per token over all texts, or some."""
+        extra = {} if spec is None else {"assistant": spec}
+        texts = rows or self.rows
+        begun = perf_counter()
+        for ids in texts:
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, **extra)
+        wait_for(self.rows[0].device)
+        return (perf_counter() - begun) / (len(texts) * self.options["max_new_tokens"])
+
+    def first_sets(self) -> list[LayerPlan]:
+        """Sets that a search on the fly tries on these texts, the best one first."""
+        spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
+        for ids in self.rows:
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, assistant=spec)
+        found = spec._learned.latest(self.model)
+        return [] if found is None else list(dict.fromkeys([found.best, *(done.plan for done in found.tries)]))
+
+
+class _Tuning:
+    """One search, step by step."""
+
+    def __init__(self, runner: _Runner, search: OfflineSearch, folder: Path | None) -> None:
+        self.runner = runner
+        self.search = search
+        self.folder = folder
+        self.speeds: dict[LayerPlan, float] = {}
+
+    def run(self) -> SelfSpec:
+        """All steps, the last round, and the result on disk."""
+        runner, search = self.runner, self.search
+        self._resume()
+        runner.seconds(None)
+        plain = [runner.seconds(None, [row]) for row in runner.rows]
+        waiting = [plan for plan in runner.first_sets() if plan.skipped_attention or plan.skipped_mlp]
+        chance = np.random.default_rng([search.seed, len(self.speeds)])
+        bar = logging.tqdm(total=search.max_steps, initial=len(self.speeds), desc="tuning", unit="set")
+        while len(self.speeds) < search.max_steps:
+            plan = self._propose(waiting, chance)
+            # Plain generate on one of the texts, in turn, tells how fast the machine is just now.
+            turn = len(self.speeds) % len(plain)
+            now = runner.seconds(None, [runner.rows[turn]]) / plain[turn]
+            self.speeds[plan] = now * float(np.mean(plain)) / runner.seconds(runner.spec(plan, None))
+            self._note()
+            bar.set_postfix_str(f"best {max(self.speeds.values()):.2f}x")
+            bar.update()
+        bar.close()
+        return self._finish()
+
+    def _propose(self, waiting: list[LayerPlan], chance: np.random.Generator) -> LayerPlan:
+        while waiting:
+            plan = waiting.pop(0)
+            # One in two at most, so that there is time for others.
+            if plan not in self.speeds and len(self.speeds) < self.search.max_steps // 2:
+                return plan
+        drawn = sum(1 for plan in self.speeds if plan.skipped_attention != plan.skipped_mlp)
+        if drawn < self.search.random_steps or not self.speeds:
+            return self.runner.space.random(chance, float(chance.uniform(*_RATIOS)))
+        return suggest(self.runner.space, self.speeds, chance, resize=True)
+
+    def _finish(self) -> SelfSpec:
+        """The best sets, each with the best rule, against each other and plain ``generate``, in turn."""
+        runner = self.runner
+        best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
+        chosen: list[StopRule | None] = [None]
+        if runner.stop is None:
+            times: dict[Rule, float] = {
+                rule: runner.seconds(runner.spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)
+            }
+            chosen = sorted(times, key=lambda rule: times[rule])[:2]  # type: ignore[assignment]
+        specs = [runner.spec(plan, rule) for plan in best for rule in chosen]
+        ways: list[SelfSpec | None] = [None, *specs]
+        rounds = [[runner.seconds(way) for way in ways] for _ in range(_REPEATS)]
+        plain, *ours = np.median(rounds, axis=0).tolist()
+        spec, speed = specs[int(np.argmin(ours))], plain / min(ours)
+        if speed <= 1:
+            warnings.warn(
+                f"tune: no set of blocks to skip made {type(runner.model).__name__} faster on these texts (the best "
+                f"one {speed:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
+                stacklevel=4,
+            )
+        if self.folder is not None:
+            spec.save_pretrained(self.folder, runner.model)
+        return spec
+
+    def _resume(self) -> None:
+        if self.folder is None:
+            return
+        path = self.folder / PROGRESS_NAME
+        if not path.exists():
+            return
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            steps = {LayerPlan.of_picture(str(picture)): float(speed) for picture, speed in content["steps"]}
+            same = content["of"] == self._of()
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to begin anew.") from error
+        if not same:
+            raise SettingError(
+                f"{path} holds the steps of another search (another model, other texts or settings). Give another "
+                "folder, or delete it to begin anew."
+            )
+        self.speeds = steps
+
+    def _of(self) -> dict[str, Any]:
+        model = self.runner.model
+        return {
+            **self.runner.describe(),
+            "model": SelfSpec()._learned.fingerprint(model).name,
+            "seed": self.search.seed,
+        }
+
+    def _note(self) -> None:
+        if self.folder is not None:
+            steps = [[plan.picture(), speed] for plan, speed in self.speeds.items()]
+            saving.replace(self.folder / PROGRESS_NAME, {"of": self._of(), "steps": steps})
