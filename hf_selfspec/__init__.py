@@ -23,7 +23,7 @@ from .stop import ConfidenceThreshold, FixedLength
 from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
 from .tuning import OfflineSearch, tune
 from .types import GenerationStats
-from .verify import TopKTree
+from .verify import CostTree, TopKTree
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "Architecture",
     "ClosestLayers",
     "ConfidenceThreshold",
+    "CostTree",
     "Difference",
     "EarlyExit",
     "EarlyExitLoss",

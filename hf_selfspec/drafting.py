@@ -70,10 +70,10 @@ class Drafting:
         if isinstance(self.draft, SkipLayers) and self.draft.search is not None:
             assert plan is not None
             return self._searching(target, plan, limits, scorer, self.draft.search, self.draft.ratio)
-        if plan is not None and self.stop is not None:
-            return PartialDraft(target, plan, limits, scorer)
-        assert isinstance(self.draft, EarlyExit)
-        return self._probing(target, limits, scorer, self.draft.layer)
+        if isinstance(self.draft, EarlyExit) and (plan is None or self.stop is None):
+            return self._probing(target, limits, scorer, self.draft.layer)
+        assert plan is not None
+        return PartialDraft(target, plan, limits, scorer)
 
     def _probing(self, target: Target, limits: Limits, scorer: Scorer, layer: int | None) -> PartialDraft:
         _check_probe(target)

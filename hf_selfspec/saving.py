@@ -16,7 +16,7 @@ from .errors import SelfSpecError, SettingError
 from .model.fingerprint import Fingerprint
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch
 from .stop.rules import ConfidenceThreshold, FixedLength
-from .verify.tree import TopKTree
+from .verify.tree import CostTree, TopKTree
 
 FILE_NAME = "selfspec.json"
 _FORMAT = 1
@@ -31,6 +31,7 @@ _CLASSES: dict[str, Any] = {
         FixedLength,
         ConfidenceThreshold,
         TopKTree,
+        CostTree,
     )
 }
 

@@ -35,13 +35,12 @@ from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
 from .types import GenerationStats, Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
-from .verify.tree import TopKTree
+from .verify.tree import TopKTree, Tree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FIRST_SLOTS = 1024
-_STOP_UNTIL_CHOSEN = FixedLength(2)
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,8 @@ class SelfSpec:
             output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold` or any function of
             ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``. ``None``:
-            what is fastest, as the probe of an early exit or the search for layers to skip finds.
+            what is fastest, as the probe of an early exit or the search for layers to skip finds, and a confidence
+            below 0.8 for a given set.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line.
         max_draft: most tokens in a draft.
         cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
@@ -73,7 +73,7 @@ class SelfSpec:
         default_factory=lambda: SkipLayers(search=ClosestLayers())
     )
     stop: StopRule | None = None
-    tree: TopKTree | None = None
+    tree: Tree | None = None
     max_draft: int = 25
     cache_dir: str | os.PathLike[str] | None = None
     task: str = "default"
@@ -85,14 +85,13 @@ class SelfSpec:
                 f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, "
                 f"got {self.draft!r}."
             )
-        probed = self.stop is None and self._chooses_stop
-        if not probed and (not callable(self.stop) or isinstance(self.stop, type)):
+        if self.stop is not None and (not callable(self.stop) or isinstance(self.stop, type)):
             raise SettingTypeError(
                 "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function of (input_ids, logits, "
-                f"hidden_states), got {self.stop!r}; None goes with EarlyExit and with a search, which choose."
+                f"hidden_states), or None to have it chosen, got {self.stop!r}."
             )
-        if self.tree is not None and not isinstance(self.tree, TopKTree):
-            raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree or None, got {self.tree!r}.")
+        if self.tree is not None and not isinstance(self.tree, Tree):
+            raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {self.tree!r}.")
         check_count("SelfSpec(max_draft)", self.max_draft)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, os.PathLike)):
             raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
@@ -144,7 +143,7 @@ class SelfSpec:
         ratio: float | Literal["auto"] = "auto",
         search: Search | None = None,
         stop: StopRule | None = None,
-        tree: TopKTree | None = None,
+        tree: Tree | None = None,
         max_draft: int = 25,
     ) -> SelfSpec:
         """SWIFT: nothing trained, nothing prepared; which blocks are skipped is found while text is generated.
@@ -154,14 +153,14 @@ class SelfSpec:
             search: when sets are tried and when that ends, by default as in the paper, see :class:`OnTheFlySearch`;
                 or :class:`ClosestLayers`.
             stop: when a draft ends, confidence below 0.8 by default.
-            tree: siblings at each depth, the paper's widths by default.
+            tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
             max_draft: most tokens in a draft (25 in the paper).
 
         Raises:
             SettingError, SettingTypeError: a setting is not allowed.
         """
         draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
-        return cls(draft, stop or ConfidenceThreshold(), TopKTree() if tree is None else tree, max_draft)
+        return cls(draft, stop or ConfidenceThreshold(), tree, max_draft)
 
     @classmethod
     def early_exit_only(cls, layer: int) -> SelfSpec:
@@ -317,7 +316,7 @@ class SelfSpec:
         stopper = Stopper(stopping_criteria)
         new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
         limits = Limits(
-            self.stop or _STOP_UNTIL_CHOSEN, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
+            self.stop or self._usual_stop, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
         )
         room = new_tokens + max(limits.most_nodes, self._window, anatomy.num_layers)
         target = Target(
@@ -365,6 +364,11 @@ class SelfSpec:
         return settings
 
     @property
+    def _usual_stop(self) -> StopRule:
+        """When drafts end where nothing was given and nothing chosen yet."""
+        return FixedLength(2) if isinstance(self.draft, EarlyExit) else ConfidenceThreshold()
+
+    @property
     def _cache_folder(self) -> Path | None:
         return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
 
@@ -374,13 +378,7 @@ class SelfSpec:
         search = self.draft.search if isinstance(self.draft, SkipLayers) else None
         return 0 if search is None else search.context_window
 
-    @property
-    def _chooses_stop(self) -> bool:
-        if isinstance(self.draft, SkipLayers):
-            return self.draft.search is not None and self.draft.ratio == "auto"
-        return isinstance(self.draft, (EarlyExit, EarlyExitOnly))
-
-    def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> TopKTree | None:
+    def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
         if prompt.padding is not None:
             say_once(
                 f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
@@ -389,7 +387,7 @@ class SelfSpec:
         if self.tree is None or (anatomy.tree and prompt.padding is None):
             return self.tree
         say_once(
-            f"{anatomy.model_name} cannot take a tree mask, so TopKTree is not used and drafts are linear. The output "
+            f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
             "is exact all the same."
         )
         return None

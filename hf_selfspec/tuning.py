@@ -30,7 +30,7 @@ from .search.skip_space import SkipSpace
 from .selfspec import SelfSpec
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, StopRule
-from .verify.tree import TopKTree
+from .verify.tree import Tree
 
 # The steps' file, and the sets and rules that are timed once more at the end, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
@@ -69,7 +69,7 @@ def tune(
     *,
     search: OfflineSearch | None = None,
     stop: StopRule | None = None,
-    tree: TopKTree | None = None,
+    tree: Tree | None = None,
     max_new_tokens: int = 64,
     folder: str | os.PathLike[str] | None = None,
 ) -> SelfSpec:
@@ -117,7 +117,7 @@ class _Runner:
         rows: list[torch.Tensor],
         max_new_tokens: int,
         stop: StopRule | None,
-        tree: TopKTree | None,
+        tree: Tree | None,
     ) -> None:
         self.model = model
         self.rows = rows

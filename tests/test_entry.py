@@ -26,14 +26,22 @@ from transformers import (
 )
 
 import hf_selfspec
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, UnsupportedOptionError
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    UnsupportedOptionError,
+)
 
 # PEFT asks a model of transformers for something that has a new name there.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 SPECS = {
     "exit": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4)),
-    "default": SelfSpec(),
+    "skip": SelfSpec(SkipLayers(), ConfidenceThreshold()),
     "tree": SelfSpec(
         draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3), tree=TopKTree(((0.5, 3), (1.0, 1)))
     ),

@@ -30,14 +30,15 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
+from hf_selfspec import ClosestLayers, ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
 Inputs = dict[str, torch.Tensor]
 
 EXIT = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
 SPECS = {
     "exit": EXIT,
-    "default": SelfSpec(),
+    "skip": SelfSpec(SkipLayers(), ConfidenceThreshold()),
+    "search": SelfSpec(SkipLayers(search=ClosestLayers(context_window=8), ratio=0.4), FixedLength(4)),
     "tree": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4), tree=TopKTree(((0.5, 3), (1.0, 1)))),
 }
 PROMPTS = {"one row": ragged_batch((12,), seed=11), "ragged batch": ragged_batch((4, 9, 6))}
@@ -468,7 +469,7 @@ def reply(inputs: Inputs, output: Any, ends: list[int]) -> Inputs:
 
 @pytest.mark.parametrize("with_eos", [False, True], ids=["same length", "eos"])
 @pytest.mark.parametrize("who", ["ours, theirs", "theirs, ours", "ours, ours"])
-@pytest.mark.parametrize("chat_spec", ["default", "tree"])
+@pytest.mark.parametrize("chat_spec", ["skip", "search", "tree"])
 def test_chat_goes_on(chat_model: PreTrainedModel, chat_spec: str, inputs: Inputs, who: str, with_eos: bool) -> None:
     """Two turns on one cache, the second one with the whole text or what is new; expected is that turn from nothing."""
     rows = new_tokens(chat_model, inputs, max_new_tokens=14)

@@ -12,11 +12,11 @@ from ..errors import SettingTypeError
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
-from ..stop.rules import StopRule, confidence
+from ..stop.rules import StopRule
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
-from ..verify.tree import TopKTree
+from ..verify.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Limits:
 
     stop: StopRule
     max_draft: int
-    tree: TopKTree | None = None
+    tree: Tree | None = None
     eos_tokens: frozenset[int] = frozenset()
 
     @property
     def most_nodes(self) -> int:
         """Tokens that one verification may run, siblings of an unsure draft's last token included."""
-        widest = 1 if self.tree is None else max(width for _, width in self.tree.widths)
+        widest = 1 if self.tree is None else self.tree.most
         return self.longest + widest
 
     @property
@@ -95,6 +95,7 @@ class PartialDraft(CandidateGenerator):
         beside: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
         qs: list[torch.Tensor] = []
+        reach = torch.ones(b, device=text.ids.device)
         while len(line) < limit and any(drafting):
             depth = len(line)
             step = self.target.step(feed, [root + depth for root in roots], self.plan, capture=prefix if prefix else -1)
@@ -110,7 +111,12 @@ class PartialDraft(CandidateGenerator):
                     break
                 logits = logits.nan_to_num()
             scores = self.scorer.ahead(text, depth, logits, drafting)
-            width = 1 if self.limits.tree is None else self._width(logits, drafting)
+            width = 1
+            if self.limits.tree is not None:
+                top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
+                here = torch.tensor(drafting, device=top.device)
+                width = min(self.limits.tree.width(top[here], reach[here]), top.shape[-1])
+                reach = reach * top[:, 0]
             picks = self._pick(scores, width, qs)
             for row in range(b):
                 lengths[row] += drafting[row]
@@ -125,11 +131,6 @@ class PartialDraft(CandidateGenerator):
                 on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, room, strict=True)
             ]
         return self._draft(text, line, beside, qs, states, lengths, prefix)
-
-    def _width(self, logits: torch.Tensor, drafting: list[bool]) -> int:
-        assert self.limits.tree is not None
-        sure = confidence(logits)
-        return min(self.limits.tree.width(sure[torch.tensor(drafting, device=sure.device)]), logits.shape[-1])
 
     def _pick(self, scores: torch.Tensor, width: int, qs: list[torch.Tensor]) -> torch.Tensor:
         """``[b, width]`` tokens for one depth, the one to extend first."""

@@ -17,10 +17,13 @@ from ..search.skip_search import SkipSearch
 from ..stop.rules import StopRule, confidence
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.scoring import Scorer
+from ..verify.tree import CostTree
 from .partial import Limits, PartialDraft
 
 # Texts at which forwards are timed, and how often each.
 _TIMED_TEXTS, _TIMINGS = 2, 2
+# What a sibling costs beside its way through the layers (mask, moves), in units of that; measured on a CPU.
+_TREE = 2.0
 # Generated tokens after which the first sets are tried, and how many are worth a look at the end of a text.
 _SOON, _LEAST = 32, 8
 
@@ -51,6 +54,7 @@ class SearchingDraft(PartialDraft):
         self._timed = False
         self._said = _LastScores(self._window) if scorer.do_sample else None
         self._clock = perf_counter()
+        self._tree = limits.tree
         self._use_best()
 
     def propose(self, text: Text, room: list[int]) -> Draft:
@@ -111,7 +115,11 @@ class SearchingDraft(PartialDraft):
         search, choice = self.search, self.search.choice
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
-        self.reuse_from = search.costs.reuse_from(choice.plan.first_altered) if search.costs is not None else 0
+        costs = search.costs
+        self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
+        if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
+            price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
+            self.limits = replace(self.limits, tree=replace(self._tree, price=price))
 
     def _look(self, text: Text, most: int) -> list[LayerPlan]:
         return closest_layers(self.target, text, self.search.space.whole_layers, most)
@@ -142,7 +150,7 @@ class SearchingDraft(PartialDraft):
     def _traces(self, text: Text, plan: LayerPlan, window: int) -> list[Trace]:
         """What ``plan`` would have said after each of the last tokens (SWIFT §4.1)."""
         ends = torch.tensor(text.lengths)[:, None]
-        columns = (ends - 1 - window + torch.arange(window + 1)).to(text.ids.device)
+        columns = (ends - 1 - window + torch.arange(window + 1)).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
         logits = self.target.step(tokens[:, :-1], text.roots(), plan, nodes=Nodes.again(window)).logits
         assert logits is not None

@@ -1,5 +1,5 @@
 """What the full model says to a draft."""
 
-from .tree import TopKTree
+from .tree import CostTree, TopKTree
 
-__all__ = ["TopKTree"]
+__all__ = ["CostTree", "TopKTree"]

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import SettingError, SettingTypeError
-from ..settings import check_count
+from ..settings import check_count, check_share
+
+_USUAL_PRICE = 0.05
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,47 @@ class TopKTree:
         for _, width in self.widths:
             check_count("TopKTree(widths): k", width)
 
-    def width(self, confidence: torch.Tensor) -> int:
-        """Candidates at one depth for confidences ``[b]``: the most that any row asks for."""
-        lowest = float(confidence.min())
+    @property
+    def most(self) -> int:
+        """Candidates at one depth at most."""
+        return max(width for _, width in self.widths)
+
+    def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
+        """Candidates at one depth, the most that any row asks for.
+
+        Args:
+            top: ``[b, most]`` the draft's highest probabilities, in order.
+            reach: ``[b]`` how likely it is that all earlier tokens of the draft are accepted.
+        """
+        lowest = float(top[:, 0].min())
         return next(width for edge, width in self.widths if lowest <= edge + 1e-6)
+
+
+@dataclass(frozen=True)
+class CostTree:
+    """Siblings as far as they pay, by what another token in a verification costs; only the first token is extended.
+
+    A sibling brings one token more where it is reached and is what the full model says: with its probability by the
+    draft, times the probabilities of the tokens before it. It is taken where that is more than its price.
+
+    Args:
+        price: what another token in a verification costs, in one-token steps of the whole model. ``None`` for what a
+            search for layers to skip has measured, and 0.05 until then or without one.
+        most: candidates at one depth at most.
+    """
+
+    price: float | None = None
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        if self.price is not None:
+            check_share("CostTree(price)", self.price, zero=True, one=True)
+        check_count("CostTree(most)", self.most)
+
+    def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
+        """As :meth:`TopKTree.width`."""
+        price = _USUAL_PRICE if self.price is None else self.price
+        return max(1, int((top * reach[:, None] > price).sum(-1).max()))
+
+
+Tree = TopKTree | CostTree
