@@ -74,7 +74,8 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
 
 def assert_mixed(spec: SelfSpec) -> None:
     assert spec.stats is not None
-    assert 0 < spec.stats.acceptance_rate < 1
+    # A search may have found a draft that is always right.
+    assert 0 < spec.stats.acceptance_rate < (1.1 if spec.stats.phase else 1)
 
 
 def new_tokens(model: PreTrainedModel, inputs: Inputs, **options: Any) -> list[list[int]]:

@@ -147,8 +147,8 @@ def test_greedy_token_confirms_a_drafted_one_or_none() -> None:
     ("confidence", "width"), [(0.01, 10), (0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.95, 3), (0.96, 1), (1.0, 1)]
 )
 def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
-    assert TopKTree().width(torch.tensor([confidence])) == width
-    assert TopKTree().width(torch.tensor([1.0, confidence])) == width
+    assert TopKTree().width(torch.tensor([[confidence]]), torch.ones(1)) == width
+    assert TopKTree().width(torch.tensor([[1.0], [confidence]]), torch.ones(2)) == width
 
 
 @pytest.mark.parametrize(
