@@ -9,6 +9,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
@@ -20,7 +21,7 @@ from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
 from ..search.exit_choice import ExitChoice, choose, exits_to_try
-from ..search.replay import Trace, rules, trace
+from ..search.replay import Replay, Rule, Trace, replay, rules, trace
 from ..selfspec import SelfSpec
 from ..stop.rules import confidence
 from ..types import GenerationStats
@@ -104,7 +105,11 @@ class Asked:
 
 
 def compare(
-    ways: dict[str, Way], prompts: Sequence[torch.Tensor], repeats: int, specs: dict[str, SelfSpec] | None = None
+    ways: dict[str, Way],
+    prompts: Sequence[torch.Tensor],
+    repeats: int,
+    specs: dict[str, SelfSpec] | None = None,
+    warm_up: bool = True,
 ) -> dict[str, Speed]:
     """Times all ways on all prompts, in turn, each prompt ``repeats`` times.
 
@@ -113,9 +118,10 @@ def compare(
         prompts: ids ``[1, s]``.
         repeats: runs of each way on each prompt, of which the median counts.
         specs: for ways of ours, where their statistics are.
+        warm_up: whether all ways run once before; otherwise only the first does, so that others learn in the stream.
     """
     found = {name: Speed() for name in ways}
-    for run in ways.values():
+    for run in list(ways.values())[: None if warm_up else 1]:
         run(prompts[0])
     for ids in prompts:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -159,6 +165,48 @@ def attainable(
         for layer, found in _traces(model, ids, prompt, layers, warpers).items():
             traces[layer].append(found)
     return choose(traces, rules(25), forward_costs(model, texts[0]), 25)
+
+
+@torch.no_grad()
+def attainable_with(
+    model: PreTrainedModel, plan: LayerPlan, texts: Sequence[torch.Tensor], prompt: int
+) -> tuple[float, Rule, float]:
+    """What greedy drafts of one set of blocks can reach at best on texts that the model wrote.
+
+    What the set says after each token is asked with the whole model's keys and values before it, as a draft's first
+    token is; costs of forwards are measured, nothing but forwards is counted.
+
+    Args:
+        model: the model.
+        plan: what drafts.
+        texts: ids ``[1, s]``, prompts included.
+        prompt: tokens of the prompts.
+
+    Returns:
+        The speed-up with the best stop rule for all texts together, that rule, and its acceptance rate.
+    """
+    anatomy = Anatomy.of(model)
+    traces: list[Trace] = []
+    stopwatch = Stopwatch(plan, LayerPlan(plan.num_layers, frozenset(), plan.skipped_mlp))
+    for ids in texts:
+        last = ids.shape[1] - 1
+        target = Target(model, anatomy, SpeculativeCache(plan.num_layers, 1, last + 2))
+        said, sure = [], []
+        with target.prepared():
+            target.prefill(ids[:, :prompt], [0], [prompt])
+            for place in range(prompt, last):
+                logits = target.step(ids[:, place : place + 1], [place], plan).logits
+                assert logits is not None
+                said.append(float(logits[0, -1].argmax() == ids[0, place + 1]))
+                sure.append(float(confidence(logits[0])[-1]))
+                target.step(ids[:, place : place + 1], [place])
+            if not traces:
+                stopwatch.measure(target, ids[:, last - MANY : last], [last - MANY], [last - 1], 25, draft=None)
+        traces.append(Trace(np.array([said]), np.array([sure])))
+    costs = stopwatch.costs(median)
+    runs = [(Replay.of_all(replay(t, rule, plan, costs, 25) for t in traces), rule) for rule in rules(25)]
+    best, rule = min(runs, key=lambda run: run[0].seconds / run[0].tokens)
+    return costs.plain() * best.tokens / best.seconds, rule, best.accepted / best.drafted
 
 
 @torch.no_grad()

@@ -1,0 +1,188 @@
+"""How fast a model generates with itself when nothing was trained for it: the searches for layers to skip.
+
+    python examples/measure_training_free.py --humaneval HumanEval.jsonl
+    python examples/measure_training_free.py --humaneval HumanEval.jsonl --model twin
+    python examples/measure_training_free.py --humaneval HumanEval.jsonl --change gsm8k_test.jsonl
+
+A stream is 30 HumanEval tasks and 30 held-out files of the standard library in turn, 64 tokens of each and 128 new
+ones, greedy, float32. Each way of generating sees the whole stream, prompt by prompt in turn with the others, and
+learns while it does. With --change the stream is code first and other text afterwards.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from measure_demo_model import PROMPT, best_early_exit, held_out_texts, load, prompts_of
+from transformers import AutoTokenizer, PreTrainedModel
+
+from hf_selfspec import ConfidenceThreshold, CostTree, FixedLength, SelfSpec, SkipChoice, SkipLayers, TopKTree
+from hf_selfspec.bench.measure import machine
+from hf_selfspec.bench.trained import Asked, Speed, attainable_with, compare, forward_costs, without_reuse
+
+LONGEST = 25
+
+
+def specs_of_stream() -> dict[str, SelfSpec]:
+    """Our ways; below the defaults, what each part of SWIFT brings (Table 8)."""
+    return {
+        "SelfSpec()": SelfSpec(),
+        "SelfSpec(), CostTree": SelfSpec(tree=CostTree()),
+        "swift()": SelfSpec.swift(),
+        "swift(), the paper's tree": SelfSpec.swift(tree=TopKTree()),
+        "swift(), CostTree": SelfSpec.swift(tree=CostTree()),
+        "swift(), no early stop": SelfSpec.swift(stop=FixedLength(LONGEST)),
+        "no search": SelfSpec(SkipLayers(), ConfidenceThreshold()),
+    }
+
+
+def accelerated(speed: Speed, plain: Speed) -> float:
+    """Speed-up over the calls that began after the search had ended, 0 if there were none."""
+    phases = ["", *(run.phase for run in speed.runs[:-1])]
+    chosen = [index for index, phase in enumerate(phases) if phase == "acceleration"]
+    ours = sum(speed.seconds[index] for index in chosen)
+    return sum(plain.seconds[index] for index in chosen) / ours if chosen else 0.0
+
+
+def efficiency(speed: Speed, one_token: float) -> float:
+    """Measured speed-up / that of SWIFT's equation 6 with the measured cost of a drafting step, decoding only."""
+    steps = sum(run.draft_steps for run in speed.runs)
+    if not steps:
+        return 0.0
+    c = sum(run.draft_seconds for run in speed.runs) / steps / one_token
+    m, alpha = speed.mean_generated_length, speed.acceptance_rate
+    decoding = sum(run.total_seconds - run.prefill_seconds - run.search_seconds for run in speed.runs)
+    tokens = sum(run.tokens - len(run.from_draft) for run in speed.runs)
+    return one_token * tokens / decoding / (m * alpha / ((m - 1) * c + alpha))
+
+
+def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: int) -> dict[str, SelfSpec]:
+    asked = Asked(model, {"max_new_tokens": tokens, "do_sample": False})
+    exit_layer, length = best_early_exit(asked, prompts[:2], model.config.num_hidden_layers)
+    specs = specs_of_stream()
+    ways = {
+        "plain generate": asked.plain(),
+        "prompt lookup": asked.plain(prompt_lookup_num_tokens=4),
+        f"assistant_early_exit, E = {exit_layer}": asked.early_exit(exit_layer, length),
+        **{name: asked.plain(assistant=spec) for name, spec in specs.items()},
+    }
+    speeds = compare(ways, prompts, 1, specs, warm_up=False)
+    plain = speeds["plain generate"]
+    # Plain tokens, prompts left out.
+    one_token = forward_costs(model, asked.plain()(prompts[0])).plain()
+    print("| way | ms per token | speed-up | after the search | α | M | search | efficiency | same ids | set |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name, speed in speeds.items():
+        cells = [name, f"{speed.ms_per_token:.2f}", f"{plain.ms_per_token / speed.ms_per_token:.2f}"]
+        if speed.runs:
+            share = sum(run.search_seconds for run in speed.runs) / sum(run.total_seconds for run in speed.runs)
+            after = accelerated(speed, plain)
+            cells += [
+                f"{after:.2f}" if after else "-",
+                f"{speed.acceptance_rate:.2f}",
+                f"{speed.mean_generated_length:.2f}",
+                f"{share:.1%}",
+                f"{efficiency(speed, one_token):.2f}",
+            ]
+        else:
+            cells += ["", "", "", "", ""]
+        cells += [f"{sum(speed.same)}/{len(speed.same)}", f"`{speed.runs[-1].plan}`" if speed.runs else ""]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    choice = specs["SelfSpec()"].choice(model)
+    assert isinstance(choice, SkipChoice)
+    texts = [asked.plain()(ids) for ids in prompts[::4]]
+    best, rule, rate = attainable_with(model, choice.plan, texts, PROMPT)
+    print(
+        f"\nSelfSpec() chose {choice.stop}, drafts: {choice.drafts}, promised {choice.expected_speedup:.2f}x. "
+        f"Attainable with its set on every fourth text (forwards alone): {best:.2f}x with {rule}, α {rate:.2f}.",
+        flush=True,
+    )
+    fixed = SelfSpec(SkipLayers(tuple(choice.plan.skipped_attention), tuple(choice.plan.skipped_mlp)), rule)
+    with_reuse = asked.plain(assistant=fixed)
+
+    def without(ids: torch.Tensor) -> torch.Tensor:
+        with without_reuse(model):
+            return with_reuse(ids)
+
+    again = compare({"plain": asked.plain(), "with": with_reuse, "without": without}, prompts[::4], 3, {"with": fixed})
+    base = again["plain"].ms_per_token
+    print(
+        f"The same texts with that set and rule given: {base / again['with'].ms_per_token:.2f}x with states reused "
+        f"behind the exact prefix of {choice.plan.first_altered} layers, {base / again['without'].ms_per_token:.2f}x "
+        f"without (medians of 3); α {again['with'].acceptance_rate:.2f}, M {again['with'].mean_generated_length:.2f}."
+    )
+    return specs
+
+
+def change_table(
+    model: PreTrainedModel, code: Sequence[torch.Tensor], other: Sequence[torch.Tensor], tokens: int
+) -> None:
+    """α and speed-up before, at and after a change of text, with one search and with the set that it had found."""
+    asked = Asked(model, {"max_new_tokens": tokens, "do_sample": False})
+    spec, fixed = SelfSpec(), None
+    print("| texts | speed-up | α | M | tries | set kept: speed-up | α | promised |")
+    print("|---|---|---|---|---|---|---|---|")
+    stages = [(f"code {part * 10 + 1}-{part * 10 + 10}", code[part * 10 : part * 10 + 10]) for part in range(2)]
+    stages += [(f"other {part * 10 + 1}-{part * 10 + 10}", other[part * 10 : part * 10 + 10]) for part in range(2)]
+    for name, prompts in stages:
+        choice = spec.choice(model)
+        if name.startswith("other") and fixed is None:
+            assert isinstance(choice, SkipChoice)
+            draft = SkipLayers(tuple(choice.plan.skipped_attention), tuple(choice.plan.skipped_mlp))
+            fixed = SelfSpec(draft, choice.stop)
+        ways = {"plain": asked.plain(), "ours": asked.plain(assistant=spec)}
+        kept = {"ours": spec}
+        if fixed is not None:
+            ways["fixed"], kept["fixed"] = asked.plain(assistant=fixed), fixed
+        speeds = compare(ways, prompts, 1, kept, warm_up=False)
+        assert all(all(speed.same) for speed in speeds.values())
+        plain, ours = speeds["plain"], speeds["ours"]
+        cells = [name, f"{plain.ms_per_token / ours.ms_per_token:.2f}", f"{ours.acceptance_rate:.2f}"]
+        cells += [f"{ours.mean_generated_length:.2f}", str(len(ours.runs[-1].matchness))]
+        if fixed is not None:
+            other_way = speeds["fixed"]
+            cells += [f"{plain.ms_per_token / other_way.ms_per_token:.2f}", f"{other_way.acceptance_rate:.2f}"]
+        else:
+            cells += ["", ""]
+        now = spec.choice(model)
+        assert isinstance(now, SkipChoice)
+        cells.append("no draft" if not now.drafts else f"{now.expected_speedup or 0:.2f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "demo_model")
+    parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl")
+    parser.add_argument(
+        "--change", type=Path, help="JSON lines with a `question` each: measure a change of text instead"
+    )
+    parser.add_argument("--prompts", type=int, default=30, help="prompts of each kind")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens")
+    parser.add_argument("--plot", type=Path, help="picture of SelfSpec()'s search and speed")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tasks = [json.loads(line)["prompt"] for line in options.humaneval.read_text().splitlines()]
+    code = prompts_of(tasks, tokenizer, options.prompts)
+    print(f"{machine(torch.device('cpu'))}, float32; {options.tokens} new tokens, greedy")
+    print(f"\n`python examples/measure_training_free.py {' '.join(sys.argv[1:])}`\n", flush=True)
+    model = load(options.model)
+    if options.change is not None:
+        questions = [json.loads(line)["question"] for line in options.change.read_text().splitlines()]
+        change_table(model, code, prompts_of(questions, tokenizer, options.prompts), options.tokens)
+        return
+    library = prompts_of(held_out_texts(), tokenizer, options.prompts)
+    stream = [ids for pair in zip(code, library, strict=True) for ids in pair]
+    specs = stream_table(model, stream, options.tokens)
+    if options.plot is not None:
+        specs["SelfSpec()"].plot(options.plot)
+
+
+if __name__ == "__main__":
+    main()
