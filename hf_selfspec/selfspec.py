@@ -29,13 +29,14 @@ from .model.target import Target
 from .notices import say_once
 from .search.exit_choice import ExitChoice
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from .search.skip_search import SkipChoice, SkipSearch
+from .search.skip_search import SkipSearch
+from .search.tries import SkipChoice
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
 from .types import GenerationStats, Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
-from .verify.tree import TopKTree, Tree
+from .verify.tree import Tree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,6 +2,6 @@
 
 from .exit_choice import ExitChoice
 from .on_the_fly import ClosestLayers, OnTheFlySearch
-from .skip_search import SkipChoice
+from .tries import SkipChoice
 
 __all__ = ["ClosestLayers", "ExitChoice", "OnTheFlySearch", "SkipChoice"]

@@ -127,7 +127,7 @@ class Closest:
         self._windows += 1
         if not self.auto:
             sizes = [self.count]
-        elif self._windows == 1 and self._found:
+        elif self._windows == 1:
             sizes = list(range(self._step, self._most + 1, self._step))
         else:
             self.count = len(best.skipped_layers) or self.count

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,12 @@ import numpy as np
 from ..model.partial import LayerPlan
 from .costs import ForwardCosts, Stopwatch
 from .estimates import effects
+from .feedback import Feedback
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .proposers import Closest, Look, Proposer, RandomAndBayes
 from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay, rule_of, rule_state
 from .skip_space import SkipSpace
+from .tries import Known, SkipChoice, Try
 
 # Best sets that are tried again on each new window.
 _TRIED_AGAIN = 3
@@ -25,121 +27,12 @@ _TRIED_AGAIN = 3
 _CONFIRMED = 3
 # Tokens that weigh as much as one of SWIFT's windows.
 _WINDOW = 32
-# Drafted tokens of which something is remembered, how many have to speak against the tries to count as much as these,
-# and how far replays may go to make up for the difference.
-_REMEMBERED, _DOUBTED, _EASE = 512, 32, (0.2, 1.1)
-# Tries that are replayed anew when that changes by so much.
-_REPLAYED, _CHANGED = 4, 0.05
-# How much longer rounds may take than foretold before that counts.
-_TOLERANCE = 1.05
-# A search begins again where, of so many drafted tokens, less than this share of the usual is accepted.
-_WATCHED, _FAR_BELOW = 256, 0.65
 # Windows after which a set that does not pay is tried once more.
 _IDLE = 16
 # Tries that the budget does not bound.
 _FREE = 8
 # Tries that are kept for pictures.
 _LOGGED = 4096
-_NOTHING = Replay(0.0, 0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Try:
-    """One set, tried on one window of text.
-
-    Attributes:
-        plan: the set.
-        traces: what it says there, one for each row.
-        window: number of the window.
-        generated: tokens generated until then, all calls of this kind.
-    """
-
-    plan: LayerPlan
-    traces: tuple[Trace, ...]
-    window: int = 0
-    generated: int = 0
-
-    def state(self) -> dict[str, Any]:
-        """It, as JSON has it."""
-        traces = [{"accept": _short(t.accept[0]), "confidence": _short(t.confidence[0])} for t in self.traces]
-        return {"set": self.plan.picture(), "window": self.window, "generated": self.generated, "rows": traces}
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Try:
-        """The reverse of :meth:`state`."""
-        rows = ((np.array([row["accept"]], float), np.array([row["confidence"]], float)) for row in state["rows"])
-        plan = LayerPlan.of_picture(state["set"])
-        return cls(plan, tuple(Trace(*row) for row in rows), int(state["window"]), int(state["generated"]))
-
-    @property
-    def matchness(self) -> float:
-        """Share of the text's tokens that the set says, too (SWIFT §4.1)."""
-        return float(sum(trace.accept.sum() for trace in self.traces)) / self.tokens
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that it was tried on."""
-        return sum(trace.tokens for trace in self.traces)
-
-
-@dataclass(frozen=True)
-class SkipChoice:
-    """What a search has found so far.
-
-    Attributes:
-        plan: the set.
-        drafts: whether it drafts; it does not where no draft would be faster than none.
-        stop: when its drafts end, as far as the search chooses that.
-        expected_speedup: over one-token steps, as replayed; ``None`` where the ratio was given and matchness decides.
-        acceptance_rate: α that drafts of it promise.
-        matchness: share of the text's tokens that the set says, too.
-    """
-
-    plan: LayerPlan
-    drafts: bool
-    stop: Rule | None
-    expected_speedup: float | None
-    acceptance_rate: float
-    matchness: float
-
-
-class _Known:
-    """The tries of one set, each with its replays by all rules.
-
-    Attributes:
-        rule: the index of the best rule.
-        run: what it brings.
-    """
-
-    def __init__(self, tries: Iterable[tuple[Try, list[Replay]]] = ()) -> None:
-        self.tries = list(tries)
-        self._count()
-
-    def add(self, done: Try, replays: list[Replay]) -> None:
-        """Takes in one more."""
-        self.tries.append((done, replays))
-        self._count()
-
-    def _count(self) -> None:
-        runs = [Replay.of_all(run) for run in zip(*(replays for _, replays in self.tries), strict=True)]
-        self.rule = _fastest(runs) if runs else 0
-        self.run = runs[self.rule] if runs else _NOTHING
-        self.eased: list[list[Replay]] = []
-
-    def rule_with_ease(self) -> tuple[int, Replay, Replay]:
-        """The best rule where text is as hard as it was lately, what it brings there, and on the tries as they were."""
-        recent = [replays for _, replays in self.tries[-_REPLAYED:]]
-        runs = [Replay.of_all(run) for run in zip(*(self.eased or recent), strict=True)]
-        rule = _fastest(runs)
-        return rule, runs[rule], Replay.of_all(replays[rule] for replays in recent)
-
-
-def _fastest(runs: Sequence[Replay]) -> int:
-    return min(range(len(runs)), key=lambda index: runs[index].seconds / runs[index].tokens)
-
-
-def _short(values: np.ndarray) -> list[float]:
-    return [round(value, 4) for value in values.tolist()]
 
 
 class SkipSearch:
@@ -198,10 +91,6 @@ class SkipSearch:
         self.choice = SkipChoice(start, True, None, None, 0.0, 0.0)
         self._stopwatch: Stopwatch | None = None
         self._lock = threading.Lock()
-        self._rounds: deque[tuple[int, float, float]] = deque(maxlen=_WATCHED)
-        self._fared, self._time = (0.0, 0.0), (0.0, 0.0)
-        self._ease, self._expected_rate = 1.0, 0.0
-        self._usual_ease: float | None = None
         self._is_over = self._has_begun = False
         self._start_over([start])
 
@@ -266,7 +155,7 @@ class SkipSearch:
             self._windows += 1
             if self.best in self._known:
                 self._choose()
-            if self._has_become_hard():
+            if self._is_over and self._feedback.has_become_hard():
                 self._start_over(self._leaders())
             if self._is_over:
                 # A set that does not pay is asked now and then whether it would.
@@ -326,13 +215,10 @@ class SkipSearch:
             self.generated += tokens
             if plan != self.best or not drafted or not self._expected_rate:
                 return
-            expected, accepted = drafted * self._expected_rate, float(tokens - rows)
-            kept = max(0.0, 1 - drafted / _REMEMBERED)
-            if self.costs is not None:
-                foretold = steps * self.costs.draft(plan) + self.costs.verify(plan.first_altered, nodes)
-                self._time = (self._time[0] * kept + foretold, self._time[1] * kept + seconds)
-            self._fared = (self._fared[0] * kept + expected, self._fared[1] * kept + accepted)
-            self._rounds.append((drafted, expected, accepted))
+            costs, foretold = self.costs, 0.0
+            if costs is not None:
+                foretold = steps * costs.draft(plan) + costs.verify(plan.first_altered, nodes)
+            self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows, foretold, seconds)
 
     # What lasts --------------------------------------------------------------------------------------------------
 
@@ -373,7 +259,7 @@ class SkipSearch:
             self.costs = None if state["costs"] is None else ForwardCosts(**state["costs"])
             self.generated = int(state["generated"])
             for done in tries:
-                self._known.setdefault(done.plan, _Known()).add(done, self._replays(done))
+                self._known.setdefault(done.plan, Known()).add(done, self._replays(done))
             self.tries.extend(tries)
             self.steps = len(tries)
             self._windows = max((done.window for done in tries), default=0)
@@ -383,26 +269,12 @@ class SkipSearch:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _has_become_hard(self) -> bool:
-        """Whether drafts are accepted much less often than they were when the search had ended."""
-        drafted = sum(count for count, _, _ in self._rounds)
-        if not self._is_over or drafted < _WATCHED:
-            return False
-        while drafted - self._rounds[0][0] >= _WATCHED:
-            drafted -= self._rounds.popleft()[0]
-        ease = sum(accepted for _, _, accepted in self._rounds) / sum(expected for _, expected, _ in self._rounds)
-        if self._usual_ease is None:
-            self._usual_ease = ease
-        return ease < _FAR_BELOW * self._usual_ease
-
     def _start_over(self, again: list[LayerPlan]) -> None:
-        self._known: dict[LayerPlan, _Known] = {}
+        self._known: dict[LayerPlan, Known] = {}
         self._again = again
         self._proposer: Proposer = self._new_proposer()
-        self._rounds.clear()
-        self._fared, self._time = (0.0, 0.0), (0.0, 0.0)
-        self._ease, self._expected_rate = 1.0, 0.0
-        self._usual_ease = None
+        self._feedback = Feedback()
+        self._expected_rate = 0.0
         self._since_better = self._windows = self.steps = 0
         self._is_over = False
 
@@ -418,7 +290,7 @@ class SkipSearch:
     def _use(self, costs: ForwardCosts) -> None:
         self.costs = costs
         for plan, known in self._known.items():
-            self._known[plan] = _Known((done, self._replays(done)) for done, _ in known.tries)
+            self._known[plan] = Known((done, self._replays(done)) for done, _ in known.tries)
         if self._known:
             self._choose()
 
@@ -434,7 +306,7 @@ class SkipSearch:
     def _register(self, done: Try) -> None:
         self.tries.append(done)
         self.steps += 1
-        self._known.setdefault(done.plan, _Known()).add(done, self._replays(done))
+        self._known.setdefault(done.plan, Known()).add(done, self._replays(done))
         self._since_better += 1
         if self._choose():
             self._since_better = 0
@@ -452,23 +324,15 @@ class SkipSearch:
         """Takes the best set; whether it is another one. Once the search is over, the set stays."""
         worth = self._worth()
         best = self.best if self._is_over else max(worth, key=lambda plan: worth[plan])
-        matchness = self._estimates(lambda _, done, __: done.matchness)[best]
         if not self._by_speed:
-            return self._lead(SkipChoice(best, True, None, None, matchness, matchness))
+            self._expected_rate = worth[best]
+            return self._lead(SkipChoice(best, True, None, None, worth[best], worth[best]))
+        matchness = self._estimates(lambda _, done, __: done.matchness)[best]
         known = self._known[best]
-        expected, accepted = self._fared
-        ease = min(max((accepted + _DOUBTED) / (expected + _DOUBTED), _EASE[0]), _EASE[1])
-        if best != self.best or abs(ease - self._ease) > _CHANGED:
-            self._ease = ease
-            known.eased = [self._replays(done, ease) for done, _ in known.tries[-_REPLAYED:]]
-        rule, run, usual = known.rule_with_ease()
+        rule, run, usual = known.with_ease(self._feedback.ease, self._replays)
         self._expected_rate = usual.accepted / usual.drafted
         # Replays of the last tries, made as hard as drafting has been, say how much the estimate has to be corrected.
-        speed = worth[best] * (run.tokens / run.seconds) * (known.run.seconds / known.run.tokens)
-        # Rounds take longer than their forwards alone.
-        foretold, taken = self._time
-        if expected >= _DOUBTED:
-            speed *= min(_TOLERANCE * foretold / taken, 1.0)
+        speed = worth[best] * (run.tokens / run.seconds) * (known.run.seconds / known.run.tokens) * self._feedback.pace
         drafts = speed >= LEAST_SPEEDUP
         return self._lead(SkipChoice(best, drafts, self.rules[rule], speed, run.accepted / run.drafted, matchness))
 
@@ -490,12 +354,12 @@ class SkipSearch:
         found = self._estimates(self._log_speed)
         return {plan: math.exp(value) for plan, value in found.items()}
 
-    def _log_speed(self, known: _Known, done: Try, replays: list[Replay]) -> float:
+    def _log_speed(self, known: Known, done: Try, replays: list[Replay]) -> float:
         assert self.costs is not None
         run = replays[known.rule]
         return math.log(self.costs.plain() * run.tokens / run.seconds)
 
-    def _estimates(self, score: Callable[[_Known, Try, list[Replay]], float]) -> dict[LayerPlan, float]:
+    def _estimates(self, score: Callable[[Known, Try, list[Replay]], float]) -> dict[LayerPlan, float]:
         """What the sets score on the usual text, as far as that is known."""
         if not self._known:
             return {}

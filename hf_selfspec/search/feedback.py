@@ -1,0 +1,61 @@
+"""How drafts fare, against what tries have promised."""
+
+from __future__ import annotations
+
+from collections import deque
+
+# Drafted tokens of which something is remembered, how many have to speak against the tries to count as much as these,
+# and how far the difference may go, in steps of so much.
+_REMEMBERED, _DOUBTED, _EASE, _STEP = 512, 32, (0.2, 1.1), 0.05
+# How much longer rounds may take than foretold before that counts.
+_TOLERANCE = 1.05
+# Text has become hard where, of so many drafted tokens, less than this share of the usual is accepted.
+_WATCHED, _FAR_BELOW = 256, 0.65
+
+
+class Feedback:
+    """The last rounds of drafting; older ones count the less."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = 0.0
+        self._foretold = self._taken = 0.0
+        self._rounds: deque[tuple[int, float, float]] = deque(maxlen=_WATCHED)
+        self._usual: float | None = None
+
+    def add(self, drafted: int, expected: float, accepted: float, foretold: float, taken: float) -> None:
+        """Takes in one round.
+
+        Args:
+            drafted: tokens.
+            expected, accepted: how many of them tries let expect to be accepted, and how many were.
+            foretold, taken: seconds of its forwards by the measured costs, and of all of it; 0 where not known.
+        """
+        kept = max(0.0, 1 - drafted / _REMEMBERED)
+        self._expected, self._accepted = self._expected * kept + expected, self._accepted * kept + accepted
+        self._foretold, self._taken = self._foretold * kept + foretold, self._taken * kept + taken
+        self._rounds.append((drafted, expected, accepted))
+
+    @property
+    def ease(self) -> float:
+        """How much more often than expected drafts are accepted, in steps."""
+        ease = (self._accepted + _DOUBTED) / (self._expected + _DOUBTED)
+        return round(min(max(ease, _EASE[0]), _EASE[1]) / _STEP) * _STEP
+
+    @property
+    def pace(self) -> float:
+        """Time foretold over time taken, at most 1, as far as rounds take clearly longer than their forwards."""
+        if self._expected < _DOUBTED or not self._foretold:
+            return 1.0
+        return min(_TOLERANCE * self._foretold / self._taken, 1.0)
+
+    def has_become_hard(self) -> bool:
+        """Whether drafts are accepted much less often than they were when this was first asked."""
+        drafted = sum(count for count, _, _ in self._rounds)
+        if drafted < _WATCHED:
+            return False
+        while drafted - self._rounds[0][0] >= _WATCHED:
+            drafted -= self._rounds.popleft()[0]
+        ease = sum(accepted for _, _, accepted in self._rounds) / sum(expected for _, expected, _ in self._rounds)
+        if self._usual is None:
+            self._usual = ease
+        return ease < _FAR_BELOW * self._usual
