@@ -316,6 +316,8 @@ class SelfSpec:
         scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
         stopper = Stopper(stopping_criteria)
         new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
+        if self._window:
+            self._check_window(anatomy, None if stopper.max_length is None else stopper.max_length - width)
         limits = Limits(
             self.stop or self._usual_stop, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
         )
@@ -378,6 +380,21 @@ class SelfSpec:
         """Slots beyond the text that a search needs."""
         search = self.draft.search if isinstance(self.draft, SkipLayers) else None
         return 0 if search is None else search.context_window
+
+    def _check_window(self, anatomy: Anatomy, new_tokens: int | None) -> None:
+        """Refuses a window that no text of the model can have, and says so where this text is too short for it."""
+        assert isinstance(self.draft, SkipLayers)
+        name = f"{type(self.draft.search).__name__}(context_window={self._window})"
+        if anatomy.max_positions is not None and self._window >= anatomy.max_positions:
+            raise SettingError(
+                f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
+                "Give a shorter window; 32 is usual."
+            )
+        if isinstance(self.draft.search, OnTheFlySearch) and new_tokens is not None and new_tokens <= self._window:
+            say_once(
+                f"{name} is longer than texts of {new_tokens} new tokens: no set of blocks is tried on them. Generate "
+                "more, or give a shorter window."
+            )
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
         if prompt.padding is not None:
