@@ -9,10 +9,15 @@ import subprocess
 import sys
 
 import torch
+from transformers import LlamaForCausalLM
 
+from ..draft.early_exit import EarlyExit
+from ..draft.skip_layers import SkipLayers
+from ..selfspec import SelfSpec
+from ..stop.rules import FixedLength
 from .engine import EngineFigures, engine_figures, peak_memory
 from .measure import machine
-from .synthetic import LlamaShape, damped_llama
+from .synthetic import LlamaShape, damped_llama, known_skips_llama, random_prompt
 from .training import VARIANTS, TrainingShape, peak_training_memory, step_seconds
 
 
@@ -34,6 +39,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--intermediate", type=int, default=None, help="MLP width, 8/3 of the hidden size by default")
     parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument(
+        "--draft",
+        choices=("exit", "skips", "search"),
+        default="exit",
+        help="an early exit; the known half of the blocks, which hardly matter; or SelfSpec()'s search on that model",
+    )
     parser.add_argument("--exit-layer", type=int, default=4)
     parser.add_argument("--num-draft", type=int, default=4)
     parser.add_argument("--agreement", type=float, default=0.8)
@@ -85,6 +96,7 @@ def _peak(args: argparse.Namespace, width: int, dtype: str, variant: str) -> flo
         str(args.tokens),
     ]
     command += ["--threads", str(args.threads), "--prompt", str(args.prompt[0]), "--rows", str(args.rows[0])]
+    command += ["--draft", args.draft]
     if args.intermediate is not None:
         command += ["--intermediate", str(args.intermediate)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -131,6 +143,26 @@ def _training(args: argparse.Namespace, width: int, dtype: str, rows: int, token
         print(f"| {name} | {time:.2f} | {ratios[0]:.2f} | {peak:.0f} | {ratios[1]:.3f} |", flush=True)
 
 
+def _spec(args: argparse.Namespace) -> SelfSpec:
+    """Drafts of the kind that was asked for, as far as the model need not be known."""
+    if args.draft == "exit":
+        return SelfSpec(EarlyExit(args.exit_layer), FixedLength(args.num_draft))
+    return SelfSpec() if args.draft == "search" else SelfSpec(SkipLayers(), FixedLength(args.num_draft))
+
+
+def _model_and_spec(args: argparse.Namespace, shape: LlamaShape) -> tuple[LlamaForCausalLM, SelfSpec]:
+    """The model whose agreement is set, and what drafts; a search is over before it is timed."""
+    if args.draft == "exit":
+        return damped_llama(shape, args.exit_layer, args.num_draft, args.agreement)[0], _spec(args)
+    model, known, _ = known_skips_llama(shape, num_draft=args.num_draft, agreement=args.agreement)
+    if args.draft == "skips":
+        return model, SelfSpec(known, FixedLength(args.num_draft))
+    spec = SelfSpec()
+    while spec.stats is None or spec.stats.phase == "optimization":
+        model.generate(**random_prompt(model, 1, 64), max_new_tokens=args.tokens, do_sample=False, assistant=spec)
+    return model, spec
+
+
 def main() -> None:
     """Runs one figure and prints it as a table."""
     args = _parser().parse_args()
@@ -159,17 +191,12 @@ def main() -> None:
                 device=args.device,
             )
             if args.peak_of is not None:  # memory does not depend on the agreement
-                model = shape.model()
-            else:
-                model, _ = damped_llama(shape, args.exit_layer, args.num_draft, args.agreement)
-            if args.peak_of is not None:
-                layer = None if args.peak_of == "plain" else args.exit_layer
-                print(json.dumps(peak_memory(model, layer, *cases[0], args.tokens)))
+                spec = None if args.peak_of == "plain" else _spec(args)
+                print(json.dumps(peak_memory(shape.model(), spec, *cases[0], args.tokens)))
                 return
+            model, spec = _model_and_spec(args, shape)
             for rows, prompt in cases:
-                figures = engine_figures(
-                    model, args.exit_layer, args.num_draft, rows, prompt, args.tokens, args.repeats
-                )
+                figures = engine_figures(model, spec, rows, prompt, args.tokens, args.repeats)
                 print(_row(f"width {width}, {dtype}, batch {rows}, prompt {prompt}", figures), flush=True)
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..draft.early_exit import EarlyExit
 from ..selfspec import SelfSpec
-from ..stop.rules import FixedLength
 from ..types import GenerationStats
 from .measure import Sample, Timings, interleave, timed_generate
 from .synthetic import random_prompt
@@ -50,11 +48,10 @@ class EngineFigures:
 
 
 def engine_figures(
-    model: PreTrainedModel, exit_layer: int, num_draft: int, rows: int, prompt: int, tokens: int, repeats: int
+    model: PreTrainedModel, spec: SelfSpec, rows: int, prompt: int, tokens: int, repeats: int
 ) -> EngineFigures:
-    """Measures early exit at ``exit_layer`` with drafts of ``num_draft`` tokens against plain ``generate``, greedy."""
+    """Measures drafts of ``spec`` against plain ``generate``, greedy."""
     inputs = random_prompt(model, rows, prompt)
-    spec = SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft))
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False}
 
     def ours() -> Sample:
@@ -87,17 +84,17 @@ def _figures(plain: Timings, ours: Timings) -> EngineFigures:
     )
 
 
-def peak_memory(model: PreTrainedModel, exit_layer: int | None, rows: int, prompt: int, tokens: int) -> float:
+def peak_memory(model: PreTrainedModel, spec: SelfSpec | None, rows: int, prompt: int, tokens: int) -> float:
     """Peak memory in MiB of one generation: allocated memory on a GPU, resident memory of this process on a CPU.
 
     Resident memory never falls, so on a CPU each variant needs a process of its own.
 
     Args:
         model: the model.
-        exit_layer: early exit of the draft, ``None`` for plain ``generate``.
+        spec: how to draft, ``None`` for plain ``generate``.
         rows, prompt, tokens: batch size, prompt length and new tokens.
     """
-    extra = {} if exit_layer is None else {"assistant": SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(4))}
+    extra = {} if spec is None else {"assistant": spec}
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
