@@ -18,10 +18,9 @@ from . import saving
 from .errors import SettingError
 from .model.anatomy import Anatomy
 from .model.fingerprint import Fingerprint
+from .notices import say_once
+from .saving import Kind
 from .types import GenerationStats
-
-# Whether tokens are drawn, and whether there are several rows.
-Kind = tuple[bool, bool]
 
 # Calls that are kept for pictures.
 _LOGGED, _POINTS = 4096, 256
@@ -59,6 +58,7 @@ class Learned:
         self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)
         self.models: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Any]] = weakref.WeakKeyDictionary()
         self.saved = saved
+        self._cached: weakref.WeakKeyDictionary[PreTrainedModel, saving.Saved] = weakref.WeakKeyDictionary()
         self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
 
@@ -121,7 +121,7 @@ class Learned:
             if kind not in kinds:
                 kinds[kind] = self._new(model, kind, make, next(iter(kinds.values()), None), cache)
                 if cache is not None:
-                    kinds[kind].changed = lambda: self.save(cache, model, settings)
+                    kinds[kind].changed = lambda: self._cache(cache, model, settings)
             kinds[kind] = kinds.pop(kind)
             return kinds[kind]
 
@@ -129,11 +129,11 @@ class Learned:
         found = make(other)
         saved = self.saved
         if saved is None and cache is not None and cache.exists():
-            saved = saving.read(cache)
+            saved = self._cached[model] = saving.read(cache)
         if saved is None:
             return found
         try:
-            states = {(bool(one["do_sample"]), bool(one["several_rows"])): one["state"] for one in saved.findings}
+            states = saved.findings
             if kind in states:
                 found.restore(states[kind])
             elif states and other is None:
@@ -148,13 +148,21 @@ class Learned:
     def save(self, path: Path, model: PreTrainedModel | None, settings: Mapping[str, Any]) -> None:
         """Writes settings and what is known of ``model``."""
         with self._lock:
-            kinds = {} if model is None else dict(self.models.get(model, {}))
-            fingerprint = None if model is None else self.fingerprint(model)
-            findings = [
-                {"do_sample": do_sample, "several_rows": several, "state": found.state()}
-                for (do_sample, several), found in kinds.items()
-            ]
+            saved = self.saved if model is None else self._cached.get(model, self.saved)
+            fingerprint = saved.fingerprint if saved is not None and model is None else None
+            if model is not None:
+                fingerprint = self.fingerprint(model)
+            # What was read and not used yet is kept.
+            findings = {} if saved is None else dict(saved.findings)
+            if model is not None:
+                findings.update({kind: found.state() for kind, found in self.models.get(model, {}).items()})
             saving.write(path, settings, fingerprint, findings)
+
+    def _cache(self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+        try:
+            self.save(path, model, settings)
+        except OSError as error:
+            say_once(f"{path} cannot be written ({error}), so what is found does not last.")
 
     def cache_file(self, folder: Path, task: str, model: PreTrainedModel, settings: Mapping[str, Any]) -> Path:
         """Where findings of ``model`` for a task last."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.skip_layers import SkipLayers
@@ -37,6 +37,8 @@ _CLASSES: dict[str, Any] = {
 
 
 _T = TypeVar("_T")
+# Whether tokens are drawn, and whether there are several rows.
+Kind = tuple[bool, bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +48,13 @@ class Saved:
     Attributes:
         settings: arguments of ``SelfSpec``.
         fingerprint: of the model that the findings, and the settings, belong to; ``None`` for any model.
-        findings: states of searches and probes by kind of call, see ``Learned``.
+        findings: states of searches and probes by kind of call.
         path: the file.
     """
 
     settings: dict[str, Any]
     fingerprint: Fingerprint | None
-    findings: list[dict[str, Any]]
+    findings: dict[Kind, dict[str, Any]]
     path: Path
 
 
@@ -62,7 +64,7 @@ def encode(value: Any, name: str) -> Any:
     Raises:
         SettingError: they hold an object of the user's own.
     """
-    if dataclasses.is_dataclass(value) and type(value).__name__ in _CLASSES:
+    if dataclasses.is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
         fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
         return {"class": type(value).__name__, **fields}
     if isinstance(value, (tuple, list)):
@@ -84,14 +86,17 @@ def decode(value: Any) -> Any:
 
 
 def write(
-    path: Path, settings: Mapping[str, Any], fingerprint: Fingerprint | None, findings: list[dict[str, Any]]
+    path: Path, settings: Mapping[str, Any], fingerprint: Fingerprint | None, findings: Mapping[Kind, dict[str, Any]]
 ) -> None:
     """Writes a file beside its place and moves it there, so that whatever happens, one of the two versions is whole."""
     content = {
         "format": _FORMAT,
         "settings": {name: encode(value, name) for name, value in settings.items()},
         "fingerprint": None if fingerprint is None else dataclasses.asdict(fingerprint),
-        "findings": findings,
+        "findings": [
+            {"do_sample": do_sample, "several_rows": several, "state": state}
+            for (do_sample, several), state in findings.items()
+        ],
     }
     replace(path, content)
 
@@ -99,13 +104,13 @@ def write(
 def replace(path: Path, content: Any) -> None:
     """Writes JSON beside a file and moves it there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+    beside = path.with_name(f".{path.name}-{uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with beside.open("x", encoding="utf-8") as file:
             json.dump(content, file)
         os.replace(beside, path)
     except BaseException:
-        os.unlink(beside)
+        beside.unlink(missing_ok=True)
         raise
 
 
@@ -121,7 +126,7 @@ def read(path: Path) -> Saved:
         raise SettingError(
             f"there is no {path}. Give the folder that `spec.save_pretrained(folder)` has written."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _corrupt(path, str(error)) from error
     try:
         if content["format"] != _FORMAT:
@@ -133,12 +138,12 @@ def read(path: Path) -> Saved:
         return Saved(
             settings={name: decode(value) for name, value in content["settings"].items()},
             fingerprint=None if kept is None else Fingerprint(**kept),
-            findings=list(content["findings"]),
+            findings={_kind(one): dict(one["state"]) for one in content["findings"]},
             path=path,
         )
     except SelfSpecError as error:
-        raise type(error)(f"{path}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+        raise SettingError(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, repr(error)) from error
 
 
@@ -150,8 +155,17 @@ def construct(kind: Callable[..., _T], saved: Saved) -> _T:
     """
     try:
         return kind(**saved.settings)
+    except SelfSpecError as error:
+        raise SettingError(f"{saved.path}: {error}") from error
     except TypeError as error:
         raise _corrupt(saved.path, str(error)) from error
+
+
+def _kind(one: dict[str, Any]) -> Kind:
+    kind = one["do_sample"], one["several_rows"]
+    if not all(isinstance(value, bool) for value in kind):
+        raise TypeError(f"{kind!r} is no kind of call")
+    return kind
 
 
 def _corrupt(path: Path, why: str) -> SettingError:

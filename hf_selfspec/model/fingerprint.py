@@ -38,7 +38,8 @@ class Fingerprint:
             values = hashlib.sha256()
             for _, parameter in named:
                 flat = parameter.detach().reshape(-1)
-                places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel())).long().to(flat.device)
+                last, count = flat.numel() - 1, min(_SAMPLES, flat.numel())
+                places = torch.tensor([last * i // max(count - 1, 1) for i in range(count)], device=flat.device)
                 values.update(flat[places].to(torch.bfloat16).float().cpu().numpy().tobytes())
             weights = values.hexdigest()[:32]
         return cls(type(model).__name__, num_layers, hashlib.sha256(shapes.encode()).hexdigest()[:32], weights)

@@ -99,7 +99,10 @@ class Evidence:
                 else:
                     self._stopwatch.add(stopwatch)
             assert self._stopwatch is not None, "the first text comes with timings"
-            choice = self.choice = choose(self._traces, candidates, self._stopwatch.costs(), max_draft)
+            choice = choose(self._traces, candidates, self._stopwatch.costs(), max_draft)
+            if self.choice is not None and self.choice.tokens > choice.tokens:
+                choice = self.choice  # from a file, and more text is behind it
+            self.choice = choice
         if self.changed is not None:
             self.changed()
         return choice

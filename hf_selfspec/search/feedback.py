@@ -19,6 +19,7 @@ class Feedback:
     def __init__(self) -> None:
         self._expected = self._accepted = 0.0
         self._foretold = self._taken = 0.0
+        self._plain = (0.0, 0.0)
         self._rounds: deque[tuple[int, float, float]] = deque(maxlen=_WATCHED)
         self._usual: float | None = None
 
@@ -41,12 +42,22 @@ class Feedback:
         ease = (self._accepted + _DOUBTED) / (self._expected + _DOUBTED)
         return round(min(max(ease, _EASE[0]), _EASE[1]) / _STEP) * _STEP
 
-    @property
-    def pace(self) -> float:
-        """Time foretold over time taken, at most 1, as far as rounds take clearly longer than their forwards."""
+    def add_plain(self, foretold: float, taken: float) -> None:
+        """Takes in one round without a draft; seconds as in :meth:`add`."""
+        kept = 1 - 1 / _REMEMBERED
+        self._plain = (self._plain[0] * kept + foretold, self._plain[1] * kept + taken)
+
+    def pace(self, disturbed: float) -> float:
+        """By how much rounds of drafting take longer than foretold, beyond what one-token steps do; at most 1.
+
+        Args:
+            disturbed: time that one-token steps usually take over the shortest one, which counts until there were some.
+        """
         if self._expected < _DOUBTED or not self._foretold:
             return 1.0
-        return min(_TOLERANCE * self._foretold / self._taken, 1.0)
+        foretold, taken = self._plain
+        usual = taken / foretold if foretold else disturbed
+        return min(_TOLERANCE * usual * self._foretold / self._taken, 1.0)
 
     def has_become_hard(self) -> bool:
         """Whether drafts are accepted much less often than they were when this was first asked."""

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .proposers import Closest, Look, Proposer, RandomAndBayes
 from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay, rule_of, rule_state
 from .skip_space import SkipSpace
-from .tries import Known, SkipChoice, Try
+from .tries import Known, SkipChoice, Try, number, whole
 
 # Best sets that are tried again on each new window.
 _TRIED_AGAIN = 3
@@ -90,6 +91,7 @@ class SkipSearch:
         self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)
         self.choice = SkipChoice(start, True, None, None, 0.0, 0.0)
         self._stopwatch: Stopwatch | None = None
+        self._disturbed = 1.0
         self._lock = threading.Lock()
         self._is_over = self._has_begun = False
         self._start_over([start])
@@ -186,6 +188,7 @@ class SkipSearch:
                 self._stopwatch = stopwatch
             else:
                 self._stopwatch.add(stopwatch)
+            self._disturbed = self._stopwatch.costs(median).plain() / self._stopwatch.costs().plain()
             self._use(self._stopwatch.costs())
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
@@ -213,6 +216,8 @@ class SkipSearch:
         """
         with self._lock:
             self.generated += tokens
+            if not drafted and self.costs is not None:
+                self._feedback.add_plain(self.costs.plain(), seconds)
             if plan != self.best or not drafted or not self._expected_rate:
                 return
             costs, foretold = self.costs, 0.0
@@ -252,12 +257,24 @@ class SkipSearch:
             or plan.num_layers != self.space.num_layers
         ):
             raise ValueError(f"a set for another depth than {self.space.num_layers} layers")
-        stop = None if state["stop"] is None else rule_of(state["stop"])
-        names = ("drafts", "expected_speedup", "acceptance_rate", "matchness")
-        choice = SkipChoice(plan=plan, stop=stop, **{name: state[name] for name in names})
+        if state["phase"] not in ("optimization", "acceleration") or not isinstance(state["drafts"], bool):
+            raise ValueError(f"{state['phase']!r} is no phase, or {state['drafts']!r} neither yes nor no")
+        speedup, costs = state["expected_speedup"], state["costs"]
+        choice = SkipChoice(
+            plan=plan,
+            drafts=state["drafts"],
+            stop=None if state["stop"] is None else rule_of(state["stop"]),
+            expected_speedup=None if speedup is None else number(speedup),
+            acceptance_rate=number(state["acceptance_rate"]),
+            matchness=number(state["matchness"]),
+        )
         with self._lock:
-            self.costs = None if state["costs"] is None else ForwardCosts(**state["costs"])
-            self.generated = int(state["generated"])
+            if costs is not None:
+                if whole(costs["num_layers"]) != self.space.num_layers:
+                    raise ValueError(f"costs of {costs['num_layers']} layers")
+                found = {name: number(value) for name, value in costs.items() if name != "num_layers"}
+                self.costs = ForwardCosts(**found, num_layers=self.space.num_layers)
+            self.generated = whole(state["generated"])
             for done in tries:
                 self._known.setdefault(done.plan, Known()).add(done, self._replays(done))
             self.tries.extend(tries)
@@ -265,7 +282,8 @@ class SkipSearch:
             self._windows = max((done.window for done in tries), default=0)
             self._is_over, self._has_begun = state["phase"] == "acceleration", True
             self._again = []
-            self._lead(choice)
+            self.choice = choice
+            self.found = deque([(0, plan)], maxlen=_LOGGED)
 
     # Inside ------------------------------------------------------------------------------------------------------
 
@@ -332,7 +350,8 @@ class SkipSearch:
         rule, run, usual = known.with_ease(self._feedback.ease, self._replays)
         self._expected_rate = usual.accepted / usual.drafted
         # Replays of the last tries, made as hard as drafting has been, say how much the estimate has to be corrected.
-        speed = worth[best] * (run.tokens / run.seconds) * (known.run.seconds / known.run.tokens) * self._feedback.pace
+        speed = worth[best] * (run.tokens / run.seconds) * (known.run.seconds / known.run.tokens)
+        speed *= self._feedback.pace(self._disturbed)
         drafts = speed >= LEAST_SPEEDUP
         return self._lead(SkipChoice(best, drafts, self.rules[rule], speed, run.accepted / run.drafted, matchness))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,10 @@ class Try:
     @classmethod
     def of(cls, state: dict[str, Any]) -> Try:
         """The reverse of :meth:`state`."""
-        rows = ((np.array([row["accept"]], float), np.array([row["confidence"]], float)) for row in state["rows"])
-        plan = LayerPlan.of_picture(state["set"])
-        return cls(plan, tuple(Trace(*row) for row in rows), int(state["window"]), int(state["generated"]))
+        rows = tuple(Trace(_shares(row["accept"]), _shares(row["confidence"])) for row in state["rows"])
+        if not rows or any(row.accept.shape != row.confidence.shape for row in rows):
+            raise ValueError("a try has rows of as many acceptances as confidences")
+        return cls(LayerPlan.of_picture(state["set"]), rows, whole(state["window"]), whole(state["generated"]))
 
     @property
     def matchness(self) -> float:
@@ -119,6 +121,35 @@ class Known:
 
 def _fastest(runs: Sequence[Replay]) -> int:
     return min(range(len(runs)), key=lambda index: runs[index].seconds / runs[index].tokens)
+
+
+def _shares(values: list[float]) -> np.ndarray:
+    found = np.array([values], float)
+    if found.ndim != 2 or not found.size or not ((found >= 0) & (found <= 1)).all():
+        raise ValueError("acceptances and confidences lie between 0 and 1")
+    return found
+
+
+def whole(value: Any) -> int:
+    """A count that was read from a file.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def number(value: Any) -> float:
+    """A number of at least 0 that was read from a file.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise TypeError(f"{value!r} is no number of at least 0")
+    return float(value)
 
 
 def _short(values: np.ndarray) -> list[float]:

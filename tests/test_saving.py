@@ -1,0 +1,852 @@
+"""What was learned lasts: folders and cache files, what is refused, and what interruptions leave behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import tiny_gpt2, tiny_llama
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+from hf_selfspec import (
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    EarlyExit,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.draft.probe import ProbingDraft
+from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.model.fingerprint import Fingerprint
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.types import Text
+
+FILE = "selfspec.json"
+LAYERS = 8
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of a large model, whatever the machine is doing: another token in a verification costs little."""
+
+    def costs(self: Stopwatch, of: object = min) -> ForwardCosts:
+        return ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, self.early.num_layers)
+
+    monkeypatch.setattr(Stopwatch, "costs", costs)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_llama(LAYERS, factor=0.6)
+
+
+def prompt(rows: int = 1, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
+    options = {"do_sample": False} | options
+    return model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=0, **options
+    )
+
+
+def assert_lossless(model: Any, spec: SelfSpec, tokens: int = 24, rows: int = 1) -> None:
+    ids = prompt(rows)
+    assert torch.equal(generate(model, ids, tokens, assistant=spec), generate(model, ids, tokens))
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert all("forward" not in module.__dict__ for module in inner.modules())
+
+
+@dataclass
+class FirstDraft:
+    """What the first draft of the next call is made with."""
+
+    plan: str = ""
+    stop: Any = None
+    phase: str = ""
+    reuse_from: int = -1
+
+
+@pytest.fixture
+def first_draft(monkeypatch: pytest.MonkeyPatch) -> FirstDraft:
+    """Filled by the first draft after its plan was emptied."""
+    found = FirstDraft()
+
+    def watch(kind: type[PartialDraft]) -> None:
+        original = kind.propose
+
+        def watched(self: Any, text: Text, room: list[int]) -> Any:
+            if not found.plan:
+                found.plan, found.stop, found.reuse_from = self.plan.picture(), self.limits.stop, self.reuse_from
+                found.phase = self.search.phase if isinstance(self, SearchingDraft) else ""
+            return original(self, text, room)
+
+        monkeypatch.setattr(kind, "propose", watched)
+
+    watch(SearchingDraft)
+    watch(ProbingDraft)
+    return found
+
+
+SETTINGS = {
+    "default": SelfSpec(),
+    "exit": SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
+    "probe": SelfSpec.layerskip(),
+    "probe with a rule": SelfSpec.layerskip(stop=ConfidenceThreshold(0.6)),
+    "exit only": SelfSpec.early_exit_only(5),
+    "skip": SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
+    "swift": SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
+    "clasp": SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9)), tree=CostTree()),
+}
+SEARCHES = {
+    "clasp": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=500, patience=500, target_matchness=1.0))),
+    "clasp, over": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=3))),
+    "swift": SelfSpec.swift(search=OnTheFlySearch(8, bayes_interval=4, target_matchness=1.0, budget=1.0)),
+    "swift, stop rule open": SelfSpec(SkipLayers(search=OnTheFlySearch(8, max_steps=6, budget=1.0))),
+    "swift, ratio given": SelfSpec.swift(0.3, OnTheFlySearch(8, max_steps=6, budget=1.0)),
+}
+
+
+def fresh(spec: SelfSpec, **changes: Any) -> SelfSpec:
+    """The same settings, nothing learned."""
+    return replace(spec, **changes)
+
+
+# Round trips ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_come_back(name: str, tmp_path: Path) -> None:
+    spec = fresh(SETTINGS[name])
+    spec.save_pretrained(tmp_path / "a" / "b")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [FILE]
+    loaded = SelfSpec.from_pretrained(tmp_path / "a" / "b")
+    assert loaded == spec
+    assert repr(loaded) == repr(spec)
+
+
+def test_settings_alone_serve_any_model(tmp_path: Path) -> None:
+    SelfSpec(SkipLayers(), FixedLength(3)).save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(str(tmp_path))
+    for model in (tiny_llama(6), tiny_llama(5, seed=1), tiny_gpt2(512)):
+        assert_lossless(model, loaded)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_findings_of_a_search_come_back(
+    name: str, rows: int, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft
+) -> None:
+    spec = fresh(SEARCHES[name])
+    for seed in range(2):
+        generate(llama, prompt(rows, seed), 40, assistant=spec)
+    choice, phase, found = spec.choice(llama), spec.stats.phase, spec._learned.latest(llama)
+    assert phase == ("optimization" if name in ("clasp", "swift") else "acceleration")
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    first_draft.plan = ""
+    assert_lossless(llama, loaded, rows=rows)
+    assert (first_draft.plan, first_draft.phase) == (choice.plan.picture(), phase)
+    assert first_draft.stop == (choice.stop if spec.stop is None else spec.stop)
+    assert (choice.stop is None) == (name == "swift, ratio given")
+    again = loaded._learned.latest(llama)
+    assert len(found.tries) >= 3
+    kept = list(again.tries)[: len(found.tries)]
+    assert Counter(done.plan for done in kept) == Counter(done.plan for done in found.tries)
+    assert sorted(done.matchness for done in kept) == pytest.approx(sorted(found.history), abs=1e-4)
+    assert again.costs == found.costs
+    assert again.generated > found.generated
+
+
+def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Tries of before count towards its end."""
+    settings = ClosestLayers(8, max_steps=20, patience=500, target_matchness=1.0)
+    spec = SelfSpec(SkipLayers(search=settings))
+    generate(llama, prompt(), 20, assistant=spec)
+    assert 3 <= len(spec._learned.latest(llama).tries) < 20
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    while loaded.stats is None or loaded.stats.phase == "optimization":
+        generate(llama, prompt(), 30, assistant=loaded)
+    assert len(loaded._learned.latest(llama).tries) == 20
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_probes_choice_comes_back(rows: int, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    spec = SelfSpec.layerskip()
+    generate(llama, prompt(rows), 60, assistant=spec)
+    choice = spec.choice(llama)
+    assert choice.layer is not None
+    spec.save_pretrained(tmp_path, llama)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert loaded.choice(llama) is None
+    first_draft.plan = ""
+    generate(llama, prompt(rows), 4, assistant=loaded)
+    assert loaded.choice(llama) == choice
+    assert first_draft.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
+    assert (first_draft.stop, first_draft.reuse_from) == (choice.stop, choice.reuse_from)
+    assert_lossless(llama, loaded, rows=rows)
+
+
+def test_a_short_text_leaves_a_probes_choice(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """What was read from a file stands until there is as much new text as it was chosen by."""
+    spec = SelfSpec.layerskip()
+    generate(llama, prompt(), 60, assistant=spec)
+    choice = spec.choice(llama)
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    generate(llama, prompt(seed=7), 20, assistant=loaded)
+    assert loaded.choice(llama) == choice
+    generate(llama, prompt(seed=8), 70, assistant=loaded)
+    assert loaded.choice(llama).tokens > choice.tokens
+
+
+def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec = fresh(SEARCHES["clasp, over"])
+    choices = []
+    for options in ({}, {"do_sample": True}):
+        torch.manual_seed(0)
+        generate(llama, prompt(), 40, assistant=spec, **options)
+        choices.append(spec.choice(llama))
+    assert choices[0] != choices[1]
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    for options, choice in zip(({"do_sample": True}, {}), reversed(choices), strict=True):
+        generate(llama, prompt(), 2, assistant=loaded, **options)
+        assert loaded.choice(llama) == choice
+    # A kind that was not met yet begins with the set of another.
+    generate(llama, prompt(2), 2, assistant=loaded)
+    assert loaded.stats.plan in {choice.plan.picture() for choice in choices}
+    assert loaded.stats.phase == "optimization"
+
+
+def test_saving_again_keeps_what_was_loaded(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Also the findings for kinds of calls that have not been made since, and without any call."""
+    spec = fresh(SEARCHES["clasp, over"])
+    generate(llama, prompt(), 40, assistant=spec)
+    generate(llama, prompt(2), 40, assistant=spec)
+    spec.save_pretrained(tmp_path / "first")
+    content = json.loads((tmp_path / "first" / FILE).read_text())
+    loaded = SelfSpec.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    assert json.loads((tmp_path / "second" / FILE).read_text()) == content
+    generate(llama, prompt(), 2, assistant=loaded)
+    loaded.save_pretrained(tmp_path / "third")
+    again = json.loads((tmp_path / "third" / FILE).read_text())["findings"]
+    assert {one["several_rows"]: one["state"]["set"] for one in again} == {
+        one["several_rows"]: one["state"]["set"] for one in content["findings"]
+    }
+
+
+def test_copies_and_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    """They begin with what the file holds, and what one learns from then on stays its own."""
+    spec = fresh(SEARCHES["clasp, over"])
+    generate(llama, prompt(), 40, assistant=spec)
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    generate(llama, prompt(), 2, assistant=loaded)
+    for twin in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert twin == loaded
+        assert twin.stats is None
+        first_draft.plan = ""
+        assert_lossless(llama, twin)
+        assert (first_draft.plan, first_draft.phase) == (spec.choice(llama).plan.picture(), "acceleration")
+        with pytest.raises(SettingError, match="other weights"):
+            generate(tiny_llama(LAYERS, seed=1), prompt(), 2, assistant=twin)
+
+
+# Whose findings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished search of the Llama; its file is small."""
+    folder = tmp_path_factory.mktemp("saved")
+    spec = fresh(SEARCHES["clasp, over"], tree=CostTree())
+    with torch.no_grad():
+        generate(llama, prompt(), 40, assistant=spec)
+    spec.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: tiny_llama(LAYERS, seed=1), "other weights"),
+        (lambda: tiny_llama(6), "8 layers, not of 6"),
+        (lambda: tiny_llama(LAYERS, vocabulary=98), "other names or shapes"),
+        (lambda: tiny_gpt2(512), "a LlamaForCausalLM, not a GPT2LMHeadModel"),
+    ],
+    ids=["weights", "depth", "shapes", "class"],
+)
+def test_another_model_is_refused_before_work(make: Callable[[], PreTrainedModel], words: str, saved: Path) -> None:
+    model, loaded = make(), SelfSpec.from_pretrained(saved)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    forwards = []
+    handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    with pytest.raises(SettingError, match=words) as error:
+        generate(model, prompt(), 5, assistant=loaded)
+    handle.remove()
+    assert str(saved / FILE) in str(error.value)
+    assert not forwards
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_lossless(model, SelfSpec())
+
+
+def test_a_refused_model_leaves_the_loaded_spec_usable(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
+    loaded = SelfSpec.from_pretrained(saved)
+    with pytest.raises(SettingError, match="other weights"):
+        generate(tiny_llama(LAYERS, seed=1), prompt(), 5, assistant=loaded)
+    assert_lossless(llama, loaded)
+    loaded.save_pretrained(tmp_path)
+    assert_lossless(llama, SelfSpec.from_pretrained(tmp_path))
+
+
+def test_several_models_and_none_named(llama: PreTrainedModel, tmp_path: Path) -> None:
+    other, spec = tiny_llama(6), fresh(SEARCHES["clasp, over"])
+    for model in (llama, other):
+        generate(model, prompt(), 30, assistant=spec)
+    with pytest.raises(SettingError, match=r"save_pretrained: this SelfSpec has drafted for 2 models.*`model`"):
+        spec.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    spec.save_pretrained(tmp_path, other)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert_lossless(other, loaded)
+    assert loaded.choice(other).plan == spec.choice(other).plan
+    with pytest.raises(SettingTypeError, match="Linear"):
+        spec.save_pretrained(tmp_path, torch.nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_peft_model(tmp_path: Path, first_draft: FirstDraft) -> None:
+    """Its adapter belongs to the model that a file is for."""
+
+    def adapted(seed: int) -> Any:
+        base = tiny_llama(LAYERS, factor=0.6)
+        torch.manual_seed(seed)
+        settings = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        return peft.get_peft_model(base, settings).eval()
+
+    model, spec = adapted(0), fresh(SEARCHES["clasp, over"])
+    generate(model, prompt(), 40, assistant=spec)
+    spec.save_pretrained(tmp_path, model)
+    first_draft.plan = ""
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert_lossless(adapted(0), loaded)
+    assert (first_draft.plan, first_draft.phase) == (spec.choice(model).plan.picture(), "acceleration")
+    with pytest.raises(SettingError, match="other weights"):
+        generate(adapted(1), prompt(), 4, assistant=loaded)
+    with pytest.raises(SettingError, match="other names or shapes"):
+        generate(tiny_llama(LAYERS, factor=0.6), prompt(), 4, assistant=loaded)
+
+
+# Fingerprints --------------------------------------------------------------------------------------------------------
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    model = tiny_llama(6)
+    own = Fingerprint.of(model, 6)
+    assert own == Fingerprint.of(tiny_llama(6), 6)
+    assert own.difference(Fingerprint.of(copy.deepcopy(model).to(torch.bfloat16), 6)) == ""
+    for other, layers, words in (
+        (tiny_llama(6, seed=1), 6, "weights"),
+        (tiny_llama(5), 5, "6 layers, not of 5"),
+        (tiny_llama(6, vocabulary=98), 6, "shapes"),
+        (tiny_gpt2(), 6, "GPT2LMHeadModel"),
+    ):
+        found = Fingerprint.of(other, layers)
+        assert words in own.difference(found)
+        assert found.name != own.name
+    model.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
+    assert "weights" in own.difference(Fingerprint.of(model, 6))
+
+
+def test_weights_that_cannot_be_read_are_unknown() -> None:
+    """Offloaded ones are on the meta device; what is unknown does not set models apart."""
+    model = tiny_llama(6)
+    own = Fingerprint.of(model, 6)
+    model.model.layers[2].to("meta")
+    unknown = Fingerprint.of(model, 6)
+    assert unknown.weights is None
+    assert own.difference(unknown) == unknown.difference(own) == ""
+    assert "shapes" in unknown.difference(Fingerprint.of(tiny_llama(6, vocabulary=98), 6))
+
+
+@pytest.mark.parametrize("count", [32000 * 4096, 151936 * 896, 2**24 + 1])
+def test_fingerprints_of_large_parameters(count: int) -> None:
+    """Whole numbers of this size are not all in single precision."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(1).expand(count))
+    assert Fingerprint.of(model, 1).weights is not None
+
+
+# Files that cannot be used -------------------------------------------------------------------------------------------
+
+
+def assert_refused(path: Path, words: str = FILE) -> None:
+    with pytest.raises(SettingError, match=words) as error:
+        SelfSpec.from_pretrained(path.parent)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_was_cut_short(saved: Path, tmp_path: Path) -> None:
+    content = (saved / FILE).read_bytes()
+    path = tmp_path / FILE
+    for end in [*range(40), *range(40, len(content), max(1, len(content) // 100)), len(content) - 1]:
+        path.write_bytes(content[:end])
+        assert_refused(path, "cut short or changed")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert_refused(tmp_path / FILE, r"there is no .*save_pretrained\(folder\)")
+    assert_refused(tmp_path / "nowhere" / FILE, "there is no")
+    (tmp_path / "folder" / FILE).mkdir(parents=True)
+    assert_refused(tmp_path / "folder" / FILE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"[]", b"3", b'"format"', b"{}", b'{"format": 1}', b"\xff\xfe\x00", b"{" * 9, b"[" * 100_000],
+    ids=["empty", "null", "list", "number", "string", "nothing", "format only", "not UTF-8", "open", "deep"],
+)
+def test_files_that_are_something_else(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    assert_refused(tmp_path / FILE)
+
+
+def changed(saved: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> Path:
+    """A copy of the file with one value replaced."""
+    content = json.loads((saved / FILE).read_text())
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (folder / FILE).write_text(json.dumps(content))
+    return folder / FILE
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        (("format",), 2, "format 2.*reads format 1"),
+        (("settings", "draft", "class"), "SkipLayer", "SkipLayer"),
+        (("settings", "draft", "class"), "FixedLength", "FixedLength"),
+        (("settings", "draft"), {"class": "FixedLength", "num_tokens": 3}, "FixedLength"),
+        (("settings", "draft", "layers"), [3], "layers"),
+        (("settings", "draft", "search", "max_steps"), 0, "max_steps"),
+        (("settings", "draft", "search", "max_steps"), "many", "max_steps"),
+        (("settings", "max_draft"), 0, "max_draft"),
+        (("settings", "max_draft"), "many", "max_draft"),
+        (("settings", "depth"), 3, "depth"),
+        (("settings", "tree"), {"class": "CostTree", "price": 2.0}, "price"),
+        (("settings", "stop"), "later", "later"),
+        (("settings",), [], "settings"),
+        (("fingerprint",), {}, "model"),
+        (("fingerprint", "weights_too"), 1, "weights_too"),
+    ],
+)
+def test_settings_that_do_not_fit(keys: tuple[Any, ...], value: Any, words: str, saved: Path, tmp_path: Path) -> None:
+    assert_refused(changed(saved, tmp_path, keys, value), words)
+
+
+def places(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something can be replaced; of lists the first and the last."""
+    if keys:
+        yield keys
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from places(value, (*keys, key))
+    elif isinstance(content, list) and content:
+        for index in sorted({0, len(content) - 1}):
+            yield from places(content[index], (*keys, index))
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, [], {}, 0.5, ["x"], [[0.5]]], ids=repr)
+def test_findings_that_do_not_fit(value: Any, llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
+    """Whatever was changed: the output is that of the model, or one error names the file before any forward."""
+    content, refused = json.loads((saved / FILE).read_text()), 0
+    ids, plain = prompt(), generate(llama, prompt(), 3)
+    forwards: list[int] = []
+    handle = llama.register_forward_pre_hook(lambda *_: forwards.append(1))
+    try:
+        for keys in places(content["findings"], ("findings",)):
+            path = changed(saved, tmp_path, keys, value)
+            forwards.clear()
+            error: Exception | None = None
+            try:
+                found = generate(llama, ids, 3, assistant=SelfSpec.from_pretrained(tmp_path))
+            except Exception as raised:
+                error = raised
+            if error is None:
+                assert torch.equal(found, plain), keys
+                continue
+            refused += 1
+            assert isinstance(error, SettingError), keys
+            assert str(path) in str(error), keys
+            assert not forwards, keys
+    finally:
+        handle.remove()
+    assert refused > 10
+    assert all("forward" not in module.__dict__ for module in llama.modules())
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("findings", 0, "state", "set"), "##a#"),
+        (("findings", 0, "state", "tries", 0, "set"), "#########"),
+        (("findings", 0, "state", "tries", 0, "rows"), []),
+        (("findings", 0, "state", "tries", 0, "rows", 0, "confidence"), [0.5]),
+        (("findings", 0, "state", "matchness"), "high"),
+        (("findings", 0, "state", "phase"), "later"),
+        (("findings", 0, "state", "stop"), {"class": "FixedLength", "num_tokens": 0}),
+        (("findings", 0, "state", "costs", "fixed"), None),
+    ],
+)
+def test_a_search_that_does_not_fit(
+    keys: tuple[Any, ...], value: Any, llama: PreTrainedModel, saved: Path, tmp_path: Path
+) -> None:
+    path = changed(saved, tmp_path, keys, value)
+    with pytest.raises(SettingError, match="cut short or changed") as error:
+        generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
+    assert str(path) in str(error.value)
+    assert_lossless(llama, SelfSpec())
+
+
+def test_findings_of_another_kind_of_draft(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
+    path = changed(saved, tmp_path, ("settings", "draft"), {"class": "EarlyExit", "layer": None})
+    with pytest.raises(SettingError, match="cut short or changed") as error:
+        generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
+    assert str(path) in str(error.value)
+
+
+# What cannot be saved ------------------------------------------------------------------------------------------------
+
+
+def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """A user's own stop rule."""
+    return torch.zeros(len(logits), dtype=torch.bool)
+
+
+class Own(CandidateGenerator):
+    """A user's own draft."""
+
+
+@dataclass(frozen=True)
+class OwnRule(ConfidenceThreshold):
+    """A user's own class of one of ours."""
+
+
+def own_class_of_our_name() -> Any:
+    def call(self: Any, *arguments: Any) -> torch.Tensor:
+        return never(*arguments)
+
+    return dataclass(frozen=True)(type("FixedLength", (), {"__call__": call}))()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"stop": never}, r"SelfSpec\(stop\) is <function never"),
+        ({"stop": OwnRule()}, r"SelfSpec\(stop\) is OwnRule"),
+        ({"stop": own_class_of_our_name()}, r"SelfSpec\(stop\) is "),
+        ({"draft": Own()}, r"SelfSpec\(draft\) is .*Own object"),
+    ],
+    ids=["function", "subclass", "class of the same name", "generator"],
+)
+def test_what_cannot_be_saved(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    words += ".*cannot be saved.*set it again after loading"
+    with pytest.raises(SettingError, match=words):
+        SelfSpec(**settings).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SettingError, match=words):
+        SelfSpec(**settings, cache_dir=tmp_path)
+
+
+# Whole or not at all -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("name", ["json.dump", "os.replace"])
+def test_an_error_while_writing_leaves_the_old_file(
+    name: str, error: BaseException, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = fresh(SEARCHES["clasp, over"])
+    spec.save_pretrained(tmp_path)
+    before = (tmp_path / FILE).read_bytes()
+    generate(llama, prompt(), 40, assistant=spec)
+
+    def broken(content: Any, file: Any, *rest: Any) -> None:
+        if name == "json.dump":
+            file.write('{"format": 1, "sett')
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hf_selfspec.saving.{name}", broken)
+        with pytest.raises(type(error)):
+            spec.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert (tmp_path / FILE).read_bytes() == before
+    spec.save_pretrained(tmp_path)
+    assert (tmp_path / FILE).read_bytes() != before
+    assert_lossless(llama, SelfSpec.from_pretrained(tmp_path))
+
+
+def test_others_may_read_what_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    SelfSpec().save_pretrained(tmp_path)
+    assert (tmp_path / FILE).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+# Imports once and is killed many times: each child generates until it is.
+KILLED = """
+import os, random, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from conftest import tiny_llama
+from test_saving import endless, generate, prompt
+from pathlib import Path
+folder, chance = Path(sys.argv[2]), random.Random(0)
+for turn in range(8):
+    child = os.fork()
+    if child == 0:
+        model, spec = tiny_llama(6, factor=0.6), endless(folder)
+        while True:
+            generate(model, prompt(), 40, assistant=spec)
+    until = time.monotonic() + 20
+    while not list(folder.rglob("*.json")) and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.15 + 0.2 * chance.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print(*(path.read_text() for path in folder.rglob("*.json")), flush=True)
+"""
+
+
+def endless(cache: Path) -> SelfSpec:
+    """A search that writes as often as it can."""
+    search = OnTheFlySearch(8, max_steps=100_000, bayes_interval=1000, patience=100_000, target_matchness=1.0, budget=1)
+    return SelfSpec(SkipLayers(search=search, ratio=0.4), cache_dir=cache)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path, first_draft: FirstDraft) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert child.returncode == 0, child.stderr
+    kept = [json.loads(line)["findings"][0]["state"] for line in child.stdout.splitlines() if line.startswith("{")]
+    counts = [len(state["tries"]) for state in kept]
+    assert len(counts) == 8
+    # Each process went on from what the one before had tried.
+    assert counts == sorted(counts)
+    assert counts[0] > 0
+    assert counts[-1] > counts[0] + 3
+    model, spec = tiny_llama(6, factor=0.6), endless(tmp_path)
+    assert_lossless(model, spec)
+    assert first_draft.plan == kept[-1]["set"]
+    assert len(spec._learned.latest(model).tries) > counts[-1]
+
+
+# Interruptions -------------------------------------------------------------------------------------------------------
+
+
+class InterruptingStreamer(BaseStreamer):
+    """Interrupts with the ``at``-th token."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+class FailingCriterion(StoppingCriteria):
+    """Fails when the text is so long."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise RuntimeError("no more")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("what", ["streamer", "criterion"])
+@pytest.mark.parametrize("name", ["clasp", "swift", "clasp, over", "swift, ratio given"])
+def test_an_interruption_keeps_the_tries(name: str, what: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec = fresh(SEARCHES[name], cache_dir=tmp_path)
+    generate(llama, prompt(), 40, assistant=spec)
+    before, stats = spec._learned.latest(llama), spec.stats
+    plans = [done.plan for done in before.tries]
+    assert before.is_over == (name not in ("clasp", "swift"))
+    if what == "streamer":
+        with pytest.raises(KeyboardInterrupt):
+            generate(llama, prompt(seed=6), 40, assistant=spec, streamer=InterruptingStreamer(30))
+    else:
+        criteria = StoppingCriteriaList([FailingCriterion(36)])
+        with pytest.raises(RuntimeError, match="no more"):
+            generate(llama, prompt(seed=6), 40, assistant=spec, stopping_criteria=criteria)
+    after = spec._learned.latest(llama)
+    assert after is before
+    assert [done.plan for done in after.tries][: len(plans)] == plans
+    assert (len(after.tries) > len(plans)) == (not before.is_over)
+    assert spec.stats is stats
+    (file,) = tmp_path.rglob("*.json")
+    (kept,) = json.loads(file.read_text())["findings"]
+    assert len(kept["state"]["tries"]) == len(after.tries)
+    assert all("forward" not in module.__dict__ for module in llama.modules())
+    assert_lossless(llama, spec)
+    assert len(after.tries) >= len(kept["state"]["tries"])
+
+
+def test_an_interruption_of_a_probe(llama: PreTrainedModel) -> None:
+    spec = SelfSpec.layerskip()
+    with pytest.raises(KeyboardInterrupt):
+        generate(llama, prompt(), 80, assistant=spec, streamer=InterruptingStreamer(60))
+    choice = spec.choice(llama)
+    assert choice is not None
+    generate(llama, prompt(), 2, assistant=spec)
+    assert spec.choice(llama) == choice
+    assert_lossless(llama, spec)
+
+
+# The cache folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clasp, over", "swift, ratio given"])
+def test_a_second_spec_starts_tuned(name: str, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    first = fresh(SEARCHES[name], cache_dir=tmp_path)
+    generate(llama, prompt(), 40, assistant=first)
+    second = fresh(SEARCHES[name], cache_dir=str(tmp_path))
+    first_draft.plan = ""
+    assert_lossless(llama, second)
+    assert (first_draft.plan, first_draft.phase) == (first.choice(llama).plan.picture(), "acceleration")
+    assert len(second._learned.latest(llama).tries) == len(first._learned.latest(llama).tries)
+
+
+def test_a_second_probe_starts_tuned(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    first, second = (replace(SelfSpec.layerskip(), cache_dir=tmp_path) for _ in range(2))
+    generate(llama, prompt(), 60, assistant=first)
+    choice = first.choice(llama)
+    first_draft.plan = ""
+    generate(llama, prompt(), 4, assistant=second)
+    assert second.choice(llama) == choice
+    assert first_draft.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
+
+
+def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel, tmp_path: Path) -> None:
+    def use(model: PreTrainedModel, **changes: Any) -> int:
+        """How many sets were known at the beginning."""
+        spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path, **changes)
+        generate(model, prompt(), 2, assistant=spec)
+        known = len(spec._learned.latest(model).tries)
+        generate(model, prompt(), 40, assistant=spec)
+        return known
+
+    other = tiny_llama(LAYERS, seed=1, factor=0.6)
+    assert [use(llama) for _ in range(2)] == [0, 3]
+    assert [use(other) for _ in range(2)] == [0, 3]
+    assert [use(llama, task="code") for _ in range(2)] == [0, 3]
+    assert [use(llama, max_draft=9) for _ in range(2)] == [0, 3]
+    assert [use(llama, stop=FixedLength(2)) for _ in range(2)] == [0, 3]
+    assert use(copy.deepcopy(llama)) == 3
+    assert use(llama) == 3
+    assert len(list(tmp_path.rglob("*.json"))) == 5
+    assert len(list(tmp_path.rglob("code-*.json"))) == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """A process that makes one kind of call leaves what another has found for others."""
+    for rows in (1, 2, 1, 2):
+        spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path)
+        generate(llama, prompt(rows), 40, assistant=spec)
+    (file,) = tmp_path.rglob("*.json")
+    kept = json.loads(file.read_text())["findings"]
+    assert sorted((one["several_rows"], one["state"]["phase"]) for one in kept) == [
+        (False, "acceleration"),
+        (True, "acceleration"),
+    ]
+
+
+@pytest.mark.parametrize("task", ["", "a/b", "../a", "a b", "a\n", "a\\b", None, 3])
+def test_bad_task_names(task: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits"):
+        SelfSpec(cache_dir=tmp_path, task=task)
+
+
+def test_bad_cache_folders() -> None:
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\(cache_dir\) must be a path or None, got 3"):
+        SelfSpec(cache_dir=3)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": 1, "settings": {}, "fingerprint": null, "findings": [3]}'])
+def test_a_corrupt_cache_file(content: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    generate(llama, prompt(), 40, assistant=fresh(SEARCHES["clasp, over"], cache_dir=tmp_path))
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(content)
+    spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path)
+    with pytest.raises(SettingError, match="Save it again, or delete it") as error:
+        generate(llama, prompt(), 5, assistant=spec)
+    assert str(file) in str(error.value)
+    file.unlink()
+    assert_lossless(llama, spec)
+
+
+def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Generation goes on, and a warning tells."""
+    (tmp_path / "file").write_text("")
+    spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path / "file")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        found = generate(llama, prompt(), 40, assistant=spec)
+    assert torch.equal(found, generate(llama, prompt(), 40))
+    assert spec.stats.phase == "acceleration"
+
+
+def test_the_cache_is_in_the_home_folder(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    generate(llama, prompt(), 40, assistant=fresh(SEARCHES["clasp, over"], cache_dir="~/kept"))
+    assert len(list((tmp_path / "kept").rglob("*.json"))) == 1
