@@ -151,6 +151,7 @@ class Learned:
             saved = self.saved if model is None else self._cached.get(model, self.saved)
             fingerprint = saved.fingerprint if saved is not None and model is None else None
             if model is not None:
+                self.check(model)
                 fingerprint = self.fingerprint(model)
             # What was read and not used yet is kept.
             findings = {} if saved is None else dict(saved.findings)

@@ -36,6 +36,8 @@ from .verify.tree import Tree
 PROGRESS_NAME = "tuning.json"
 _LAST_ROUND, _REPEATS = 3, 3
 _RATIOS = (0.2, 0.6)
+# Proposals in a row that were timed already, after which there are taken to be no others.
+_ALL_KNOWN = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ def tune(
 
 
 def _rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], device: torch.device) -> list[torch.Tensor]:
-    given = [] if isinstance(texts, str) else list(texts)
+    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
     if not given or not all(isinstance(text, str) and text for text in given):
         raise SettingTypeError(f"tune(texts) must be a list of prompts, at least one, got {repr(texts)[:100]}.")
     return [torch.tensor([tokenizer(text)["input_ids"]], device=device) for text in given]
@@ -170,14 +172,21 @@ class _Tuning:
     def run(self) -> SelfSpec:
         """All steps, the last round, and the result on disk."""
         runner, search = self.runner, self.search
+        if self.folder is not None:
+            self._of()  # what cannot be saved is refused before anything is timed
         self._resume()
         runner.seconds(None)
         plain = [runner.seconds(None, [row]) for row in runner.rows]
         waiting = [plan for plan in runner.first_sets() if plan.skipped_attention or plan.skipped_mlp]
         chance = np.random.default_rng([search.seed, len(self.speeds)])
         bar = logging.tqdm(total=search.max_steps, initial=len(self.speeds), desc="tuning", unit="set")
-        while len(self.speeds) < search.max_steps:
+        known = 0
+        while len(self.speeds) < search.max_steps and known < _ALL_KNOWN:
             plan = self._propose(waiting, chance)
+            if plan in self.speeds:
+                known += 1
+                continue
+            known = 0
             # Plain generate on one of the texts, in turn, tells how fast the machine is just now.
             turn = len(self.speeds) % len(plain)
             now = runner.seconds(None, [runner.rows[turn]]) / plain[turn]
@@ -233,6 +242,8 @@ class _Tuning:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             steps = {LayerPlan.of_picture(str(picture)): float(speed) for picture, speed in content["steps"]}
+            if any(plan.num_layers != self.runner.space.num_layers for plan in steps):
+                raise ValueError("sets for another depth")
             same = content["of"] == self._of()
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to begin anew.") from error

@@ -30,13 +30,14 @@ from hf_selfspec import (
 from hf_selfspec.bench.trained import _traces
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
+from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_choice import Evidence, choose
 from hf_selfspec.search.replay import Replay, Trace, draft_lengths, replay
 
-COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, token=0.5, step=0.25, num_layers=4)
+COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, several=0.75, token=0.5, step=0.25, num_layers=4)
 
 
 def prompt(length: int = 6, rows: int = 1) -> torch.Tensor:
@@ -53,18 +54,33 @@ def greedy(model, ids, tokens=48, **kwargs):
 # Costs and replay ----------------------------------------------------------------------------------------------------
 
 
+def evidence_of(spec: SelfSpec, model) -> Evidence:
+    """What ``spec`` has found for the last kind of call of ``model``."""
+    evidence = spec._learned.latest(model)
+    assert isinstance(evidence, Evidence)
+    return evidence
+
+
 def exit_plan(layer: int) -> LayerPlan:
     return LayerPlan.early_exit(4, layer)
 
 
 def test_costs_are_fitted_to_the_forwards():
-    """By hand: 4 layers of attention 0.5 and MLP 1.5; the second watch tells them apart."""
-    one, full, many = 1 + 2 * 2.0, 1 + 4 * 2.0, 1 + 4 * (2.0 + 0.5 * 7)
-    watch = Stopwatch(exit_plan(2), seconds={"early": [one], "full": [full], "many": [many]})
-    assert watch.costs() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.0, 4)
+    """By hand: 4 layers of attention 0.5 and MLP 1.5, 0.5 for each token more and 0.75 for more than one."""
+    early, full, few, many = 1 + 2 * 2.0, 1 + 4 * 2.0, 1.75 + 4 * (2.0 + 0.5), 1.75 + 4 * (2.0 + 0.5 * 7)
+    watch = Stopwatch(exit_plan(2), seconds={"early": [early], "full": [full], "few": [few], "many": [many]})
+    assert watch.costs() == ForwardCosts(1.0, attention=1.0, mlp=1.0, several=0.75, token=0.5, step=0.0, num_layers=4)
     watch.attention = LayerPlan(4, frozenset(), frozenset([1, 2]))
     watch.seconds["attention"] = [full - 2 * 1.5]
-    assert watch.costs() == ForwardCosts(1.0, 0.5, 1.5, 0.5, 0.0, 4)
+    watch.seconds["draft"] = [early + 0.25]
+    assert watch.costs() == COSTS
+
+
+def test_costs_are_never_negative():
+    """Two tokens that took less than one, many less than two, and a part of the model longer than all of it."""
+    watch = Stopwatch(exit_plan(2), LayerPlan(4, frozenset(), frozenset([1])))
+    watch.seconds = {"early": [9.5], "attention": [9.5], "full": [9.0], "few": [8.5], "many": [8.0], "draft": [5.0]}
+    assert watch.costs() == ForwardCosts(9.0, 0.0, 0.0, 0.0, 0.0, 0.0, 4)
 
 
 def test_cost_of_a_round():
@@ -72,30 +88,75 @@ def test_cost_of_a_round():
     assert COSTS.draft(exit_plan(1)) == 1 + 2 + 0.25
     assert COSTS.draft(LayerPlan(4, frozenset([1]), frozenset([1, 2]))) == 1 + 3 * 0.5 + 2 * 1.5 + 0.25
     assert COSTS.verify(1, 0) == COSTS.plain()
-    # Without KVQ reuse, 3 tokens through all layers.
-    assert COSTS.verify(1, 2) == 1 + 4 * (2 + 2 * 0.5)
+    # Without KVQ reuse, 2 tokens through all layers.
+    assert COSTS.verify(1, 1) == 1.75 + 4 * (2 + 0.5)
     # With it, the last drafted token goes through 1 layer on its own; then 4 tokens go through 3 layers. From
     # 2 drafted tokens on that spares as much as the other forward costs beside its layers.
     assert COSTS.reuse_from(1) == 2
-    assert COSTS.verify(1, 3) == (1 + 1 * 2) + (1 + 3 * (2 + 3 * 0.5)) < 1 + 4 * (2 + 3 * 0.5)
-    assert ForwardCosts(1.0, 1.0, 1.0, 0.0, 0.0, 4).verify(2, 9) == 9
+    assert COSTS.verify(1, 2) == 1.75 + 4 * (2 + 2 * 0.5)
+    assert COSTS.verify(1, 3) == (1 + 1 * 2) + (1.75 + 3 * (2 + 3 * 0.5)) < 1.75 + 4 * (2 + 3 * 0.5)
+    assert ForwardCosts(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 4).verify(2, 9) == 9
 
 
 def test_fixed_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     found = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
-    # Rounds: from 0 two accepted (to 3); from 3 one (to 5); from 5 none (to 6); from 6 only one token is left.
-    seconds = 3 * (2 * COSTS.draft(exit_plan(1)) + COSTS.verify(1, 2)) + COSTS.draft(exit_plan(1)) + COSTS.verify(1, 1)
-    assert found == Replay(pytest.approx(seconds), 7, 4)
+    # Rounds: from 0 two accepted (to 3); from 3 one (to 5); from 5 none (to 6); from 6 two, the second of which is the
+    # first token again (to 9).
+    seconds = 4 * (2 * COSTS.draft(exit_plan(1)) + COSTS.verify(1, 2))
+    assert found == Replay(pytest.approx(seconds), tokens=9, drafted=8, accepted=5)
 
 
 def test_confident_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
-    assert draft_lengths(sure, ConfidenceThreshold(0.5), 3).tolist() == [[2, 1, 3, 3, 2, 1, 1]]
+    assert draft_lengths(sure, ConfidenceThreshold(0.5), 3) == [[2, 1, 3, 3, 2, 1, 3]]
     found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
-    # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (one, accepted).
-    assert (found.drafted, found.accepted) == (7, 4)
+    # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (3, all accepted, to 10).
+    assert (found.tokens, found.drafted, found.accepted) == (10, 9, 6)
+
+
+def test_lengths_of_drafts():
+    """At the end a draft goes on at the beginning; one that is sure everywhere ends with the most tokens."""
+    sure = np.array([[0.9, 0.9, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]])
+    assert draft_lengths(sure, ConfidenceThreshold(0.5), 9) == [[3, 2, 1, 4], [9, 9, 9, 9]]
+    assert draft_lengths(sure, FixedLength(3), 9) == [[3] * 4] * 2
+    assert draft_lengths(sure, FixedLength(3), 2) == [[2] * 4] * 2
+
+
+def test_likely_acceptance_replayed_by_hand():
+    """One drafted token in each round, half of which are accepted: the walk meets each position but the first alike."""
+    found = replay(Trace(np.full((1, 3), 0.5), np.full((1, 3), 0.9)), FixedLength(1), exit_plan(1), COSTS, 25)
+    # Starts: at 0 surely; at 1 after a rejection; at 2 after an acceptance at 0 or a rejection at 1.
+    rounds = 1 + 0.5 + (0.5 + 0.25)
+    assert found.drafted == pytest.approx(rounds)
+    assert found.accepted == pytest.approx(rounds / 2)
+    assert found.tokens == pytest.approx(rounds * 1.5)
+    assert found.seconds == pytest.approx(rounds * (COSTS.draft(exit_plan(1)) + COSTS.verify(1, 1)))
+
+
+def test_rows_are_replayed_each_for_itself():
+    accept = np.array([[1, 1, 0, 1], [0, 0, 1, 0.0]])
+    together = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
+    alone = [replay(Trace(row[None], row[None]), FixedLength(2), exit_plan(1), COSTS, 25) for row in accept]
+    assert together == Replay.of_all(alone)
+    part = Trace(accept, accept).part(1, 1, 3)
+    assert (part.accept.tolist(), part.tokens) == ([[0, 1]], 2)
+
+
+def test_easier_text_is_accepted_more_often():
+    trace = Trace(np.array([[0.2, 0.9]]), np.array([[0.3, 0.4]]))
+    assert trace.eased(1.0) is trace
+    np.testing.assert_allclose(trace.eased(1.5).accept, [[0.3, 1.0]])
+    assert trace.eased(1.5).confidence.tolist() == [[0.3, 0.4]]
+
+
+def test_a_plan_of_blocks_is_replayed_with_its_own_costs():
+    """The first altered layer is where verification can start; the cost of a draft is that of its blocks."""
+    plan = LayerPlan(4, frozenset([2]), frozenset([1, 2]))
+    assert COSTS.draft(plan) == 1 + 3 * 0.5 + 2 * 1.5 + 0.25
+    found = replay(Trace(np.ones((1, 6)), np.ones((1, 6))), FixedLength(5), plan, COSTS, 25)
+    assert found.seconds == pytest.approx(5 * COSTS.draft(plan) + COSTS.verify(1, 5))
 
 
 def test_replay_of_likely_acceptance_is_the_mean_over_outcomes():
@@ -122,7 +183,7 @@ def test_replay_foretells_what_decoding_does(rule):
         Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, exit_plan(2), COSTS, 25
     )  # after the prefill's token
     assert 0 < spec.stats.accepted < spec.stats.drafted
-    # A rejected draft goes on along another text, and the end of the text cuts the last drafts.
+    # A rejected draft goes on along another text, and the end of the text cuts the last drafts, but not in a replay.
     assert found.accepted == pytest.approx(spec.stats.accepted, abs=2)
     assert found.drafted == pytest.approx(spec.stats.drafted, rel=0.1)
 
@@ -190,8 +251,10 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert len(seen) == 23
     assert spec.choice(model).tokens == 22 * 47
     assert len(spec.choice(model).by_layer) == 3
-    timed = spec._learned.exits[model][False, False]._stopwatch.seconds
-    assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(("early", "full", "many", "draft"), 20)
+    timed = evidence_of(spec, model)._stopwatch.seconds
+    assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
+        ("early", "full", "few", "many", "draft"), 20
+    )
     other = tiny_llama()
     assert spec.choice(other) is None
     greedy(other, prompt(), assistant=spec)
@@ -217,6 +280,21 @@ def test_rows_that_end_early_count_as_far_as_they_went():
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
     model.generate(ids, eos_token_id=end, assistant=spec, **options)
     assert spec.choice(model).tokens == sum(lengths)
+
+
+def test_rows_that_end_early_behind_embedded_prompts():
+    """They have fewer tokens than the window, and what is before them has no ids."""
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    embedded = model.get_input_embeddings()(prompt(12, 3)).detach()
+    options = {"inputs_embeds": embedded, "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    texts = model.generate(**options)
+    lengths = {end: [[*row, end].index(end) for row in texts.tolist()] for end in texts.unique().tolist()}
+    end = max(lengths, key=lambda end: max(lengths[end]) - min(lengths[end]))
+    assert min(lengths[end]) < 8 < 40 < max(lengths[end])
+    for _ in range(2):
+        found = model.generate(assistant=spec, eos_token_id=end, **options)
+        assert torch.equal(found, model.generate(eos_token_id=end, **options))
 
 
 def test_traces_of_a_text_are_what_each_exit_says(monkeypatch):
@@ -251,11 +329,12 @@ def test_kinds_of_calls_choose_for_themselves():
 
 def test_disturbed_timings_do_not_count():
     watch = Stopwatch(exit_plan(2))
-    watch.seconds = {"early": [5.0, 50.0], "full": [9.0, 12.0], "many": [23.0, 90.0], "draft": [5.5, 60.0]}
+    watch.seconds = {"early": [5.0, 50.0], "full": [9.0, 12.0], "few": [12.0, 40.0], "many": [24.0, 90.0]}
+    watch.seconds["draft"] = [5.5, 60.0]
     other = Stopwatch(exit_plan(2))
-    other.seconds = {"early": [7.0], "full": [99.0], "many": [99.0], "draft": [99.0]}
+    other.seconds = {"early": [7.0], "full": [99.0], "few": [11.5, 99.0], "many": [23.5], "draft": [99.0]}
     watch.add(other)
-    assert watch.costs() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 4)
+    assert watch.costs() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
 
 
 class Slow(dict):
@@ -272,7 +351,7 @@ def test_evidence_is_complete_while_threads_add_to_it():
 
     def add(_):
         watch = Stopwatch(exit_plan(1))
-        watch.seconds = {"early": [3.0], "full": [9.0], "many": [10.0]}
+        watch.seconds = {"early": [3.0], "full": [9.0], "few": [9.5], "many": [10.0]}
         return evidence.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), watch, [FixedLength(1)], 25)
 
     with ThreadPoolExecutor(4) as pool:
@@ -286,21 +365,20 @@ def test_timings_use_no_random_numbers():
     model, states = tiny_llama(), []
     model.generation_config.eos_token_id = None
     spec = SelfSpec.layerskip()
-    original = probe.ProbingDraft._timings
+    original = PartialDraft.measure
 
-    def watched(self, text):
+    def watched(self, *args):
         before = torch.get_rng_state()
-        found = original(self, text)
+        original(self, *args)
         states.append(torch.equal(before, torch.get_rng_state()))
-        return found
 
-    with patch.object(probe.ProbingDraft, "_timings", watched):
+    with patch.object(PartialDraft, "measure", watched):
         model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
     assert states == [True, True]
 
 
 def use_costs(monkeypatch, **costs):
-    layers = {"attention": costs.pop("layer") / 2, "num_layers": 6}
+    layers = {"attention": costs.pop("layer") / 2, "several": 0.0, "num_layers": 6}
     layers["mlp"] = layers["attention"]
     monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: ForwardCosts(**layers, **costs))
 
@@ -365,7 +443,7 @@ def test_sampling_with_a_probe_runs_and_chooses():
     options = {"do_sample": True, "top_p": 0.9, "temperature": 0.7, "max_new_tokens": 48, "pad_token_id": 0}
     ids = model.generate(prompt(), attention_mask=torch.ones(1, 6, dtype=torch.long), assistant=spec, **options)
     assert ids.shape == (1, 54)
-    accept = np.concatenate([found.accept[0] for found in spec._learned.exits[model][True, False]._traces[2]])
+    accept = np.concatenate([found.accept[0] for found in evidence_of(spec, model)._traces[2]])
     assert len(accept) == 47
     assert ((accept > 0) & (accept < 1)).all()
 
@@ -435,7 +513,6 @@ def test_layerskip_is_an_early_exit_with_a_stop_rule():
         (lambda: SelfSpec.layerskip(6, 0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
         (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
         (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft) must be a whole number"),
-        (lambda: SelfSpec(stop=None), SettingTypeError, "None goes with EarlyExit"),
         (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly(layer) must be at least 1, got 0"),
         (lambda: SelfSpec.early_exit_only(None), SettingTypeError, "got None"),
     ],

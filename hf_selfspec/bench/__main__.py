@@ -15,6 +15,7 @@ from ..draft.early_exit import EarlyExit
 from ..draft.skip_layers import SkipLayers
 from ..selfspec import SelfSpec
 from ..stop.rules import FixedLength
+from . import known_answer
 from .engine import EngineFigures, engine_figures, peak_memory
 from .measure import machine
 from .synthetic import LlamaShape, damped_llama, known_skips_llama, random_prompt
@@ -28,9 +29,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "figure",
-        choices=("engine", "context", "batch", "memory", "training"),
+        choices=("engine", "context", "batch", "memory", "training", "known-answer"),
         help="engine: efficiency; context: cost per token by context; batch: by batch size; memory: peak memory; "
-        "training: step time and peak memory with early-exit loss and with layer dropout",
+        "training: step time and peak memory with early-exit loss and with layer dropout; known-answer: how well searches "
+        "find the half of the blocks that hardly matters",
     )
     parser.add_argument("--width", type=int, nargs="+", default=[256, 1024], help="hidden sizes")
     parser.add_argument(
@@ -52,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, nargs="+", default=None, help="prompt lengths")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=552, help="sets that each search tries (known-answer)")
+    parser.add_argument("--plot", help="file for the picture (known-answer)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--peak-of", choices=("plain", "ours", *VARIANTS), help=argparse.SUPPRESS)
@@ -163,10 +167,36 @@ def _model_and_spec(args: argparse.Namespace, shape: LlamaShape) -> tuple[LlamaF
     return model, spec
 
 
+def _known_answer(args: argparse.Namespace) -> None:
+    """All searches on one model."""
+    shape = LlamaShape(
+        args.width[0],
+        args.layers,
+        args.intermediate,
+        args.vocabulary,
+        dtype=getattr(torch, args.dtype[0]),
+        device=args.device,
+    )
+    model, known, agreement = known_skips_llama(shape, agreement=args.agreement)
+    print(
+        f"{machine(torch.device(args.device))}; synthetic acceptance, the known set agrees on {agreement:.2f}; {shape}"
+    )
+    print(f"python -m hf_selfspec.bench {' '.join(sys.argv[1:])}\n\n{known_answer.HEAD}")
+    courses = {}
+    for name, settings in known_answer.proposers(args.steps).items():
+        courses[name] = known_answer.follow(model, known, 0.5, settings)
+        print(courses[name].row(name), flush=True)
+    if args.plot is not None:
+        known_answer.plot(courses, f"{args.layers} layers of width {args.width[0]}", args.plot)
+
+
 def main() -> None:
     """Runs one figure and prints it as a table."""
     args = _parser().parse_args()
     torch.set_num_threads(args.threads)
+    if args.figure == "known-answer":
+        _known_answer(args)
+        return
     cases = _cases(args)
     if args.figure == "training":
         for width, dtype, case in itertools.product(args.width, args.dtype, cases):

@@ -141,7 +141,8 @@ class SearchingDraft(PartialDraft):
 
     def _try(self, text: Text) -> bool:
         """Tries a set on the last tokens, if there is one to try."""
-        plan = self.search.propose(lambda most: self._look(text, most)) if self._behind else None
+        known = self._said is None or any(self._said.counts())
+        plan = self.search.propose(lambda most: self._look(text, most)) if self._behind and known else None
         if plan is not None:
             self.search.register(plan, self._traces(text, plan, self._behind))
         return plan is not None

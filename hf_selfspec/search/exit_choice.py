@@ -10,6 +10,7 @@ from typing import Any
 from ..model.partial import LayerPlan
 from .costs import ForwardCosts, Stopwatch
 from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay, rule_of, rule_state
+from .tries import number, whole
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,19 @@ class Evidence:
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up what :meth:`state` gave."""
         if state:
-            stop = rule_of(state["stop"])
-            by_layer = {int(layer): float(speed) for layer, speed in state["by_layer"]}
-            self.choice = ExitChoice(**{**state, "stop": stop, "by_layer": by_layer})
+            layer = state["layer"]
+            by_layer = {whole(exit_layer): number(speed) for exit_layer, speed in state["by_layer"]}
+            if not by_layer or not (layer is None or whole(layer) in by_layer):
+                raise ValueError(f"exit layer {layer!r}, of {sorted(by_layer)}")
+            self.choice = ExitChoice(
+                layer=layer,
+                stop=rule_of(state["stop"]),
+                expected_speedup=number(state["expected_speedup"]),
+                acceptance_rate=number(state["acceptance_rate"]),
+                by_layer=by_layer,
+                reuse_from=whole(state["reuse_from"]),
+                tokens=whole(state["tokens"]),
+            )
             self.tokens = self.choice.tokens
 
 

@@ -46,6 +46,9 @@ class Proposer(Protocol):
             look: finds sets for the text as it is.
         """
 
+    def proposes(self, plan: LayerPlan) -> bool:
+        """Whether sets of this size are proposed just now."""
+
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
         """Whether to search on with sets of another size, where those of this size bring nothing more."""
 
@@ -83,6 +86,9 @@ class RandomAndBayes:
             if like:
                 return suggest(self.space, like, self._chance)
         return self.space.random(self._chance, self.ratio)
+
+    def proposes(self, plan: LayerPlan) -> bool:
+        return len(self.space.places(plan)) == self.space.count(self.ratio)
 
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
         if not self.auto:
@@ -133,8 +139,9 @@ class Closest:
             self.count = len(best.skipped_layers) or self.count
             fewer, more = self.count - self._step, self.count + self._step
             # Too little matchness asks for less, easy one for more; in between both sides are tried in turn.
-            side = fewer if matchness < _TOO_LOW else more if matchness > self.settings.target_matchness else 0
-            sizes = [self.count, side or (more if self._windows % 2 else fewer)]
+            in_turn = more if self._windows % 2 else fewer
+            easy = matchness > self.settings.target_matchness
+            sizes = [self.count, fewer if matchness < _TOO_LOW else more if easy else in_turn]
         if self._windows > 1:
             self._found = []
         self._queue = [size for size in dict.fromkeys(sizes) if 1 <= size <= self._layers]
@@ -145,6 +152,9 @@ class Closest:
         if not self._found:
             self._found = look(max(self._queue))
         return self._found[self._queue.pop(0) - 1]
+
+    def proposes(self, plan: LayerPlan) -> bool:
+        return True
 
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
         return False

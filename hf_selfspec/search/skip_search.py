@@ -94,7 +94,10 @@ class SkipSearch:
         self._disturbed = 1.0
         self._lock = threading.Lock()
         self._is_over = self._has_begun = False
-        self._start_over([start])
+        self._again: list[LayerPlan] = []
+        self._feedback = Feedback()
+        self._start_over()
+        self._again.append(start)
 
     # What drafts -------------------------------------------------------------------------------------------------
 
@@ -157,13 +160,15 @@ class SkipSearch:
             self._windows += 1
             if self.best in self._known:
                 self._choose()
+            leaders = self._leaders()
             if self._is_over and self._feedback.has_become_hard():
-                self._start_over(self._leaders())
+                self._start_over()
             if self._is_over:
-                # A set that does not pay is asked now and then whether it would.
-                self._again = [self.best] if not self.choice.drafts and self._windows % _IDLE == 0 else []
+                # A set that does not pay is asked now and then whether it would, however its drafts fared before.
+                if not self.choice.drafts and self._windows % _IDLE == 0:
+                    self._again, self._feedback = [self.best], Feedback()
                 return
-            self._again = self._leaders()[: _TRIED_AGAIN if self.tries_each_round else 1] or [self.best]
+            self._again = leaders[: _TRIED_AGAIN if self.tries_each_round or not self.steps else 1] or [self.best]
             self._proposer.begin_window(self.best, self.matchness)
 
     def propose(self, look: Look) -> LayerPlan | None:
@@ -274,6 +279,8 @@ class SkipSearch:
                     raise ValueError(f"costs of {costs['num_layers']} layers")
                 found = {name: number(value) for name, value in costs.items() if name != "num_layers"}
                 self.costs = ForwardCosts(**found, num_layers=self.space.num_layers)
+                if not self.costs.plain():
+                    raise ValueError("forwards that take no time")
             self.generated = whole(state["generated"])
             for done in tries:
                 self._known.setdefault(done.plan, Known()).add(done, self._replays(done))
@@ -287,9 +294,9 @@ class SkipSearch:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _start_over(self, again: list[LayerPlan]) -> None:
+    def _start_over(self) -> None:
         self._known: dict[LayerPlan, Known] = {}
-        self._again = again
+        self._again = []
         self._proposer: Proposer = self._new_proposer()
         self._feedback = Feedback()
         self._expected_rate = 0.0
@@ -332,11 +339,13 @@ class SkipSearch:
         enough = self.steps >= settings.max_steps
         good = self.matchness > settings.target_matchness and len(self._known[self.best].tries) >= _CONFIRMED
         by_size = isinstance(settings, ClosestLayers) and self.auto
+        # A set that was good at the last size says nothing of this one.
+        good = good and (not self.auto or self._proposer.proposes(self.best))
         stuck = self._since_better >= settings.patience or (good and not by_size)
         if stuck and not enough and self._proposer.go_on(self.best, self.matchness):
             self._since_better = 0
-            return
-        self._is_over = self._is_over or enough or stuck
+        elif enough or stuck:
+            self._is_over, self._again = True, []
 
     def _choose(self) -> bool:
         """Takes the best set; whether it is another one. Once the search is over, the set stays."""
