@@ -25,10 +25,10 @@ def test_searches_go_towards_the_known_set() -> None:
     assert whole == pytest.approx(1.0)
     settings = proposers(60)
     assert len(settings) == 4
-    course = follow(model, known, 0.5, settings["random, every 25th Bayesian (SWIFT)"])
+    course = follow(model, known, 0.5, settings["Bayesian"])
     assert course.total_steps == 60
     assert course.known_matchness == pytest.approx(best)
-    assert course.found[-1] > course.found[0]
+    assert course.found[-1] >= 5
     assert course.matchness[0] < course.matchness[-1] <= best + 0.05
-    figure = plot({"SWIFT": course}, "8 layers")
+    figure = plot({"Bayesian": course}, "8 layers")
     assert [axes.get_xlabel() for axes in figure.axes] == ["sets tried", "seconds of search"]

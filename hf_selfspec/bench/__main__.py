@@ -31,8 +31,8 @@ def _parser() -> argparse.ArgumentParser:
         "figure",
         choices=("engine", "context", "batch", "memory", "training", "known-answer"),
         help="engine: efficiency; context: cost per token by context; batch: by batch size; memory: peak memory; "
-        "training: step time and peak memory with early-exit loss and with layer dropout; known-answer: how well searches "
-        "find the half of the blocks that hardly matters",
+        "training: step time and peak memory with early-exit loss and with layer dropout; known-answer: how well "
+        "searches find the half of the blocks that hardly matters",
     )
     parser.add_argument("--width", type=int, nargs="+", default=[256, 1024], help="hidden sizes")
     parser.add_argument(
