@@ -358,7 +358,7 @@ def test_assistant_of_another_type(llama: LlamaForCausalLM, refused: Refused, as
         (lambda: SelfSpec(draft=EarlyExit), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)")),
         (lambda: SelfSpec(stop=0.8), SettingTypeError, ("SelfSpec(stop)", "ConfidenceThreshold(p)", "0.8")),
         (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop)", "FixedLength(n)")),
-        (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree or None", "3")),
+        (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree, a CostTree or None", "3")),
         (lambda: SelfSpec(max_draft=0), SettingError, ("SelfSpec(max_draft)", "at least 1", "got 0")),
         (lambda: SelfSpec(max_draft="9"), SettingTypeError, ("SelfSpec(max_draft)", "whole number", "'9'")),
     ],
