@@ -35,9 +35,10 @@ from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.model.target import Nodes, Target
 from hf_selfspec.search import feedback, skip_search
+from hf_selfspec.search.block_effects import BlockEffects, block_effects
 from hf_selfspec.search.clasp import closest_layers
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
-from hf_selfspec.search.estimates import effects
+from hf_selfspec.search.estimates import Scores, effects
 from hf_selfspec.search.feedback import Feedback
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search, usual_ratio
 from hf_selfspec.search.proposers import Closest, RandomAndBayes
@@ -264,9 +265,9 @@ def worth(
     tries: Sequence[tuple[float, float, int, int]], sizes: Sequence[int], near: int = 1, doubt: float = 0.0
 ) -> list[float]:
     """What sets score on the usual text; of each try its score, weight, set and window."""
-    values, weights, sets, windows = (np.array(column) for column in zip(*tries, strict=True))
-    found, text = effects(values, weights, sets, windows, np.array(sizes), near, doubt)
-    return (found + text).tolist()
+    values, weights, of_set, windows = (np.array(column) for column in zip(*tries, strict=True))
+    plans = tuple(LayerPlan(8, frozenset({index}), frozenset()) for index in range(len(sizes)))
+    return effects(Scores(plans, values, weights, of_set, windows), np.array(sizes), near, doubt).tolist()
 
 
 def test_sets_are_compared_on_the_same_text() -> None:
@@ -296,6 +297,85 @@ def test_sets_are_drawn_towards_those_of_their_size() -> None:
 
 
 # The search -----------------------------------------------------------------------------------------------------------
+
+
+# What blocks are worth ------------------------------------------------------------------------------------------------
+
+
+def tried_sets(
+    count: int, worth: np.ndarray, noise: float, windows: int = 1, seed: int = 0
+) -> tuple[Scores, np.ndarray]:
+    """Random sets and what they score: what their blocks are worth, the window's number and noise."""
+    chance = np.random.default_rng(seed)
+    blocks = (chance.random((count, len(worth))).argsort(1) < len(worth) // 2).astype(float)
+    on = np.arange(count) % windows
+    values = 1 + blocks @ worth + on + noise * chance.standard_normal(count)
+    plans = tuple(LayerPlan(count + 2, frozenset({index}), frozenset()) for index in range(count))
+    return Scores(plans, values, np.ones(count), np.arange(count), on), blocks
+
+
+def drawn_effects(found: BlockEffects, draws: int = 200) -> np.ndarray:
+    chance = np.random.default_rng(1)
+    return np.stack([found.drawn(chance) for _ in range(draws)])
+
+
+WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
+
+
+@pytest.mark.parametrize("windows", [1, 4])
+def test_what_blocks_are_worth(windows: int) -> None:
+    """Sets are of one size, so effects are known up to a constant; how easy windows are does not matter."""
+    scores, blocks = tried_sets(300, WORTH, 0.005, windows)
+    found = block_effects(scores, blocks, doubt=0.5)
+    assert found.mean - found.mean.mean() == pytest.approx(WORTH - WORTH.mean(), abs=0.004)
+    assert found.sets == pytest.approx(1 + blocks @ WORTH + np.arange(windows).mean(), abs=0.02)
+
+
+def test_sets_of_which_little_is_known_are_estimated_by_their_blocks() -> None:
+    """The best set has a bad window of its own, and is estimated nearer to what its blocks are worth."""
+    scores, blocks = tried_sets(200, WORTH, 0.0)
+    best = int(np.argmax(blocks @ WORTH))
+    scores.values[best] -= 0.06
+    little, much = (block_effects(scores, blocks, doubt).sets[best] - scores.values[best] for doubt in (5.0, 0.1))
+    assert 0.045 < little < 0.065
+    assert 0 < much < 0.01
+
+
+def test_drawn_effects_spread_as_much_as_is_not_known() -> None:
+    spread = []
+    for tries in (30, 300):
+        scores, blocks = tried_sets(tries, WORTH, 0.05)
+        found = block_effects(scores, blocks, doubt=0.5)
+        drawn = drawn_effects(found)
+        assert drawn.mean(0) == pytest.approx(found.mean, abs=4 * drawn.std(0).max() / 200**0.5)
+        assert np.cov(drawn.T) == pytest.approx(found.doubt @ found.doubt.T, abs=0.5 * drawn.var(0).max())
+        # Of sets of one size it is never known what all blocks have in common.
+        spread.append((drawn - drawn.mean(1, keepdims=True)).std(0).mean())
+    assert spread[0] > 2 * spread[1] > 0
+
+
+def test_blocks_that_hardly_matter_are_proposed_once_that_is_known() -> None:
+    """Uniform sets at first; after these, sets of what has been worth most."""
+    known = frozenset(range(8))
+    proposer, chance = random_sets(0.5), np.random.default_rng(0)
+    sets = {space().random(chance, 0.5) for _ in range(100)}
+    scores = scores_of({plan: matchness_of(known, plan) for plan in sets})
+
+    def proposed(steps: int) -> list[int]:
+        plans = [proposer.propose(scores, steps, no_look) for _ in range(20)]
+        return [len(space().places(plan) & known) for plan in plans if plan is not None]
+
+    assert np.mean(proposed(5)) < 5
+    assert min(proposed(30)) >= 7
+
+
+def scores_of(worth: dict[LayerPlan, float]) -> Scores:
+    """One try of each set on one window."""
+    count = len(worth)
+    return Scores(tuple(worth), np.array(list(worth.values())), np.ones(count), np.arange(count), np.zeros(count, int))
+
+
+# A search -------------------------------------------------------------------------------------------------------------
 
 
 def said(share: float, tokens: int = 32) -> list[Trace]:
@@ -346,14 +426,14 @@ def test_search_begins_with_the_set_that_drafts() -> None:
 
 
 def test_a_lucky_set_is_found_out() -> None:
-    """What scored best is tried again on later text, and the mean counts, drawn towards the usual score."""
+    """What scored best is tried again on later text, and it is believed only in part."""
     steady, lucky, other = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
     search.propose(no_look)
     for plan, score in ((steady, 0.6), (lucky, 0.9), (other, 0.0)):
         search.register(plan, said(score))
     assert search.best == lucky
-    assert search.matchness == pytest.approx((0.9 + 0.5 * 0.5) / 1.5)
+    assert 0.6 < search.matchness < 0.89
     search.begin_window()
     assert [search.propose(no_look) for _ in range(3)] == [lucky, steady, other]
     assert search.propose(no_look) not in (steady, lucky, other)
@@ -439,7 +519,13 @@ def test_history_of_the_gaussian_process_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         GaussianProcessRegressor, "fit", lambda self, x, y: sizes.append(len(y)) or original(self, x, y)
     )
-    run_search(OnTheFlySearch(max_steps=251, bayes_interval=50, target_matchness=1.0), frozenset(range(8)))
+    large, chance = space(40), np.random.default_rng(7)
+    settings = OnTheFlySearch(max_steps=251, bayes_interval=50, target_matchness=1.0)
+    search = SkipSearch(settings, large, 0.5, large.random(chance, 0.5))
+    while not search.is_over:
+        plan = search.propose(no_look)
+        assert plan is not None
+        search.register(plan, said(chance.random()))
     assert sizes[:2] == [49, 99]
     assert len(sizes) == 5
     assert max(sizes) <= 200
@@ -473,7 +559,7 @@ def test_random_sets_of_other_sizes() -> None:
         (True, 0.8),
         (False, 0.8),
     ]
-    sets = [proposer.propose({}, 0, no_look) for _ in range(10)]
+    sets = [proposer.propose(scores_of({}), 0, no_look) for _ in range(10)]
     assert {len(proposer.space.places(plan)) for plan in sets if plan is not None} == {13}
     assert not random_sets(auto=False).go_on(best(), 0.5)
 
@@ -482,7 +568,7 @@ def test_bayesian_proposals_are_of_the_size_that_is_searched_for() -> None:
     proposer, chance = random_sets(0.4), np.random.default_rng(0)
     like = {space().random(chance, 0.4): 0.1 * count for count in range(5)}
     for known in (like, {}):
-        plan = proposer.propose(known | {skipping(*range(12)): 0.9}, 24, no_look)
+        plan = proposer.propose(scores_of(known | {skipping(*range(12)): 0.9}), 24, no_look)
         assert plan is not None
         assert len(space().places(plan)) == 6
         assert plan not in like
@@ -619,9 +705,10 @@ def test_the_faster_size_wins_over_the_one_that_matches_more(times_first: bool) 
     speeds = {(plan, rule): speedup(said(share), plan, rule) for plan, share in SHARES for rule in rules}
     choice = search.choice
     assert (choice.plan, choice.stop) == (BOLD, FixedLength(2)) == max(speeds, key=lambda key: speeds[key])
-    assert choice.expected_speedup == pytest.approx(speeds[BOLD, FixedLength(2)])
+    # A single try is drawn a little towards the other size's.
+    assert choice.expected_speedup == pytest.approx(speeds[BOLD, FixedLength(2)], rel=0.01)
     assert choice.drafts
-    assert choice.matchness == pytest.approx(0.8)
+    assert choice.matchness == pytest.approx(0.8, abs=0.01)
     assert choice.acceptance_rate == pytest.approx((0.8 + 0.8**2) / 2)
 
 

@@ -236,6 +236,7 @@ def plot(courses: dict[str, Course], title: str, path: str | os.PathLike[str] | 
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     by_second.set_xscale("symlog", linthresh=0.1)
+    by_second.set_xlim(left=0)
     by_step.set_ylabel("matchness of the leading set, held out")
     by_step.legend(fontsize="small")
     figure.suptitle(f"{title}; synthetic acceptance", fontsize="medium")

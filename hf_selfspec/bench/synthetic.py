@@ -15,7 +15,8 @@ from ..search.skip_space import SkipSpace
 from ..selfspec import SelfSpec
 from ..stop.rules import FixedLength
 
-_DAMPINGS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.6, 0.8)
+# Dampings between these are tried, each time the middle of what is left.
+_STRONGEST, _WEAKEST, _HALVINGS = 0.01, 1.0, 9
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def damped_llama(
 ) -> tuple[LlamaForCausalLM, float]:
     """A random Llama whose layers from ``exit_layer`` on are damped so that an exit there agrees at the set rate.
 
-    Agreement is the acceptance rate of greedy drafts; of a row of dampings the one that comes closest is taken.
+    Agreement is the acceptance rate of greedy drafts; of nine dampings the one that comes closest is taken.
 
     Args:
         shape: of the model.
@@ -111,10 +112,13 @@ def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSp
     ]
     full = [weight.detach().clone() for weight in weights]
     best = (2.0, 0.0, 0.0)
-    for factor in _DAMPINGS:
+    low, high = _STRONGEST, _WEAKEST
+    for _ in range(_HALVINGS):
+        factor = (low * high) ** 0.5
         _damp(weights, full, factor)
         found = acceptance(model, spec)
         best = min(best, (abs(found - agreement), factor, found))
+        low, high = (factor, high) if found > agreement else (low, factor)
     _damp(weights, full, best[1])
     return best[2]
 
@@ -125,7 +129,7 @@ def _damp(weights: list[torch.nn.Parameter], originals: list[torch.Tensor], fact
             torch.mul(original, factor, out=weight)
 
 
-def acceptance(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 64) -> float:
+def acceptance(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 96) -> float:
     """Acceptance rate after the prompt of the measurements."""
     model.generate(**random_prompt(model, 1, 64), max_new_tokens=tokens, do_sample=False, assistant=spec)
     assert spec.stats is not None

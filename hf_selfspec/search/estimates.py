@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+
+from ..model.partial import LayerPlan
 
 _ROUNDS = 8
 
 
-def effects(
-    values: np.ndarray,
-    weights: np.ndarray,
-    sets: np.ndarray,
-    windows: np.ndarray,
-    sizes: np.ndarray,
-    near: int,
-    doubt: float,
-) -> tuple[np.ndarray, float]:
+@dataclass(frozen=True)
+class Scores:
+    """What sets of blocks have scored.
+
+    Attributes:
+        plans: the sets.
+        values: ``[n]`` scores of the tries.
+        weights: ``[n]`` how much text each saw.
+        sets: ``[n]`` index of the set that was tried.
+        windows: ``[n]`` index of the window it was tried on.
+    """
+
+    plans: tuple[LayerPlan, ...]
+    values: np.ndarray
+    weights: np.ndarray
+    sets: np.ndarray
+    windows: np.ndarray
+
+
+def effects(scores: Scores, sizes: np.ndarray, near: int, doubt: float) -> np.ndarray:
     """The part of each score that is the set's own, and not the text's.
 
     Texts differ more than sets do: what a set scores is taken to be its own effect plus that of the window. Both are
@@ -23,17 +38,15 @@ def effects(
     tried on the more.
 
     Args:
-        values: ``[n]`` scores of the tries.
-        weights: ``[n]`` how much text each saw.
-        sets: ``[n]`` index of the set that was tried.
-        windows: ``[n]`` index of the window it was tried on.
+        scores: of the tries.
         sizes: ``[sets]`` blocks that each set skips.
         near: difference up to which sizes are about the same.
         doubt: weight of the usual effect against that of the set's own tries.
 
     Returns:
-        ``[sets]`` effects, and the mean effect of the windows.
+        ``[sets]`` estimates of what each would score on the usual text.
     """
+    values, weights, sets, windows = scores.values, scores.weights, scores.sets, scores.windows
     per_set, per_window = np.bincount(sets, weights), np.bincount(windows, weights)
     distinct, place = np.unique(sizes, return_inverse=True)
     close = np.abs(distinct[:, None] - distinct) <= near
@@ -44,4 +57,4 @@ def effects(
         sums = np.bincount(sets, weights * (values - text[windows]), len(sizes))
         usual = (close @ np.bincount(place, sums)) / (close @ np.bincount(place, per_set))
         found = (sums + doubt * usual[place]) / (per_set + doubt)
-    return found, float(np.average(text[windows], weights=weights))
+    return np.asarray(found + np.average(text[windows], weights=weights))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 from ..model.partial import LayerPlan
 from .bayes import suggest
+from .block_effects import BlockEffects, block_effects
+from .estimates import Scores, effects
 from .on_the_fly import ClosestLayers, OnTheFlySearch
 from .skip_space import SkipSpace
 
@@ -19,17 +21,15 @@ Look = Callable[[int], list[LayerPlan]]
 _TOO_LOW = 0.7
 _STEP = 0.1
 _LEAST, _MOST = 0.1, 0.8
+# Sets that are drawn uniformly before what was tried says anything.
+_UNIFORM = 30
 
 
 class Proposer(Protocol):
-    """Proposes sets; told how the search goes.
+    """Proposes sets; told how the search goes."""
 
-    Attributes:
-        doubt: windows of text that a set has to be tried on to count for as much as what sets of its size usually
-            score; the less the proposed sets differ, the more.
-    """
-
-    doubt: float
+    def estimates(self, scores: Scores) -> np.ndarray:
+        """``[sets]`` what each set would score on the usual text, as far as its tries and those of others tell."""
 
     def first(self, look: Look) -> LayerPlan | None:
         """The set that drafts before any was tried, ``None`` for the one that does."""
@@ -37,12 +37,12 @@ class Proposer(Protocol):
     def begin_window(self, best: LayerPlan, matchness: float) -> None:
         """There is new text to try sets on; the best set so far and what it matches."""
 
-    def propose(self, worth: Mapping[LayerPlan, float], steps: int, look: Look) -> LayerPlan | None:
+    def propose(self, scores: Scores, steps: int, look: Look) -> LayerPlan | None:
         """The next set; ``None`` where there is nothing to try before the next window.
 
         Args:
-            worth: of the sets that were tried.
-            steps: tries so far.
+            scores: of the tries so far.
+            steps: their number.
             look: finds sets for the text as it is.
         """
 
@@ -56,6 +56,10 @@ class Proposer(Protocol):
 class RandomAndBayes:
     """SWIFT's proposals: random sets of one size, every so often one by Bayesian optimisation (§4.1).
 
+    The first random sets are uniform; after these, blocks are drawn by what skipping them has brought so far
+    (:class:`BlockEffects`, Thompson sampling). The paper's stay uniform: of a known half of 60 blocks they find two
+    thirds.
+
     Args:
         settings: how often, and the seed.
         space: blocks to choose from.
@@ -63,7 +67,7 @@ class RandomAndBayes:
         auto: whether other ratios may be searched after this one.
     """
 
-    doubt = 0.5
+    _DOUBT = 0.5
 
     def __init__(self, settings: OnTheFlySearch, space: SkipSpace, ratio: float, auto: bool) -> None:
         self.settings = settings
@@ -73,19 +77,26 @@ class RandomAndBayes:
         self._searched = {ratio}
         self._chance = np.random.default_rng(settings.seed)
 
+    def estimates(self, scores: Scores) -> np.ndarray:
+        return self._effects(scores).sets
+
     def first(self, look: Look) -> LayerPlan | None:
         return None
 
     def begin_window(self, best: LayerPlan, matchness: float) -> None:
         pass
 
-    def propose(self, worth: Mapping[LayerPlan, float], steps: int, look: Look) -> LayerPlan | None:
-        if worth and (steps + 1) % self.settings.bayes_interval == 0:
-            count = self.space.count(self.ratio)
-            like = {plan: value for plan, value in worth.items() if len(self.space.places(plan)) == count}
-            if like:
+    def propose(self, scores: Scores, steps: int, look: Look) -> LayerPlan | None:
+        if scores.plans and (steps + 1) % self.settings.bayes_interval == 0:
+            worth = zip(scores.plans, self.estimates(scores).tolist(), strict=True)
+            if like := {plan: value for plan, value in worth if self.proposes(plan)}:
                 return suggest(self.space, like, self._chance)
-        return self.space.random(self._chance, self.ratio)
+        if steps < _UNIFORM:
+            return self.space.random(self._chance, self.ratio)
+        return self.space.highest(self._effects(scores).drawn(self._chance), self.ratio)
+
+    def _effects(self, scores: Scores) -> BlockEffects:
+        return block_effects(scores, np.array([self.space.row(plan) for plan in scores.plans]), self._DOUBT)
 
     def proposes(self, plan: LayerPlan) -> bool:
         return len(self.space.places(plan)) == self.space.count(self.ratio)
@@ -112,10 +123,13 @@ class Closest:
         auto: whether other sizes are tried.
     """
 
-    doubt = 4.0
+    # Windows of text that a set has to be tried on to count for as much as what sets of its size usually score. That is
+    # many: these sets are much alike.
+    _DOUBT = 4.0
 
     def __init__(self, settings: ClosestLayers, space: SkipSpace, ratio: float, auto: bool) -> None:
         self.settings = settings
+        self.space = space
         self.auto = auto
         self._layers = len(space.whole_layers)
         self.count = max(1, round(ratio * self._layers))
@@ -124,6 +138,11 @@ class Closest:
         self._queue: list[int] = []
         self._found: list[LayerPlan] = []
         self._windows = 0
+
+    def estimates(self, scores: Scores) -> np.ndarray:
+        sizes = np.array([len(plan.skipped_attention) + len(plan.skipped_mlp) for plan in scores.plans])
+        near = 2 * max(1, round(len(self.space.blocks) / 20))
+        return effects(scores, sizes, near, self._DOUBT)
 
     def first(self, look: Look) -> LayerPlan | None:
         self._found = look(self._most)
@@ -146,7 +165,7 @@ class Closest:
             self._found = []
         self._queue = [size for size in dict.fromkeys(sizes) if 1 <= size <= self._layers]
 
-    def propose(self, worth: Mapping[LayerPlan, float], steps: int, look: Look) -> LayerPlan | None:
+    def propose(self, scores: Scores, steps: int, look: Look) -> LayerPlan | None:
         if not self._queue:
             return None
         if not self._found:

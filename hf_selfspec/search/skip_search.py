@@ -14,7 +14,7 @@ import numpy as np
 
 from ..model.partial import LayerPlan
 from .costs import ForwardCosts, Stopwatch
-from .estimates import effects
+from .estimates import Scores
 from .feedback import Feedback
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .proposers import Closest, Look, Proposer, RandomAndBayes
@@ -41,7 +41,7 @@ class SkipSearch:
 
     A window of 32 tokens says little, some text is easier than other, and the best of many scores says too much: a set
     that scored well is tried again on later text, and what counts is by how much it beats others on the same text
-    (:func:`effects`). (SWIFT keeps the highest score; a set that had been lucky once would never be replaced.)
+    (:meth:`Proposer.estimates`; SWIFT keeps the highest score: a set that had been lucky once would never be replaced).
 
     Where the ratio is searched for, too, a set's score is the speed-up that follows from its trace, from measured costs
     and from the best stop rule; otherwise it is the matchness.
@@ -183,7 +183,7 @@ class SkipSearch:
         with self._lock:
             if self._again:
                 return self._again.pop(0)
-            return None if self._is_over else self._proposer.propose(self._worth(), self.steps, look)
+            return None if self._is_over else self._proposer.propose(self._scores(), self.steps, look)
 
     def time(self, stopwatch: Stopwatch) -> None:
         """Takes in timings of forwards."""
@@ -354,7 +354,7 @@ class SkipSearch:
         if not self._by_speed:
             self._expected_rate = worth[best]
             return self._lead(SkipChoice(best, True, None, None, worth[best], worth[best]))
-        matchness = self._estimates(lambda _, done, __: done.matchness)[best]
+        matchness = self._estimates(self._scored(_matchness))[best]
         known = self._known[best]
         rule, run, usual = known.with_ease(self._feedback.ease, self._replays)
         self._expected_rate = usual.accepted / usual.drafted
@@ -377,27 +377,31 @@ class SkipSearch:
 
     def _worth(self) -> dict[LayerPlan, float]:
         """The estimate of each set that was tried: expected speed-up, or matchness."""
-        if not self._by_speed:
-            return self._estimates(lambda _, done, __: done.matchness)
-        found = self._estimates(self._log_speed)
-        return {plan: math.exp(value) for plan, value in found.items()}
+        found = self._estimates(self._scores())
+        return {plan: math.exp(value) for plan, value in found.items()} if self._by_speed else found
+
+    def _estimates(self, scores: Scores) -> dict[LayerPlan, float]:
+        """What the sets score on the usual text, as far as that is known."""
+        return dict(zip(scores.plans, self._proposer.estimates(scores).tolist(), strict=True)) if scores.plans else {}
+
+    def _scores(self) -> Scores:
+        """Of all tries: log speed-ups, or matchness."""
+        return self._scored(self._log_speed if self._by_speed else _matchness)
+
+    def _scored(self, score: Callable[[Known, Try, list[Replay]], float]) -> Scores:
+        rows = [
+            (score(known, done, replays), done.tokens / _WINDOW, index, done.window)
+            for index, known in enumerate(self._known.values())
+            for done, replays in known.tries
+        ]
+        values, weights, sets, windows = np.array(rows, float).reshape(-1, 4).T
+        return Scores(tuple(self._known), values, weights, sets.astype(int), windows.astype(int))
 
     def _log_speed(self, known: Known, done: Try, replays: list[Replay]) -> float:
         assert self.costs is not None
         run = replays[known.rule]
         return math.log(self.costs.plain() * run.tokens / run.seconds)
 
-    def _estimates(self, score: Callable[[Known, Try, list[Replay]], float]) -> dict[LayerPlan, float]:
-        """What the sets score on the usual text, as far as that is known."""
-        if not self._known:
-            return {}
-        rows = [
-            (score(known, done, replays), done.tokens / _WINDOW, index, done.window)
-            for index, known in enumerate(self._known.values())
-            for done, replays in known.tries
-        ]
-        values, weights, sets, windows = (np.array(column) for column in zip(*rows, strict=True))
-        sizes = np.array([len(plan.skipped_attention) + len(plan.skipped_mlp) for plan in self._known])
-        near = 2 * max(1, round(len(self.space.blocks) / 20))
-        found, text = effects(values, weights, sets, windows, sizes, near, self._proposer.doubt)
-        return dict(zip(self._known, (found + text).tolist(), strict=True))
+
+def _matchness(known: Known, done: Try, replays: list[Replay]) -> float:
+    return done.matchness

@@ -79,6 +79,12 @@ class SkipSpace:
         skipped = {"attention": plan.skipped_attention, "mlp": plan.skipped_mlp}
         return frozenset(place for place, (layer, name) in enumerate(self.blocks) if layer in skipped[name])
 
+    def row(self, plan: LayerPlan) -> np.ndarray:
+        """``[blocks]`` 1 for those that ``plan`` skips."""
+        row = np.zeros(len(self.blocks))
+        row[list(self.places(plan))] = 1.0
+        return row
+
     def highest(self, values: np.ndarray, ratio: float) -> LayerPlan:
         """The plan that skips the blocks with the highest of ``values`` ``[blocks]``."""
         order = np.argsort(-values, kind="stable")

@@ -1,0 +1,81 @@
+"""What single blocks are worth, from scores of sets of them on different windows of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .estimates import Scores
+
+# Weight of no effect against the tries, for each block and for each window of text.
+_NO_EFFECT, _USUAL_TEXT = 1.0, 1e-3
+# A set that is suggested to score so much less than the best counts for 1/e, if as many tries as this count then.
+_NEAR, _LEAST, _WIDER = 0.1, 80, 1.3
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class BlockEffects:
+    """A linear fit of what skipping each block brings, and of how sure that is.
+
+    Attributes:
+        mean: ``[blocks]`` expected effects.
+        doubt: ``[blocks, blocks]``, a square root of their covariance.
+        sets: ``[sets]`` the estimate of each set on the usual text.
+    """
+
+    mean: np.ndarray
+    doubt: np.ndarray
+    sets: np.ndarray
+
+    def drawn(self, chance: np.random.Generator) -> np.ndarray:
+        """``[blocks]`` effects as they could be after these tries (Thompson sampling)."""
+        return np.asarray(self.mean + self.doubt @ chance.standard_normal(len(self.mean)))
+
+
+def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffects:
+    """Fits scores by the blocks that are skipped and by the window of text.
+
+    Blocks add up only among sets that are about as good, so what is near the best counts most. A set's own tries say by
+    how much it differs from what its blocks suggest.
+
+    Args:
+        scores: of the tries.
+        blocks: ``[sets, blocks]`` 1 for those that each set skips.
+        doubt: weight of what its blocks suggest against that of a set's own tries.
+    """
+    values, weights, sets, windows = scores.values, scores.weights, scores.sets, scores.windows
+    rows, width = blocks[sets], blocks.shape[1]
+    near = np.ones(len(values))
+    for _ in range(_ROUNDS):
+        counted = weights * near
+        middle, level = np.average(rows, axis=0, weights=counted), np.average(values, weights=counted)
+        skipped, above = rows - middle, values - level
+        # The effects of windows are solved for first: there may be many, and each try is on one.
+        per_window = np.bincount(windows, counted) + _USUAL_TEXT
+        in_window = np.zeros((len(per_window), width))
+        np.add.at(in_window, windows, skipped * counted[:, None])
+        score_in_window = np.bincount(windows, counted * above)
+        normal = (skipped * counted[:, None]).T @ skipped + _NO_EFFECT * np.eye(width)
+        inverse = np.linalg.inv(normal - in_window.T @ (in_window / per_window[:, None]))
+        mean = inverse @ (skipped.T @ (counted * above) - in_window.T @ (score_in_window / per_window))
+        text = (score_in_window - in_window @ mean) / per_window
+        near = _nearness(skipped @ mean)
+    left = above - skipped @ mean - text[windows]
+    total = counted.sum()
+    noise = (counted * left**2).sum() / max(total - 0.3 * width, 0.3 * total)
+    own = np.bincount(sets, weights * left) / (np.bincount(sets, weights) + doubt)
+    usual = level + np.average(text[windows], weights=weights)
+    root = np.linalg.cholesky(inverse * noise + 1e-12 * np.eye(width))
+    return BlockEffects(mean, root, usual + (blocks - middle) @ mean + own)
+
+
+def _nearness(suggested: np.ndarray) -> np.ndarray:
+    """``[n]`` how much tries count of which such scores are suggested, 1 for the best."""
+    below, scale = suggested - suggested.max(), _NEAR
+    while True:
+        near = np.exp(below / scale)
+        if near.sum() ** 2 / (near**2).sum() >= min(_LEAST, 0.9 * len(near)):
+            return np.asarray(near)
+        scale *= _WIDER
