@@ -6,6 +6,7 @@ import copy
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from unittest.mock import patch
 
 import numpy as np
@@ -35,7 +36,7 @@ from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_choice import Evidence, choose
-from hf_selfspec.search.replay import Replay, Trace, draft_lengths, replay
+from hf_selfspec.search.replay import Replay, Rule, Trace, draft_lengths, replays
 
 COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, several=0.75, token=0.5, step=0.25, num_layers=4)
 
@@ -98,6 +99,12 @@ def test_cost_of_a_round():
     assert ForwardCosts(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 4).verify(2, 9) == 9
 
 
+def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replay:
+    """One rule along one text."""
+    (found,) = replays([trace], [rule], plan, costs, max_draft)
+    return found
+
+
 def test_fixed_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     found = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
@@ -110,7 +117,7 @@ def test_fixed_drafts_replayed_by_hand():
 def test_confident_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
-    assert draft_lengths(sure, ConfidenceThreshold(0.5), 3) == [[2, 1, 3, 3, 2, 1, 3]]
+    assert draft_lengths(sure, ConfidenceThreshold(0.5), 3).tolist() == [[2, 1, 3, 3, 2, 1, 3]]
     found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
     # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (3, all accepted, to 10).
     assert (found.tokens, found.drafted, found.accepted) == (10, 9, 6)
@@ -119,9 +126,9 @@ def test_confident_drafts_replayed_by_hand():
 def test_lengths_of_drafts():
     """At the end a draft goes on at the beginning; one that is sure everywhere ends with the most tokens."""
     sure = np.array([[0.9, 0.9, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]])
-    assert draft_lengths(sure, ConfidenceThreshold(0.5), 9) == [[3, 2, 1, 4], [9, 9, 9, 9]]
-    assert draft_lengths(sure, FixedLength(3), 9) == [[3] * 4] * 2
-    assert draft_lengths(sure, FixedLength(3), 2) == [[2] * 4] * 2
+    assert draft_lengths(sure, ConfidenceThreshold(0.5), 9).tolist() == [[3, 2, 1, 4], [9, 9, 9, 9]]
+    assert draft_lengths(sure, FixedLength(3), 9).tolist() == [[3] * 4] * 2
+    assert draft_lengths(sure, FixedLength(3), 2).tolist() == [[2] * 4] * 2
 
 
 def test_likely_acceptance_replayed_by_hand():
@@ -139,7 +146,11 @@ def test_rows_are_replayed_each_for_itself():
     accept = np.array([[1, 1, 0, 1], [0, 0, 1, 0.0]])
     together = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
     alone = [replay(Trace(row[None], row[None]), FixedLength(2), exit_plan(1), COSTS, 25) for row in accept]
-    assert together == Replay.of_all(alone)
+    assert asdict(together) == pytest.approx(asdict(Replay.of_all(alone)))
+    rules = [FixedLength(2), ConfidenceThreshold(0.5)]
+    texts = [Trace(row[None], row[None]) for row in accept]
+    for rule, found in zip(rules, replays(texts, rules, exit_plan(1), COSTS, 25), strict=True):
+        assert asdict(found) == pytest.approx(asdict(replay(Trace(accept, accept), rule, exit_plan(1), COSTS, 25)))
     part = Trace(accept, accept).part(1, 1, 3)
     assert (part.accept.tolist(), part.tokens) == ([[0, 1]], 2)
 

@@ -42,7 +42,7 @@ from hf_selfspec.search.estimates import Scores, effects
 from hf_selfspec.search.feedback import Feedback
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search, usual_ratio
 from hf_selfspec.search.proposers import Closest, RandomAndBayes
-from hf_selfspec.search.replay import Replay, Rule, Trace, replay
+from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.skip_space import SkipSpace
 from hf_selfspec.types import Draft, Text
@@ -460,7 +460,7 @@ def test_easy_text_makes_no_set_the_best() -> None:
     ("settings", "scores", "steps"),
     [
         (OnTheFlySearch(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
-        (OnTheFlySearch(patience=2), [0.1, 0.2, 0.2, 0.1, 0.9], 4),
+        (OnTheFlySearch(patience=2), [0.1, 0.9, 0.1, 0.1, 0.9], 4),
         (OnTheFlySearch(target_matchness=0.85), [0.1, 0.2, 1.0, 1.0, 1.0, 1.0], 5),
         (ClosestLayers(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
         (ClosestLayers(patience=2), [0.1, 0.2, 0.2, 0.1, 0.9], 4),
@@ -673,7 +673,7 @@ def test_the_smallest_set_that_matches_too_little_has_no_larger_one_tried() -> N
 
 
 def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule, ease: float = 1.0) -> float:
-    run = Replay.of_all(replay(trace.eased(ease), rule, plan, COSTS, 25) for trace in traces)
+    (run,) = replays([trace.eased(ease) for trace in traces], [rule], plan, COSTS, 25)
     return COSTS.plain() * run.tokens / run.seconds
 
 
@@ -706,9 +706,9 @@ def test_the_faster_size_wins_over_the_one_that_matches_more(times_first: bool) 
     choice = search.choice
     assert (choice.plan, choice.stop) == (BOLD, FixedLength(2)) == max(speeds, key=lambda key: speeds[key])
     # A single try is drawn a little towards the other size's.
-    assert choice.expected_speedup == pytest.approx(speeds[BOLD, FixedLength(2)], rel=0.01)
+    assert choice.expected_speedup == pytest.approx(speeds[BOLD, FixedLength(2)], rel=0.02)
     assert choice.drafts
-    assert choice.matchness == pytest.approx(0.8, abs=0.01)
+    assert choice.matchness == pytest.approx(0.8, abs=0.02)
     assert choice.acceptance_rate == pytest.approx((0.8 + 0.8**2) / 2)
 
 

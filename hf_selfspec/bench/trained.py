@@ -21,7 +21,7 @@ from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
 from ..search.exit_choice import ExitChoice, choose, exits_to_try
-from ..search.replay import Replay, Rule, Trace, replay, rules, trace
+from ..search.replay import Rule, Trace, replays, rules, trace
 from ..selfspec import SelfSpec
 from ..stop.rules import confidence
 from ..types import GenerationStats
@@ -204,7 +204,7 @@ def attainable_with(
                 stopwatch.measure(target, ids[:, last - MANY : last], [last - MANY], [last - 1], 25, draft=None)
         traces.append(Trace(np.array([said]), np.array([sure])))
     costs = stopwatch.costs(median)
-    runs = [(Replay.of_all(replay(t, rule, plan, costs, 25) for t in traces), rule) for rule in rules(25)]
+    runs = zip(replays(traces, rules(25), plan, costs, 25), rules(25), strict=True)
     best, rule = min(runs, key=lambda run: run[0].seconds / run[0].tokens)
     return costs.plain() * best.tokens / best.seconds, rule, best.accepted / best.drafted
 

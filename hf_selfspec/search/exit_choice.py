@@ -9,7 +9,7 @@ from typing import Any
 
 from ..model.partial import LayerPlan
 from .costs import ForwardCosts, Stopwatch
-from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay, rule_of, rule_state
+from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replays, rule_of, rule_state
 from .tries import number, whole
 
 
@@ -148,9 +148,7 @@ def choose(
     best: dict[int, tuple[Replay, Rule]] = {}
     for layer, texts in traces.items():
         plan = LayerPlan.early_exit(costs.num_layers, layer)
-        runs = [
-            (Replay.of_all(replay(text, rule, plan, costs, max_draft) for text in texts), rule) for rule in candidates
-        ]
+        runs = zip(replays(texts, candidates, plan, costs, max_draft), candidates, strict=True)
         best[layer] = min(runs, key=lambda run: run[0].seconds / run[0].tokens)
     tokens = _tokens(traces)
     by_layer = {layer: costs.plain() * run.tokens / run.seconds for layer, (run, _) in best.items()}

@@ -21,6 +21,9 @@ Look = Callable[[int], list[LayerPlan]]
 _TOO_LOW = 0.7
 _STEP = 0.1
 _LEAST, _MOST = 0.1, 0.8
+# Windows of text that a set has to be tried on to count for as much as what others let expect of it. Of many sets some
+# score much by luck.
+_DOUBT = 4.0
 # Sets that are drawn uniformly before what was tried says anything.
 _UNIFORM = 30
 
@@ -67,8 +70,6 @@ class RandomAndBayes:
         auto: whether other ratios may be searched after this one.
     """
 
-    _DOUBT = 0.5
-
     def __init__(self, settings: OnTheFlySearch, space: SkipSpace, ratio: float, auto: bool) -> None:
         self.settings = settings
         self.space = space
@@ -96,7 +97,7 @@ class RandomAndBayes:
         return self.space.highest(self._effects(scores).drawn(self._chance), self.ratio)
 
     def _effects(self, scores: Scores) -> BlockEffects:
-        return block_effects(scores, np.array([self.space.row(plan) for plan in scores.plans]), self._DOUBT)
+        return block_effects(scores, np.array([self.space.row(plan) for plan in scores.plans]), _DOUBT)
 
     def proposes(self, plan: LayerPlan) -> bool:
         return len(self.space.places(plan)) == self.space.count(self.ratio)
@@ -123,10 +124,6 @@ class Closest:
         auto: whether other sizes are tried.
     """
 
-    # Windows of text that a set has to be tried on to count for as much as what sets of its size usually score. That is
-    # many: these sets are much alike.
-    _DOUBT = 4.0
-
     def __init__(self, settings: ClosestLayers, space: SkipSpace, ratio: float, auto: bool) -> None:
         self.settings = settings
         self.space = space
@@ -142,7 +139,7 @@ class Closest:
     def estimates(self, scores: Scores) -> np.ndarray:
         sizes = np.array([len(plan.skipped_attention) + len(plan.skipped_mlp) for plan in scores.plans])
         near = 2 * max(1, round(len(self.space.blocks) / 20))
-        return effects(scores, sizes, near, self._DOUBT)
+        return effects(scores, sizes, near, _DOUBT)
 
     def first(self, look: Look) -> LayerPlan | None:
         self._found = look(self._most)

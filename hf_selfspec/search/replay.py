@@ -7,7 +7,7 @@ own where they go on from drafted tokens.) So one forward over the text stands f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,50 +90,49 @@ class Replay:
         return cls(*(sum(getattr(run, name) for run in runs) for name in names))
 
 
-def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replay:
-    """Expected time when ``plan`` drafts along ``trace`` by ``rule``.
+def replays(
+    traces: Iterable[Trace], rules: Sequence[Rule], plan: LayerPlan, costs: ForwardCosts, max_draft: int
+) -> list[Replay]:
+    """What is expected of each rule when ``plan`` drafts along all of the texts.
 
     A round that starts at position ``i`` drafts ``D_i`` tokens and moves on by one more than are accepted. After a
     rejected token the draft would go on along another text; the confidences of this one stand for its. A draft that
     reaches the end goes on at the beginning, so that the last drafts are as long as the others. Rows of a batch are
     taken as if each were alone, although they wait for the one that drafts longest.
     """
-    b, n = trace.accept.shape
-    chances, lengths = trace.accept.tolist(), draft_lengths(trace.confidence, rule, max_draft)
-    draft, prefix = costs.draft(plan), plan.first_altered
-    verify = [costs.verify(prefix, length) for length in range(max_draft + 1)]
-    seconds = tokens = drafted = accepted = 0.0
-    for row in range(b):
-        starts = [1.0] + [0.0] * (n + max_draft)
+    prefix, counts = plan.first_altered, np.arange(max_draft + 1)
+    seconds = counts * costs.draft(plan) + [costs.verify(prefix, length) for length in counts.tolist()]
+    sums = np.zeros((4, len(rules)))
+    for trace in traces:
+        b, n = trace.accept.shape
+        lengths = np.stack([draft_lengths(trace.confidence, rule, max_draft) for rule in rules])
+        ahead = (np.arange(n)[:, None] + counts[:-1]) % n
+        # [b, n, max_draft + 1]: the chance that so many tokens of a long draft are accepted; [rules, b, n, ...]: that
+        # so many and no more of these drafts are.
+        at_least = np.concatenate([np.ones((b, n, 1)), trace.accept[:, ahead].cumprod(-1)], -1)
+        exactly = np.where(counts < lengths[..., None], at_least - np.roll(at_least, -1, -1), at_least)
+        exactly *= counts <= lengths[..., None]
+        starts = np.zeros((len(rules), b, n + max_draft + 1))
+        starts[..., 0] = 1.0
         for i in range(n):
-            share = starts[i]
-            if share < 1e-9:
-                continue
-            length = lengths[row][i]
-            seconds += share * (length * draft + verify[length])
-            drafted += share * length
-            for k in range(length):
-                chance = chances[row][(i + k) % n]
-                starts[i + k + 1] += share * (1 - chance)
-                share *= chance
-                accepted += share
-            starts[i + length + 1] += share
-        tokens += sum(share * end for end, share in enumerate(starts) if end >= n)
-    return Replay(seconds, tokens, drafted, accepted)
+            starts[..., i + 1 : i + max_draft + 2] += starts[..., i, None] * exactly[..., i, :]
+        begun, ended = starts[..., :n], starts[..., n:]
+        sums[0] += (begun * seconds[lengths]).sum((1, 2))
+        sums[1] += (ended * np.arange(n, n + max_draft + 1)).sum((1, 2))
+        sums[2] += (begun * lengths).sum((1, 2))
+        sums[3] += (begun * (exactly @ counts)).sum((1, 2))
+    return [Replay(*values) for values in sums.T.tolist()]
 
 
-def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> list[list[int]]:
-    """``[b][n]`` how many tokens a draft has that starts at each position."""
+def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndarray:
+    """``[b, n]`` how many tokens a draft has that starts at each position."""
     b, n = confidence.shape
     if isinstance(rule, FixedLength):
-        return [[min(rule.num_tokens, max_draft)] * n] * b
-    found = []
-    for unsure in (confidence < rule.threshold).tolist():
-        lengths, following = [0] * n, max_draft
-        for i in reversed(range(2 * n)):
-            following = lengths[i % n] = 1 if unsure[i % n] else min(following + 1, max_draft)
-        found.append(lengths)
-    return found
+        return np.full((b, n), min(rule.num_tokens, max_draft))
+    places = np.arange(2 * n)
+    unsure = np.where(np.tile(confidence < rule.threshold, 2), places, 2 * n + max_draft)
+    following = np.minimum.accumulate(unsure[:, ::-1], 1)[:, ::-1]
+    return np.minimum(following - places + 1, max_draft)[:, :n]
 
 
 def rules(max_draft: int) -> list[Rule]:

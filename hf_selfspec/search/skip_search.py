@@ -18,7 +18,7 @@ from .estimates import Scores
 from .feedback import Feedback
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .proposers import Closest, Look, Proposer, RandomAndBayes
-from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replay, rule_of, rule_state
+from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replays, rule_of, rule_state
 from .skip_space import SkipSpace
 from .tries import Known, SkipChoice, Try, number, whole
 
@@ -322,11 +322,7 @@ class SkipSearch:
     def _replays(self, done: Try, ease: float = 1.0) -> list[Replay]:
         if not self.auto or self.costs is None:
             return []
-        traces = [trace.eased(ease) for trace in done.traces]
-        return [
-            Replay.of_all(replay(trace, rule, done.plan, self.costs, self.max_draft) for trace in traces)
-            for rule in self.rules
-        ]
+        return replays([trace.eased(ease) for trace in done.traces], self.rules, done.plan, self.costs, self.max_draft)
 
     def _register(self, done: Try) -> None:
         self.tries.append(done)
@@ -390,18 +386,18 @@ class SkipSearch:
 
     def _scored(self, score: Callable[[Known, Try, list[Replay]], float]) -> Scores:
         rows = [
-            (score(known, done, replays), done.tokens / _WINDOW, index, done.window)
+            (score(known, done, runs), done.tokens / _WINDOW, index, done.window)
             for index, known in enumerate(self._known.values())
-            for done, replays in known.tries
+            for done, runs in known.tries
         ]
         values, weights, sets, windows = np.array(rows, float).reshape(-1, 4).T
         return Scores(tuple(self._known), values, weights, sets.astype(int), windows.astype(int))
 
-    def _log_speed(self, known: Known, done: Try, replays: list[Replay]) -> float:
+    def _log_speed(self, known: Known, done: Try, runs: list[Replay]) -> float:
         assert self.costs is not None
-        run = replays[known.rule]
+        run = runs[known.rule]
         return math.log(self.costs.plain() * run.tokens / run.seconds)
 
 
-def _matchness(known: Known, done: Try, replays: list[Replay]) -> float:
+def _matchness(known: Known, done: Try, runs: list[Replay]) -> float:
     return done.matchness
