@@ -38,7 +38,7 @@ EXIT = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
 SPECS = {
     "exit": EXIT,
     "skip": SelfSpec(SkipLayers(), ConfidenceThreshold()),
-    "search": SelfSpec(SkipLayers(search=ClosestLayers(context_window=8), ratio=0.4), FixedLength(4)),
+    "search": SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0), ratio=0.4), FixedLength(4)),
     "tree": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4), tree=TopKTree(((0.5, 3), (1.0, 1)))),
 }
 PROMPTS = {"one row": ragged_batch((12,), seed=11), "ragged batch": ragged_batch((4, 9, 6))}

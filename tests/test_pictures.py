@@ -49,7 +49,7 @@ def generate(model: PreTrainedModel, spec: SelfSpec, tokens: int = 40) -> None:
 
 
 def searching(**settings: Any) -> SelfSpec:
-    return SelfSpec(SkipLayers(search=ClosestLayers(8, **settings), ratio=0.4))
+    return SelfSpec(SkipLayers(search=ClosestLayers(8, budget=1.0, **settings), ratio=0.4))
 
 
 def spans(axes: Axes) -> dict[tuple[int, str], list[tuple[float, float]]]:

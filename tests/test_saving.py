@@ -124,11 +124,11 @@ SETTINGS = {
     "exit only": SelfSpec.early_exit_only(5),
     "skip": SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
     "swift": SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
-    "clasp": SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9)), tree=CostTree()),
+    "clasp": SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9, 1.0)), tree=CostTree()),
 }
 SEARCHES = {
-    "clasp": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=500, patience=500, target_matchness=1.0))),
-    "clasp, over": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=3))),
+    "clasp": SelfSpec(SkipLayers(search=ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0))),
+    "clasp, over": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=3, budget=1.0))),
     "swift": SelfSpec.swift(search=OnTheFlySearch(8, bayes_interval=4, target_matchness=1.0, budget=1.0)),
     "swift, stop rule open": SelfSpec(SkipLayers(search=OnTheFlySearch(8, max_steps=6, budget=1.0))),
     "swift, ratio given": SelfSpec.swift(0.3, OnTheFlySearch(8, max_steps=6, budget=1.0)),
@@ -188,7 +188,7 @@ def test_findings_of_a_search_come_back(
 
 def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Tries of before count towards its end."""
-    settings = ClosestLayers(8, max_steps=20, patience=500, target_matchness=1.0)
+    settings = ClosestLayers(8, max_steps=20, patience=500, target_matchness=1.0, budget=1.0)
     spec = SelfSpec(SkipLayers(search=settings))
     generate(llama, prompt(), 20, assistant=spec)
     assert 3 <= len(spec._learned.latest(llama).tries) < 20

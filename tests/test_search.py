@@ -807,6 +807,36 @@ def test_pace_by_hand() -> None:
     assert busy.pace(1.2) == pytest.approx(1.4 * 1.05 / 2)
 
 
+def test_windows_without_a_draft_let_doubt_fade() -> None:
+    """What an earlier set's drafts have shown says little of the next, and nothing corrects it while none is made."""
+    search = timed_search(OnTheFlySearch(), BOLD)
+    search.register(BOLD, said(0.9))
+    promised = search.choice.expected_speedup
+    draft(search, 0.3, 160)
+    search.begin_window()
+    assert not search.choice.drafts
+    search.register(BOLD, said(0.9))
+    assert not search.choice.drafts
+    search.begin_window()  # nothing was drafted in the window before
+    search.register(BOLD, said(0.9))
+    assert search.choice.drafts
+    assert search.choice.expected_speedup == pytest.approx(promised)
+
+
+def test_another_set_is_not_blamed_for_the_drafts_of_the_one_before() -> None:
+    search = timed_search(OnTheFlySearch(), BOLD)
+    search.register(BOLD, said(0.7))
+    draft(search, 0.1, 160)
+    for _ in range(3):
+        search.register(CAREFUL, said(0.99))
+    assert search.best == CAREFUL
+    fresh = timed_search(OnTheFlySearch(), BOLD)
+    fresh.register(BOLD, said(0.7))
+    for _ in range(3):
+        fresh.register(CAREFUL, said(0.99))
+    assert search.choice == fresh.choice
+
+
 def draft(search: SkipSearch, share: float, drafted: int = 16, slowness: float = 1.0, plan: LayerPlan = BOLD) -> None:
     """One round, with the share of drafted tokens that is accepted and the time it takes over what was foretold."""
     foretold = drafted * COSTS.draft(plan) + COSTS.verify(plan.first_altered, drafted)
@@ -918,9 +948,10 @@ def test_a_new_try_does_not_make_up_for_drafts_that_fare_badly() -> None:
     assert search.choice.expected_speedup == pytest.approx(before)
 
 
-def test_budget() -> None:
+@pytest.mark.parametrize("settings", [OnTheFlySearch(budget=0.1), ClosestLayers(budget=0.1)])
+def test_budget(settings: Search) -> None:
     """Eight tries are free; then they may take their share of the time."""
-    search = SkipSearch(OnTheFlySearch(budget=0.1), space(), 0.5, BOLD)
+    search = SkipSearch(settings, space(), 0.5, BOLD)
     search.spent(1.0, 0.9)
     for _ in range(8):
         assert search.may_try()
@@ -930,11 +961,6 @@ def test_budget() -> None:
     assert not search.may_try()
     search.spent(0.1, 0.0)
     assert search.may_try()
-    closest = SkipSearch(ClosestLayers(max_steps=100), space(), 0.5, BOLD)
-    for _ in range(10):
-        closest.register(BOLD, said(0.5))
-    closest.spent(1.0, 0.9)
-    assert closest.may_try()
 
 
 # While generating -----------------------------------------------------------------------------------------------------
@@ -971,7 +997,7 @@ def use_costs(monkeypatch: pytest.MonkeyPatch, **costs: float) -> None:
 
 SEARCHES = [
     OnTheFlySearch(context_window=8, bayes_interval=4, budget=1.0),
-    ClosestLayers(context_window=8, target_matchness=1.0),
+    ClosestLayers(context_window=8, target_matchness=1.0, budget=1.0),
 ]
 
 
@@ -1153,7 +1179,7 @@ def test_closest_layers_draft_from_the_second_round_on(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         SearchingDraft, "propose", lambda self, text, room: drafts.append(self.plan) or propose(self, text, room)
     )
-    spec = SelfSpec.swift(ratio=0.5, search=ClosestLayers(context_window=8, target_matchness=1.0))
+    spec = SelfSpec.swift(ratio=0.5, search=ClosestLayers(context_window=8, target_matchness=1.0, budget=1.0))
     generated(model, prompt(), 60, assistant=spec)
     search = search_of(spec, model)
     assert drafts[0] == SkipLayers().plan(Anatomy.of(model))
@@ -1174,7 +1200,10 @@ def test_each_token_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
         windows.append((text.lengths[0] - 1 - self._behind, text.lengths[0] - 1))
 
     monkeypatch.setattr(SearchingDraft, "_look_back", watched)
-    model, spec = tiny_llama(8), SelfSpec.swift(ratio=0.4, search=ClosestLayers(context_window=16, max_steps=100))
+    model, spec = (
+        tiny_llama(8),
+        SelfSpec.swift(ratio=0.4, search=ClosestLayers(context_window=16, max_steps=100, budget=1.0)),
+    )
     for tokens, ends in ((8, False), (12, True), (60, True)):
         windows.clear()
         generated(model, prompt(), tokens, assistant=spec)
@@ -1364,6 +1393,7 @@ def test_windows_longer_than_texts() -> None:
         ),
         (lambda: OnTheFlySearch(target_matchness=1.5), SettingError, "target_matchness"),
         (lambda: OnTheFlySearch(budget=0.0), SettingError, r"OnTheFlySearch\(budget\) must"),
+        (lambda: ClosestLayers(budget=2.0), SettingError, r"ClosestLayers\(budget\) must"),
         (lambda: OnTheFlySearch(budget=1.5), SettingError, r"OnTheFlySearch\(budget\) must"),
         (lambda: ClosestLayers(max_steps=0), SettingError, r"ClosestLayers\(max_steps\) must be at least 1"),
         (lambda: ClosestLayers(patience="12"), SettingTypeError, r"ClosestLayers\(patience\)"),

@@ -33,7 +33,7 @@ LAYERS = 6
 COSTS = ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, LAYERS)
 SEARCHES = {
     "swift": OnTheFlySearch(8, bayes_interval=5, target_matchness=1.0, budget=1.0),
-    "clasp": ClosestLayers(8, max_steps=500, patience=500, target_matchness=1.0),
+    "clasp": ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0),
 }
 TREES = {"cost": CostTree(), "price given": CostTree(0.02, most=3), "top-k": TopKTree(((0.6, 3), (1.0, 2)))}
 

@@ -49,8 +49,9 @@ def proposers(steps: int, seed: int = 1) -> dict[str, Search]:
         "max_steps": steps,
         "patience": steps,
         "target_matchness": 1.0,
+        "budget": 1.0,
     }
-    drawn: dict[str, Any] = {**common, "budget": 1.0, "seed": seed}
+    drawn: dict[str, Any] = {**common, "seed": seed}
     return {
         "random": OnTheFlySearch(bayes_interval=steps + 1, **drawn),
         "random, every 25th Bayesian (SWIFT)": OnTheFlySearch(bayes_interval=25, **drawn),

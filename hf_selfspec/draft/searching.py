@@ -55,6 +55,7 @@ class SearchingDraft(PartialDraft):
         self._said = _LastScores(self._window) if scorer.do_sample else None
         self._clock = perf_counter()
         self._tree = limits.tree
+        self._used: tuple[object, object] | None = None
         self._use_best()
 
     def propose(self, text: Text, room: list[int]) -> Draft:
@@ -113,6 +114,9 @@ class SearchingDraft(PartialDraft):
 
     def _use_best(self) -> None:
         search, choice = self.search, self.search.choice
+        if self._used == (choice, search.costs):
+            return
+        self._used = (choice, search.costs)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
         costs = search.costs
@@ -129,7 +133,8 @@ class SearchingDraft(PartialDraft):
         search = self.search
         self._looked = max(text.lengths) - 1
         self._behind = min(unseen - 1, self._window, *text.roots())
-        if search.auto and search.timings < _TIMED_TEXTS and not self._timed and not search.is_over:
+        timed = self._timed or search.timings >= _TIMED_TEXTS
+        if search.auto and not timed and not search.is_over and (not search.timings or search.may_try()):
             self._timed = True
             stopwatch = Stopwatch(*search.space.timed_plans())
             self.measure(text, stopwatch, _TIMINGS)

@@ -22,8 +22,8 @@ class OnTheFlySearch:
         bayes_interval: every so many sets, Bayesian optimisation proposes one; the others are drawn at random (β).
         patience: sets without a better one among them after which the search ends.
         target_matchness: matchness, over three windows at least, at which it ends.
-        budget: share of the time of generating that tries may take, the first eight aside; 1 for a try after each
-            round, as in the paper.
+        budget: share of the time of generating that the search may take, the first eight tries aside; 1 for a try
+            after each round, as in the paper.
         seed: of the random sets.
 
     Raises:
@@ -35,13 +35,12 @@ class OnTheFlySearch:
     bayes_interval: int = 25
     patience: int = 300
     target_matchness: float = 0.95
-    budget: float = 0.05
+    budget: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check(self)
         check_count("OnTheFlySearch(bayes_interval)", self.bayes_interval)
-        check_share("OnTheFlySearch(budget)", self.budget, zero=False, one=True)
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ class ClosestLayers:
         max_steps: tries at most.
         patience: tries without a better set after which the search ends.
         target_matchness: matchness, over three windows at least, at which it ends.
+        budget: share of the time of generating that the search may take, the first eight tries aside.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -66,6 +66,7 @@ class ClosestLayers:
     max_steps: int = 24
     patience: int = 12
     target_matchness: float = 0.95
+    budget: float = 0.01
 
     def __post_init__(self) -> None:
         _check(self)
@@ -78,4 +79,5 @@ def _check(search: Search) -> None:
     name = type(search).__name__
     for setting in ("context_window", "max_steps", "patience"):
         check_count(f"{name}({setting})", getattr(search, setting))
-    check_share(f"{name}(target_matchness)", search.target_matchness, zero=False, one=True)
+    for setting in ("target_matchness", "budget"):
+        check_share(f"{name}({setting})", getattr(search, setting), zero=False, one=True)

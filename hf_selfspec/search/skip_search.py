@@ -145,8 +145,7 @@ class SkipSearch:
 
     def may_try(self) -> bool:
         """Whether the budget allows tries."""
-        budget = self.settings.budget if isinstance(self.settings, OnTheFlySearch) else 1.0
-        return self.steps < _FREE or self.search_seconds <= budget * self.seconds
+        return self.steps < _FREE or self.search_seconds <= self.settings.budget * self.seconds
 
     def spent(self, seconds: float, search_seconds: float) -> None:
         """Takes in how long a round took, and how much of that went into tries."""
@@ -168,6 +167,9 @@ class SkipSearch:
                 if not self.choice.drafts and self._windows % _IDLE == 0:
                     self._again, self._feedback = [self.best], Feedback()
                 return
+            if not self._drafted:
+                self._feedback = Feedback()  # which no draft corrects
+            self._drafted = False
             self._again = leaders[: _TRIED_AGAIN if self.tries_each_round or not self.steps else 1] or [self.best]
             self._proposer.begin_window(self.best, self.matchness)
 
@@ -221,6 +223,7 @@ class SkipSearch:
         """
         with self._lock:
             self.generated += tokens
+            self._drafted = self._drafted or drafted > 0
             if not drafted and self.costs is not None:
                 self._feedback.add_plain(self.costs.plain(), seconds)
             if plan != self.best or not drafted or not self._expected_rate:
@@ -300,6 +303,7 @@ class SkipSearch:
         self._proposer: Proposer = self._new_proposer()
         self._feedback = Feedback()
         self._expected_rate = 0.0
+        self._drafted: bool = False
         self._since_better = self._windows = self.steps = 0
         self._is_over = False
 
@@ -364,6 +368,7 @@ class SkipSearch:
         changed = choice.plan != self.choice.plan
         self.choice = choice
         if changed:
+            self._feedback = Feedback()
             self.found.append((len(self.tries), choice.plan))
         return changed
 
