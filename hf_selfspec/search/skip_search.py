@@ -92,6 +92,7 @@ class SkipSearch:
         self.choice = SkipChoice(start, True, None, None, 0.0, 0.0)
         self._stopwatch: Stopwatch | None = None
         self._disturbed = 1.0
+        self._drafted = False
         self._lock = threading.Lock()
         self._is_over = self._has_begun = False
         self._again: list[LayerPlan] = []
@@ -303,7 +304,7 @@ class SkipSearch:
         self._proposer: Proposer = self._new_proposer()
         self._feedback = Feedback()
         self._expected_rate = 0.0
-        self._drafted: bool = False
+        self._drafted = False
         self._since_better = self._windows = self.steps = 0
         self._is_over = False
 
