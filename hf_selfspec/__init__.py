@@ -19,7 +19,7 @@ from .model.anatomy import Architecture, register_architecture
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
-from .stop import ConfidenceThreshold, FixedLength
+from .stop import AdaptiveThreshold, ConfidenceThreshold, FixedLength, ProductThreshold
 from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
 from .tuning import OfflineSearch, tune
 from .types import GenerationStats
@@ -28,6 +28,7 @@ from .verify import CostTree, TopKTree
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveThreshold",
     "Architecture",
     "ClosestLayers",
     "ConfidenceThreshold",
@@ -45,6 +46,7 @@ __all__ = [
     "NumericalError",
     "OfflineSearch",
     "OnTheFlySearch",
+    "ProductThreshold",
     "Rotational",
     "SelfSpec",
     "SelfSpecError",

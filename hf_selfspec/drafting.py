@@ -24,7 +24,7 @@ from .model.target import Target
 from .notices import say_once
 from .search.exit_choice import Evidence, exits_to_try
 from .search.on_the_fly import Search, usual_ratio
-from .search.replay import Rule, rules
+from .search.replay import Rule, can_replay, rules
 from .search.skip_search import SkipSearch
 from .search.skip_space import SkipSpace
 from .stop.rules import StopRule
@@ -108,7 +108,7 @@ class Drafting:
         return SearchingDraft(target, limits, scorer, found, self.stop)
 
     def _rules(self) -> list[Rule]:
-        return [self.stop] if isinstance(self.stop, Rule) else rules(self.max_draft)
+        return [self.stop] if can_replay(self.stop) else rules(self.max_draft)
 
     def _kind(self, target: Target, scorer: Scorer) -> tuple[bool, bool]:
         return scorer.do_sample, len(target.roots) > 1

@@ -20,6 +20,7 @@ from .model.anatomy import Anatomy
 from .model.fingerprint import Fingerprint
 from .notices import say_once
 from .saving import Kind
+from .stop.rules import Memory
 from .types import GenerationStats
 
 # Calls that are kept for pictures.
@@ -60,6 +61,7 @@ class Learned:
         self.saved = saved
         self._cached: weakref.WeakKeyDictionary[PreTrainedModel, saving.Saved] = weakref.WeakKeyDictionary()
         self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
+        self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
 
     def __reduce__(self) -> Any:
@@ -76,6 +78,11 @@ class Learned:
         """The findings for the last kind of call of ``model``, ``None`` if there are none."""
         with self._lock:
             return next(reversed(self.models.get(model, {}).values()), None)
+
+    def memory(self, model: PreTrainedModel, kind: Kind) -> Memory:
+        """What the stop rule keeps from call to call."""
+        with self._lock:
+            return self._memories.setdefault(model, {}).setdefault(kind, Memory())
 
     def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
         """The fingerprint, taken once."""

@@ -15,7 +15,8 @@ from .draft.skip_layers import SkipLayers
 from .errors import SelfSpecError, SettingError
 from .model.fingerprint import Fingerprint
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch
-from .stop.rules import ConfidenceThreshold, FixedLength
+from .stop.adaptive import AdaptiveThreshold
+from .stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from .verify.tree import CostTree, TopKTree
 
 FILE_NAME = "selfspec.json"
@@ -30,6 +31,8 @@ _CLASSES: dict[str, Any] = {
         ClosestLayers,
         FixedLength,
         ConfidenceThreshold,
+        ProductThreshold,
+        AdaptiveThreshold,
         TopKTree,
         CostTree,
     )

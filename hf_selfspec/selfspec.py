@@ -32,7 +32,8 @@ from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .search.skip_search import SkipSearch
 from .search.tries import SkipChoice
 from .settings import check_count
-from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
+from .stop.adaptive import AdaptiveThreshold
+from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
 from .types import GenerationStats, Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
@@ -56,8 +57,9 @@ class SelfSpec:
             ``CandidateGenerator`` of transformers. By default the layers to skip are found while generating, see
             :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone, which changes the
             output (and returns no cache).
-        stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold` or any function of
-            ``(input_ids [b, s], logits [b, v], hidden_states [b, d])`` that returns a ``BoolTensor [b]``. ``None``:
+        stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
+            :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
+            that returns a ``BoolTensor [b]``. ``None``:
             what is fastest, as the probe of an early exit or the search for layers to skip finds, and a confidence
             below 0.8 for a given set.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line.
@@ -86,10 +88,12 @@ class SelfSpec:
                 f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, "
                 f"got {self.draft!r}."
             )
-        if self.stop is not None and (not callable(self.stop) or isinstance(self.stop, type)):
+        is_rule = callable(self.stop) or isinstance(self.stop, RememberingRule)
+        if self.stop is not None and (not is_rule or isinstance(self.stop, type)):
             raise SettingTypeError(
-                "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function of (input_ids, logits, "
-                f"hidden_states), or None to have it chosen, got {self.stop!r}."
+                "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p), "
+                "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
+                f"chosen, got {self.stop!r}."
             )
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {self.tree!r}.")
@@ -162,6 +166,24 @@ class SelfSpec:
         """
         draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
         return cls(draft, stop or ConfidenceThreshold(), tree, max_draft)
+
+    @classmethod
+    def adaspeed(cls, exit_layer: int | None = None, probe: Confidence | None = None, max_draft: int = 12) -> SelfSpec:
+        """AdaSPEED: early exit until the product of the draft's confidences falls below a threshold that adapts.
+
+        As in the paper the threshold begins at 0.8 and follows the acceptance rate (its appendix A).
+
+        Args:
+            exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the fastest, see :meth:`layerskip`.
+            probe: says how probable it is that a drafted token is accepted, from its logits ``[b, v]`` and the state
+                ``[b, d]`` behind them; ``None`` for the top-1 probability.
+            max_draft: most tokens in a draft.
+
+        Raises:
+            SettingError, SettingTypeError: a setting is not allowed.
+        """
+        stop = AdaptiveThreshold(ProductThreshold(0.8, probe))
+        return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
 
     @classmethod
     def early_exit_only(cls, layer: int) -> SelfSpec:
@@ -319,7 +341,11 @@ class SelfSpec:
         if self._window:
             self._check_window(anatomy, None if stopper.max_length is None else stopper.max_length - width)
         limits = Limits(
-            self.stop or self._usual_stop, self.max_draft, self._usable_tree(anatomy, prompt), stopper.eos_tokens
+            stop=self.stop or self._usual_stop,
+            max_draft=self.max_draft,
+            tree=self._usable_tree(anatomy, prompt),
+            eos_tokens=stopper.eos_tokens,
+            memory=self._learned.memory(model, (scorer.do_sample, batch_size > 1)),
         )
         room = new_tokens + max(limits.most_nodes, self._window, anatomy.num_layers)
         target = Target(

@@ -22,6 +22,7 @@ from hf_selfspec import (
     EarlyExit,
     ExitChoice,
     FixedLength,
+    ProductThreshold,
     SelfSpec,
     SettingError,
     SettingTypeError,
@@ -129,6 +130,14 @@ def test_lengths_of_drafts():
     assert draft_lengths(sure, ConfidenceThreshold(0.5), 9).tolist() == [[3, 2, 1, 4], [9, 9, 9, 9]]
     assert draft_lengths(sure, FixedLength(3), 9).tolist() == [[3] * 4] * 2
     assert draft_lengths(sure, FixedLength(3), 2).tolist() == [[2] * 4] * 2
+
+
+def test_lengths_of_drafts_by_their_product():
+    """0.9 0.9 is 0.81, the next 0.9 makes 0.729; the token with which it falls below the threshold is drafted."""
+    sure = np.array([[0.9, 0.9, 0.9, 0.5, 1.0]])
+    assert draft_lengths(sure, ProductThreshold(0.8), 9).tolist() == [[3, 3, 2, 1, 4]]
+    assert draft_lengths(sure, ProductThreshold(0.8), 2).tolist() == [[2, 2, 2, 1, 2]]
+    assert draft_lengths(np.ones((1, 3)), ProductThreshold(0.8), 7).tolist() == [[7, 7, 7]]
 
 
 def test_likely_acceptance_replayed_by_hand():

@@ -11,8 +11,18 @@ import torch
 from conftest import VOCABULARY, ragged_batch, tiny_llama
 from transformers import LlamaForCausalLM
 
-from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError
+from hf_selfspec import (
+    AdaptiveThreshold,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    ProductThreshold,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+)
 from hf_selfspec.stop import StopRule
+from hf_selfspec.stop.rules import Memory, RunningRule, start
 
 EXIT = 2
 
@@ -46,6 +56,98 @@ def test_confidence_is_computed_in_full_precision() -> None:
     assert math.exp(9) / (math.exp(9) + 4096) == pytest.approx(0.664, abs=1e-3)
     assert ask(ConfidenceThreshold(0.66), logits.bfloat16()) == [False]
     assert ask(ConfidenceThreshold(0.67), logits.bfloat16()) == [True]
+
+
+def with_top(*shares: float) -> torch.Tensor:
+    """``[b, 3]`` logits whose top-1 probabilities are these, each above a half."""
+    return torch.tensor([[share, 1 - share, 1e-30] for share in shares]).log()
+
+
+def asked(rule: RunningRule, *shares: float) -> list[bool]:
+    """What a rule answers to one drafted token in each row."""
+    rows = len(shares)
+    return rule(torch.zeros(rows, 5, dtype=torch.long), with_top(*shares), torch.zeros(rows, 8)).tolist()
+
+
+def test_product_by_hand() -> None:
+    """0.9 0.9 0.9 0.9 0.9 is below 0.6 with the fifth factor (0.590); 0.8 0.8 0.8 with the third (0.512)."""
+    rule = start(ProductThreshold(0.6), 2, 25, Memory())
+    for _ in range(2):  # a new draft begins anew
+        rule.begin()
+        answers = [asked(rule, 0.9, 0.8) for _ in range(5)]
+        assert answers == [[False, False], [False, False], [False, True], [False, True], [True, True]]
+
+
+def test_confidence_of_ones_own() -> None:
+    """From the state behind the token; it takes the place of the top-1 probability in both rules."""
+
+    def sure(logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states[:, 0].double()
+
+    ids, logits, states = torch.zeros(2, 5, dtype=torch.long), with_top(0.99, 0.51), torch.tensor([[0.7, 9], [0.8, 9]])
+    assert ConfidenceThreshold(0.75, sure)(ids, logits, states).tolist() == [True, False]
+    product = start(ProductThreshold(0.6, sure), 2, 25, Memory())
+    assert [product(ids, logits, states).tolist() for _ in range(3)] == [[False, False], [True, False], [True, True]]
+    with pytest.raises(SettingTypeError, match=r"must return a tensor \[2\], one probability per row, got None"):
+        ConfidenceThreshold(0.75, lambda logits, states: None)(ids, logits, states)
+
+
+def thresholds(rule: RunningRule) -> list[float]:
+    return rule.thresholds.tolist()
+
+
+def test_adaptive_threshold_by_hand() -> None:
+    """β1 = 0.5, β2 = 0.9, ε = 0.01, α = 0.9: a round moves the threshold by 0.001."""
+    rule = start(AdaptiveThreshold(ProductThreshold(0.8)), 3, 6, Memory())
+    # AR begins at α: 0.9 -> 0.95, 0.65, 0.9 (which is not above α); a row that drafts nothing takes no part.
+    rule.update([4, 5, 0], [4, 2, 0])
+    assert thresholds(rule) == pytest.approx([0.799, 0.801, 0.8])
+    rule.update([4, 5, 1], [4, 5, 0])  # AR 0.975, 0.825, 0.45
+    assert thresholds(rule) == pytest.approx([0.798, 0.802, 0.801])
+    rule.update([6, 6, 6], [6, 6, 3])  # the longest drafts: AR 0.9875, 0.9125, 0.475
+    assert thresholds(rule) == pytest.approx([0.798, 0.802, 0.802])
+    assert asked(rule, 0.8, 0.8, 0.8) == [False, True, True]
+    assert asked(rule, 0.999, 0.999, 0.999) == [False, True, True] == asked(rule, 1.0, 1.0, 1.0)
+    rule.begin()
+    assert asked(rule, 0.805, 0.805, 0.8) == [False, False, True]
+
+
+def test_adaptive_threshold_has_the_settings_it_was_given() -> None:
+    settings = AdaptiveThreshold(ConfidenceThreshold(0.5), target=0.5, step=0.1, rate_memory=0.0, threshold_memory=0.0)
+    rule = start(settings, 2, 6, Memory())
+    rule.update([4, 4], [3, 2])  # above the target, and not
+    assert thresholds(rule) == pytest.approx([0.4, 0.6])
+    for _ in range(12):
+        rule.update([4, 4], [4, 0])
+    assert thresholds(rule) == [0.0, 1.0]  # a probability stays one
+    assert asked(rule, 0.55, 0.99) == [False, True]
+
+
+def test_adaptive_threshold_goes_on_where_the_last_call_ended() -> None:
+    memory = Memory()
+    rule = start(AdaptiveThreshold(ConfidenceThreshold(0.5)), 2, 6, memory)
+    rule.update([4, 4], [0, 0])
+    rule.update([4, 0], [0, 0])
+    assert thresholds(start(AdaptiveThreshold(), 3, 6, memory)) == pytest.approx([0.5015] * 3)
+    assert thresholds(start(AdaptiveThreshold(), 1, 6, Memory())) == pytest.approx([0.8])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: ProductThreshold(0.0), SettingError, "ProductThreshold(threshold) must lie between 0 and 1"),
+        (lambda: ProductThreshold(confidence=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
+        (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, "AdaptiveThreshold(rule) must be"),
+        (lambda: AdaptiveThreshold(target=1.0), SettingError, "AdaptiveThreshold(target) must lie"),
+        (lambda: AdaptiveThreshold(rate_memory=-0.1), SettingError, "AdaptiveThreshold(rate_memory) must lie"),
+        (lambda: AdaptiveThreshold(threshold_memory=1.0), SettingError, "AdaptiveThreshold(threshold_memory) must"),
+        (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
+    ],
+)
+def test_wrong_rules(make: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert words in str(raised.value)
 
 
 # Settings ----------------------------------------------------------------------------------------------------------
@@ -100,7 +202,7 @@ def test_counts_are_whole_numbers(name: str, make: Callable[[object], object], c
 def test_selfspec_refuses_what_is_no_rule(stop: object) -> None:
     with pytest.raises(SettingTypeError) as error:
         SelfSpec(stop=stop)
-    assert "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p) or a function" in str(error.value)
+    assert "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p)" in str(error.value)
     assert f"got {stop!r}" in str(error.value)
 
 
@@ -219,3 +321,50 @@ def test_a_users_rule_may_answer_with_numbers(llama: LlamaForCausalLM) -> None:
         return torch.ones(len(logits), dtype=torch.long)
 
     assert max(generate(llama, ones, new_tokens=8, **ragged_batch((4, 6)))[1].accepted_lengths) <= 1
+
+
+# Rules that remember, inside generate ---------------------------------------------------------------------------------
+
+
+REMEMBERING = {
+    "product": ProductThreshold(0.001),
+    "draft and verify": AdaptiveThreshold(ConfidenceThreshold(0.005), step=0.001, threshold_memory=0.0),
+    "adaspeed": AdaptiveThreshold(ProductThreshold(0.001), step=0.001, threshold_memory=0.0),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rules_that_remember_change_no_token(
+    llama: LlamaForCausalLM, name: str, lengths: tuple[int, ...], do_sample: bool
+) -> None:
+    inputs, spec = ragged_batch(lengths), SelfSpec(EarlyExit(EXIT), REMEMBERING[name], max_draft=4)
+    if do_sample:
+        ids = llama.generate(**inputs, do_sample=True, top_k=1, max_new_tokens=20, assistant=spec)
+    else:
+        ids = llama.generate(**inputs, do_sample=False, max_new_tokens=20, assistant=spec)
+    assert torch.equal(ids, llama.generate(**inputs, do_sample=False, max_new_tokens=20))
+    assert spec.stats is not None
+    assert spec.stats.drafted > spec.stats.rounds  # some drafts have more than one token
+
+
+def test_each_row_has_a_product_of_its_own() -> None:
+    """0.9 to the fifth is the first below 0.6, and 0.7 squared."""
+    rule = ProductThreshold(0.6, lambda logits, hidden_states: torch.tensor([0.9, 0.7]))
+    stats = generate(drafts_well(), rule, new_tokens=13, **ragged_batch((5, 9)))[1]
+    assert stats.accepted_lengths == Counter({5: 2, 2: 4})
+    assert stats.drafted == 2 * 5 + 4 * 2
+
+
+def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:
+    model, spec = drafts_well(), SelfSpec(EarlyExit(EXIT), AdaptiveThreshold(ConfidenceThreshold(0.5)), max_draft=4)
+    model.generate(**ragged_batch((5,)), do_sample=False, max_new_tokens=12, assistant=spec)
+    assert spec.stats is not None
+    shorter = sum(count for length, count in spec.stats.accepted_lengths.items() if 0 < length < 4)
+    memory = spec._learned.memory(model, (False, False))
+    # Everything is accepted: each draft that could have been longer lowers the threshold.
+    assert memory.value[0] == pytest.approx(0.5 - 0.001 * shorter)
+    assert memory.value[0] < 0.5
+    assert spec._learned.memory(model, (False, True)).value is None
+    assert SelfSpec.adaspeed(2).stop == AdaptiveThreshold(ProductThreshold(0.8))

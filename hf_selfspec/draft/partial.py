@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..errors import SettingTypeError
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
-from ..stop.rules import StopRule
+from ..stop.rules import Memory, RunningRule, StopRule, start
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
@@ -28,12 +28,14 @@ class Limits:
         max_draft: most tokens on the line.
         tree: sibling policy, or ``None`` for a line.
         eos_tokens: a draft ends with any of these.
+        memory: of the stop rule, from call to call.
     """
 
     stop: StopRule
     max_draft: int
     tree: Tree | None = None
     eos_tokens: frozenset[int] = frozenset()
+    memory: Memory = field(default_factory=Memory)
 
     @property
     def most_nodes(self) -> int:
@@ -72,6 +74,8 @@ class PartialDraft(CandidateGenerator):
         self.steps = 0
         self.reuse_from = 0
         self._seen: list[int] = []
+        self._asked: tuple[StopRule, RunningRule] | None = None
+        self._drafted: list[int] = []
 
     @torch.no_grad()
     def propose(self, text: Text, room: list[int]) -> Draft:
@@ -90,6 +94,7 @@ class PartialDraft(CandidateGenerator):
         limit = min(self.limits.longest, max(room))
         drafting = [r > 0 for r in room]
         lengths = [0] * b
+        self._rule(b).begin()
         feed = text.last_tokens()
         line: list[torch.Tensor] = []
         beside: list[torch.Tensor] = []
@@ -130,6 +135,7 @@ class PartialDraft(CandidateGenerator):
             drafting = [
                 on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, room, strict=True)
             ]
+        self._drafted = lengths
         return self._draft(text, line, beside, qs, states, lengths, prefix)
 
     def _pick(self, scores: torch.Tensor, width: int, qs: list[torch.Tensor]) -> torch.Tensor:
@@ -143,7 +149,7 @@ class PartialDraft(CandidateGenerator):
     def _ended(
         self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
     ) -> list[bool]:
-        done = self.limits.stop(text.ahead(depth + 1), logits, state)
+        done = self._rule(text.batch_size)(text.ahead(depth + 1), logits, state)
         if not isinstance(done, torch.Tensor) or done.shape != tokens.shape:
             raise SettingTypeError(
                 f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
@@ -153,6 +159,13 @@ class PartialDraft(CandidateGenerator):
         if self.limits.eos_tokens:
             ended = [end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)]
         return ended
+
+    def _rule(self, rows: int) -> RunningRule:
+        """The stop rule as it runs; another one begins when the rule is changed."""
+        stop = self.limits.stop
+        if self._asked is None or self._asked[0] is not stop:
+            self._asked = stop, start(stop, rows, self.limits.longest, self.limits.memory)
+        return self._asked[1]
 
     def _draft(
         self,
@@ -197,7 +210,7 @@ class PartialDraft(CandidateGenerator):
                 repeats,
                 lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
             )
-        self.steps, (self.plan, self.limits) = steps, usual
+        self.steps, self._drafted, (self.plan, self.limits) = steps, [], usual
 
     # Transformers' own loops -------------------------------------------------------------------------------------
 
@@ -233,7 +246,11 @@ class PartialDraft(CandidateGenerator):
         return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Nothing to learn: which blocks run is fixed."""
+        """Tells the stop rule how the draft fared."""
+        if any(self._drafted):
+            accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
+            self._rule(text.batch_size).update(self._drafted, accepted)
+            self._drafted = []
 
     def finish(self, text: Text) -> None:
         """Nothing to learn: which blocks run is fixed."""

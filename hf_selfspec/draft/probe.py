@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from ..model.target import Target
 from ..search.costs import Stopwatch
 from ..search.exit_choice import Evidence, ExitChoice
 from ..search.replay import Rule, Trace, trace
-from ..stop.rules import confidence
+from ..stop.rules import StopRule, confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import Limits, PartialDraft, tokens_before
@@ -42,7 +42,7 @@ class ProbeSettings:
 
     layers: Sequence[int]
     rules: Sequence[Rule]
-    stop: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    stop: StopRule | None = None
 
 
 class ProbingDraft(PartialDraft):
@@ -85,6 +85,7 @@ class ProbingDraft(PartialDraft):
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Looks at a model's first text as soon as there is enough of it."""
+        super().update(text, verdicts, logits)
         if self.evidence.choice is None and max(self._unseen(text)) > _SOON:
             self._use(self._probe(text))
 

@@ -70,6 +70,7 @@ class SearchingDraft(PartialDraft):
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Says how the draft fared and tries a set, once there are tokens enough and until the search is over."""
+        super().update(text, verdicts, logits)
         begun = perf_counter()
         search, draft = self.search, self._proposed
         new = [after - before for after, before in zip(text.lengths, self._before, strict=True)]

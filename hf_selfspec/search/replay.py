@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
 from ..model.partial import LayerPlan
-from ..stop.rules import ConfidenceThreshold, FixedLength
+from ..stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from .costs import ForwardCosts
 
-Rule = FixedLength | ConfidenceThreshold
+Rule = FixedLength | ConfidenceThreshold | ProductThreshold
 
 _LENGTHS = (1, 2, 3, 4, 5, 6)
 _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_PRODUCTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 # Less than that is within what such an estimate can be wrong by.
 LEAST_SPEEDUP = 1.02
 
@@ -129,10 +130,18 @@ def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndar
     b, n = confidence.shape
     if isinstance(rule, FixedLength):
         return np.full((b, n), min(rule.num_tokens, max_draft))
+    if isinstance(rule, ProductThreshold):
+        ahead = confidence[:, (np.arange(n)[:, None] + np.arange(max_draft)) % n].cumprod(-1)
+        return np.minimum((ahead >= rule.threshold).sum(-1) + 1, max_draft)
     places = np.arange(2 * n)
     unsure = np.where(np.tile(confidence < rule.threshold, 2), places, 2 * n + max_draft)
     following = np.minimum.accumulate(unsure[:, ::-1], 1)[:, ::-1]
     return np.minimum(following - places + 1, max_draft)[:, :n]
+
+
+def can_replay(rule: Any) -> TypeGuard[Rule]:
+    """Whether a trace is enough to tell where the rule would end drafts."""
+    return isinstance(rule, Rule) and getattr(rule, "confidence", None) is None
 
 
 def rules(max_draft: int) -> list[Rule]:
@@ -140,6 +149,7 @@ def rules(max_draft: int) -> list[Rule]:
     return [
         *(FixedLength(length) for length in _LENGTHS if length <= max_draft),
         *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),
+        *(ProductThreshold(threshold) for threshold in _PRODUCTS),
     ]
 
 
@@ -150,5 +160,7 @@ def rule_state(rule: Rule) -> dict[str, Any]:
 
 def rule_of(state: dict[str, Any]) -> Rule:
     """The reverse of :func:`rule_state`."""
-    kinds: dict[str, type[Rule]] = {kind.__name__: kind for kind in (FixedLength, ConfidenceThreshold)}
+    kinds: dict[str, type[Rule]] = {
+        kind.__name__: kind for kind in (FixedLength, ConfidenceThreshold, ProductThreshold)
+    }
     return kinds[state["class"]](**{name: value for name, value in state.items() if name != "class"})

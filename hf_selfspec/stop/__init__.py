@@ -1,5 +1,6 @@
 """When drafting stops."""
 
-from .rules import ConfidenceThreshold, FixedLength, StopRule
+from .adaptive import AdaptiveThreshold
+from .rules import ConfidenceThreshold, FixedLength, ProductThreshold, StopRule
 
-__all__ = ["ConfidenceThreshold", "FixedLength", "StopRule"]
+__all__ = ["AdaptiveThreshold", "ConfidenceThreshold", "FixedLength", "ProductThreshold", "StopRule"]

@@ -6,18 +6,85 @@ which is the last column of ``input_ids``; ``logits`` are the draft's own, from 
 ``hidden_states`` is the state behind them. In a batch, shorter rows are aligned right and repeat their first column on
 the left. ``True`` ends the row's draft *after* that token: a rule never drops one. A function of one's own with this
 signature serves as well.
+
+A rule that remembers something, from token to token or from draft to draft, has a ``start`` instead, which gives what
+is asked while one generation runs (:class:`RunningRule`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..errors import SettingTypeError
 from ..settings import check_count, check_share
 
-StopRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
+Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+RuleFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class RunningRule(Protocol):
+    """A stop rule while one generation runs; rows are the batch's."""
+
+    def begin(self) -> None:
+        """A new draft begins in each row."""
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[b]`` whether each row's draft ends with the token that was just drafted."""
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """How many tokens of each row's draft were accepted; rows that drafted nothing took no part."""
+
+
+class Memory:
+    """What a rule keeps from one generation to the next, shared by threads."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.lock = threading.Lock()
+
+
+@runtime_checkable
+class RememberingRule(Protocol):
+    """A stop rule with a memory."""
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+        """What is asked in one generation.
+
+        Args:
+            rows: of the batch.
+            max_draft: most tokens in a draft.
+            memory: of earlier generations with the same model and the same kind of call.
+        """
+
+
+StopRule = RuleFunction | RememberingRule
+
+
+class _Function:
+    """A rule that remembers nothing."""
+
+    def __init__(self, rule: RuleFunction) -> None:
+        self._rule = rule
+
+    def begin(self) -> None:
+        pass
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._rule(input_ids, logits, hidden_states)
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
+
+
+def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+    """``rule`` for one generation, see :meth:`RememberingRule.start`."""
+    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule)
 
 
 @dataclass(frozen=True)
@@ -44,22 +111,103 @@ class FixedLength:
 
 @dataclass(frozen=True)
 class ConfidenceThreshold:
-    """Stops after a token whose top-1 probability is below ``threshold`` (SWIFT 0.8, Kangaroo 0.6).
+    """Stops after a token whose confidence is below ``threshold`` (SWIFT 0.8, Kangaroo 0.6).
 
     Args:
         threshold: between 0 and 1, both excluded.
+        confidence: gives the probability ``[b]`` that a drafted token is accepted from its ``logits`` ``[b, v]`` and
+            ``hidden_states`` ``[b, d]``, for example a :class:`LinearProbe`; ``None`` for the top-1 probability.
     """
 
     threshold: float = 0.8
+    confidence: Confidence | None = None
 
     def __post_init__(self) -> None:
-        check_share("ConfidenceThreshold(threshold)", self.threshold, zero=False, one=False)
+        _check_threshold(self)
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return confidence(logits) < self.threshold
+        return self.reach(None, logits, hidden_states) < self.threshold
+
+    def reach(self, before: torch.Tensor | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[b]`` what is compared with the threshold, given what was for the draft's token before."""
+        return _asked(self.confidence, logits, hidden_states)
+
+
+@dataclass(frozen=True)
+class ProductThreshold:
+    """Stops after the token with which the product of the draft's confidences falls below ``threshold``.
+
+    AdaSPEED §II.A: verification accepts tokens up to the first wrong one, so what counts is whether all of them are
+    right.
+
+    Args:
+        threshold: between 0 and 1, both excluded. (AdaSPEED starts at 0.8 and adapts it, see
+            :class:`AdaptiveThreshold`.)
+        confidence: as in :class:`ConfidenceThreshold`.
+    """
+
+    threshold: float = 0.4
+    confidence: Confidence | None = None
+
+    def __post_init__(self) -> None:
+        _check_threshold(self)
+
+    def reach(self, before: torch.Tensor | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[b]`` what is compared with the threshold, given what was for the draft's token before."""
+        sure = _asked(self.confidence, logits, hidden_states)
+        return sure if before is None else before * sure
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+        """See :meth:`RememberingRule.start`."""
+        return Comparing(self, torch.full((rows,), self.threshold))
+
+
+class Comparing:
+    """A rule with a threshold for each row, while one generation runs.
+
+    Attributes:
+        thresholds: ``[b]``.
+    """
+
+    def __init__(self, rule: ConfidenceThreshold | ProductThreshold, thresholds: torch.Tensor) -> None:
+        self.thresholds = thresholds
+        self._rule = rule
+        self._reached: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        self._reached = None
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self._reached = self._rule.reach(self._reached, logits, hidden_states)
+        self.thresholds = self.thresholds.to(self._reached.device)
+        return self._reached < self.thresholds
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
     """Top-1 probability ``[b]`` of logits ``[b, v]``."""
     logits = logits.float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+
+
+def _asked(asked: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    if asked is None:
+        return confidence(logits)
+    sure = asked(logits, hidden_states)
+    if not isinstance(sure, torch.Tensor) or sure.shape != logits.shape[:1]:
+        raise SettingTypeError(
+            f"the confidence {asked!r} must return a tensor [{logits.shape[0]}], one probability per row, got {sure!r}."
+        )
+    return sure.float()
+
+
+def _check_threshold(rule: ConfidenceThreshold | ProductThreshold) -> None:
+    name = type(rule).__name__
+    check_share(f"{name}(threshold)", rule.threshold, zero=False, one=False)
+    if rule.confidence is not None and not callable(rule.confidence):
+        raise SettingTypeError(
+            f"{name}(confidence) must be a function of (logits, hidden_states), a LinearProbe or None, got "
+            f"{rule.confidence!r}."
+        )

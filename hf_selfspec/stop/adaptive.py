@@ -1,0 +1,84 @@
+"""A threshold that follows how drafts fare (Draft & Verify, AdaSPEED appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import SettingTypeError
+from ..settings import check_share
+from .rules import Comparing, ConfidenceThreshold, Memory, ProductThreshold, RunningRule
+
+
+@dataclass(frozen=True)
+class AdaptiveThreshold:
+    """Raises a rule's threshold while fewer drafted tokens than wanted are accepted, and lowers it while more are.
+
+    After each round, with ``AR_e`` the share of its drafted tokens that were accepted::
+
+        AR <- rate_memory AR + (1 - rate_memory) AR_e
+        γ  <- threshold_memory γ + (1 - threshold_memory) (γ + step if AR <= target else γ - step)
+
+    A draft that ran to its greatest length leaves γ as it is where AR is above the target: a lower one would not make
+    it longer. Each row of a batch has a threshold of its own; the next call with the model begins with their mean.
+    Constants are those of Draft & Verify.
+
+    Args:
+        rule: :class:`ConfidenceThreshold` (Draft & Verify) or :class:`ProductThreshold` (AdaSPEED); its threshold is
+            the first one.
+        target: the wanted acceptance rate α.
+        step: how far a round moves the threshold at most (ε).
+        rate_memory, threshold_memory: β1 and β2.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    rule: ConfidenceThreshold | ProductThreshold = field(default_factory=ConfidenceThreshold)
+    target: float = 0.9
+    step: float = 0.01
+    rate_memory: float = 0.5
+    threshold_memory: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, (ConfidenceThreshold, ProductThreshold)):
+            raise SettingTypeError(
+                f"AdaptiveThreshold(rule) must be a ConfidenceThreshold or a ProductThreshold, got {self.rule!r}."
+            )
+        for name in ("target", "step"):
+            check_share(f"AdaptiveThreshold({name})", getattr(self, name), zero=False, one=False)
+        for name in ("rate_memory", "threshold_memory"):
+            check_share(f"AdaptiveThreshold({name})", getattr(self, name), zero=True, one=False)
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+        """See :meth:`RememberingRule.start`."""
+        return _Adapting(self, rows, max_draft, memory)
+
+
+class _Adapting(Comparing):
+    def __init__(self, settings: AdaptiveThreshold, rows: int, max_draft: int, memory: Memory) -> None:
+        with memory.lock:
+            threshold, rate = memory.value or (settings.rule.threshold, settings.target)
+        super().__init__(settings.rule, torch.full((rows,), threshold))
+        self.rates = [rate] * rows
+        self._settings = settings
+        self._max_draft = max_draft
+        self._memory = memory
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        settings = self._settings
+        thresholds = self.thresholds.tolist()
+        for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
+            if not count:
+                continue
+            memory = settings.rate_memory
+            rate = self.rates[row] = memory * self.rates[row] + (1 - memory) * kept / count
+            if rate > settings.target and count >= self._max_draft:
+                continue
+            step = settings.step if rate <= settings.target else -settings.step
+            thresholds[row] = min(max(thresholds[row] + (1 - settings.threshold_memory) * step, 0.0), 1.0)
+        self.thresholds = torch.tensor(thresholds, device=self.thresholds.device)
+        with self._memory.lock:
+            self._memory.value = sum(thresholds) / len(thresholds), sum(self.rates) / len(self.rates)
