@@ -91,11 +91,13 @@ class Drafting:
         self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, search: Search, ratio: Any
     ) -> PartialDraft:
         space = SkipSpace.of(target.anatomy)
+        why = ""
         if target.padding is not None or not target.anatomy.tree:
-            say_once(
-                f"{target.anatomy.model_name} cannot look at its text a second time beside it (no mask of its own), so "
-                "there is no search for blocks to skip, and the set that it would start from drafts."
-            )
+            why = f"{target.anatomy.model_name} cannot look at its text a second time beside it (no mask of its own)"
+        elif _is_tensor_parallel(target):
+            why = "a search goes by timings, which differ between the processes of a tensor-parallel model"
+        if why:
+            say_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
             return PartialDraft(target, start, limits, scorer)
         auto = ratio == "auto"
         share = usual_ratio(target.model.num_parameters()) if auto else ratio
@@ -128,7 +130,11 @@ def _check_probe(target: Target) -> None:
         raise UnsupportedModelError(
             f"{name} fixes the batch after its last layer, so a probe cannot ask its exits together. {instead}"
         )
-    if (getattr(target.model, "_tp_size", None) or 1) > 1:
+    if _is_tensor_parallel(target):
         raise UnsupportedOptionError(
             f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
         )
+
+
+def _is_tensor_parallel(target: Target) -> bool:
+    return (getattr(target.model, "_tp_size", None) or 1) > 1

@@ -36,6 +36,16 @@ class Findings(Protocol):
 
     changed: Callable[[], None] | None
 
+    @property
+    def rests(self) -> bool:
+        """Whether the next call need neither draft nor look at its text."""
+
+    def rest(self, tokens: int, seconds: float) -> None:
+        """Takes in a call that did neither."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what is known to the statistics of a call."""
+
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
@@ -78,6 +88,12 @@ class Learned:
         """The findings for the last kind of call of ``model``, ``None`` if there are none."""
         with self._lock:
             return next(reversed(self.models.get(model, {}).values()), None)
+
+    def known(self, model: PreTrainedModel, kind: Kind) -> Findings | None:
+        """The findings for one kind of call, ``None`` before the first such call."""
+        with self._lock:
+            found: Findings | None = self.models.get(model, {}).get(kind)
+            return found
 
     def memory(self, model: PreTrainedModel, kind: Kind) -> Memory:
         """What the stop rule keeps from call to call."""

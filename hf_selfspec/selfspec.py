@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,9 +23,10 @@ from .draft.partial import Limits, PartialDraft
 from .draft.skip_layers import SkipLayers
 from .drafting import Drafting
 from .errors import SettingError, SettingTypeError, UnsupportedOptionError
-from .learned import Learned
+from .learned import Findings, Learned
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
+from .model.partial import LayerPlan
 from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
@@ -314,6 +317,23 @@ class SelfSpec:
         anatomy = Anatomy.of(model)
         self._learned.check(model)
         check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+        kind = bool(generation_config.do_sample), len(input_ids) > 1
+        known = self._learned.known(model, kind)
+        if known is not None and known.rests:
+            # The loop of transformers needs no part of ours to be as fast as it is.
+            begun = perf_counter()
+            output = type(model)._sample(
+                model,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+            self._rested(known, output, input_ids.shape[1], perf_counter() - begun, anatomy)
+            return output
         plan = None if isinstance(self.draft, CandidateGenerator) else self.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
         own_cache = bool(getattr(past, "_is_user_defined", False))
@@ -345,7 +365,7 @@ class SelfSpec:
             max_draft=self.max_draft,
             tree=self._usable_tree(anatomy, prompt),
             eos_tokens=stopper.eos_tokens,
-            memory=self._learned.memory(model, (scorer.do_sample, batch_size > 1)),
+            memory=self._learned.memory(model, kind),
         )
         room = new_tokens + max(limits.most_nodes, self._window, anatomy.num_layers)
         target = Target(
@@ -383,6 +403,23 @@ class SelfSpec:
                 decoder.hand_back(past, ids)
         self._learned.add_call(decoder.stats)
         return decoder.output(ids, None if partial else past) if returned else ids
+
+    def _rested(self, known: Findings, output: Any, width: int, seconds: float, anatomy: Anatomy) -> None:
+        """Takes in a call without a draft."""
+        ids = output if isinstance(output, torch.Tensor) else output.sequences
+        b, count = ids.shape[0], ids.shape[1] - width
+        known.rest(b * count, seconds)
+        stats = GenerationStats(
+            tokens=b * count,
+            rounds=b * (count - 1),
+            accepted_lengths=Counter({0: b * (count - 1)}),
+            total_seconds=seconds,
+            from_draft=[[False] * count for _ in range(b)],
+            plan=LayerPlan(anatomy.num_layers).picture(),
+            timeline=[(b * count, seconds)],
+        )
+        known.report(stats)
+        self._learned.add_call(stats)
 
     def _settings(self, checked: bool = False) -> dict[str, Any]:
         """What is saved of the settings; ``checked`` for an error where they cannot be."""

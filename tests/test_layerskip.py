@@ -218,6 +218,18 @@ def test_the_fastest_exit_is_chosen():
     assert "exit layer 2, FixedLength(num_tokens=4)" in str(choice)
 
 
+@pytest.mark.parametrize("tokens", [1000, 1024])
+def test_evidence_rests_where_enough_text_shows_that_no_draft_pays(tokens):
+    bad, good = np.zeros((1, tokens)), np.ones((1, tokens))
+    stopwatch = Stopwatch(exit_plan(1))
+    for accept, rests in ((bad, tokens >= 1024), (good, False)):
+        evidence = Evidence()
+        assert not evidence.rests
+        with patch.object(Stopwatch, "costs", lambda self, of=min: COSTS):
+            evidence.add({1: [Trace(accept, accept)]}, stopwatch, [FixedLength(4)], 25)
+        assert evidence.rests == rests
+
+
 def test_no_draft_is_chosen_where_none_pays():
     bad = np.zeros((1, 40))
     choice = choose({1: [Trace(bad, bad)], 2: [Trace(bad, bad)]}, [FixedLength(1)], COSTS, 25)

@@ -1007,7 +1007,10 @@ def fixed_drafts(search: Search, ratio: Any = "auto") -> SelfSpec:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("make", [lambda: tiny_llama(8), lambda: build("gemma3_text"), lambda: build("gpt_oss")])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: tiny_llama(8), lambda: build("gemma3_text"), lambda: build("gpt_oss"), lambda: build("gemma3n_text")],
+)
 @pytest.mark.parametrize("search", SEARCHES, ids=["swift", "clasp"])
 def test_searching_changes_no_token(make: Callable[[], PreTrainedModel], rows: int, search: Search) -> None:
     model, ids = make(), prompt(rows, 10)
@@ -1233,6 +1236,83 @@ def test_where_no_set_pays_drafts_are_empty(monkeypatch: pytest.MonkeyPatch, row
     assert not search_of(spec, model).choice.drafts
 
 
+def plain_calls(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> list[int]:
+    """Rows of the calls that transformers' own loop decodes from now on."""
+    calls: list[int] = []
+    original = type(model)._sample
+    monkeypatch.setattr(
+        type(model),
+        "_sample",
+        lambda self, input_ids, **options: calls.append(len(input_ids)) or original(self, input_ids, **options),
+    )
+    return calls
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_calls_without_anything_to_do_are_plain(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Where no draft pays, transformers' loop decodes until it is time to ask again."""
+    use_costs(monkeypatch, step=50.0)
+    search = OnTheFlySearch(context_window=8, max_steps=4, budget=1.0)
+    model, spec = tiny_llama(8), SelfSpec.swift(search=search)
+    plain = generated(model, prompt(rows), 40, return_dict_in_generate=True, output_scores=True)
+    generated(model, prompt(rows), 40, assistant=spec)
+    assert search_of(spec, model).is_over
+    calls, ours = plain_calls(monkeypatch, model), []
+    for _ in range(8):
+        options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "assistant": spec}
+        found = generated(model, prompt(rows), 40, **options)
+        assert torch.equal(found.sequences, plain.sequences)
+        for score, same in zip(found.scores, plain.scores, strict=True):
+            torch.testing.assert_close(score, same, atol=1e-5, rtol=1e-4)
+        assert spec.stats is not None
+        assert (spec.stats.tokens, spec.stats.drafted, spec.stats.drafts) == (40 * rows, 0, False)
+        assert (spec.stats.mean_generated_length, spec.stats.phase) == (1.0, "acceleration")
+        assert len(spec.stats.from_draft) == rows
+        ours.append(not calls)
+        calls.clear()
+    assert not ours[0]
+    assert 2 <= ours.count(True) <= 4
+
+
+def test_a_search_whose_budget_is_spent_rests() -> None:
+    search = timed_search(OnTheFlySearch(budget=0.1), BOLD)
+    for _ in range(8):
+        search.register(BOLD, said(0.1))
+    assert not search.choice.drafts
+    assert not search.rests  # there is time for a try
+    search.spent(1.0, 0.5)
+    assert search.rests
+    search.rest(64, 3.0)
+    assert search.rests
+    search.rest(64, 1.0)
+    assert not search.rests
+    assert search.generated == 128
+    untimed = SkipSearch(OnTheFlySearch(budget=0.1), space(), 0.5, BOLD, auto=True)
+    untimed.register(BOLD, said(0.1))
+    untimed.spent(1.0, 0.9)
+    assert not untimed.rests
+    good = timed_search(OnTheFlySearch(budget=0.1), BOLD)
+    for _ in range(9):
+        good.register(BOLD, said(0.9))
+    good.spent(1.0, 0.9)
+    assert not good.rests
+
+
+def test_a_search_that_is_over_rests_until_it_asks_again() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, said(0.1))
+    assert search.is_over
+    assert search.rests
+    search.rest(32 * (skip_search._IDLE - 2), 1.0)
+    assert search.rests
+    search.rest(32, 1.0)
+    assert not search.rests
+    search.begin_window()
+    assert search.propose(no_look) == BOLD
+    search.register(BOLD, said(0.1))
+    assert search.rests
+
+
 STOPS: dict[str, Any] = {
     "chosen": None,
     "a rule": ConfidenceThreshold(0.35),
@@ -1360,6 +1440,18 @@ def test_models_that_cannot_look_beside_their_text() -> None:
         warnings.simplefilter("always")
         found = generated(model, prompt(), 20, assistant=spec)
     assert any("there is no search for blocks" in str(warning.message) for warning in told)
+    assert torch.equal(found, generated(model, prompt(), 20))
+    assert spec._learned.latest(model) is None
+
+
+def test_tensor_parallel_models_are_not_searched() -> None:
+    """Their processes would go by timings of their own and draft different things."""
+    model, spec = tiny_llama(8), SelfSpec()
+    model._tp_size = 2
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = generated(model, prompt(), 20, assistant=spec)
+    assert any("tensor-parallel model, so there is no search" in str(warning.message) for warning in told)
     assert torch.equal(found, generated(model, prompt(), 20))
     assert spec._learned.latest(model) is None
 

@@ -11,17 +11,15 @@ from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import Stopwatch
-from ..search.exit_choice import Evidence, ExitChoice
+from ..search.exit_choice import ENOUGH, Evidence, ExitChoice
 from ..search.replay import Rule, Trace, trace
 from ..stop.rules import StopRule, confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import Limits, PartialDraft, tokens_before
 
-# Tokens of text after which only the exits that look fastest are asked, after which nothing more is looked at, those of
-# one look, and those that are worth one.
+# Tokens of text after which only the exits that look fastest are asked, those of one look, and those worth one.
 _SHORTLIST, _LISTED = 256, 3
-_ENOUGH = 1024
 _WINDOW = 128
 _LEAST = 8
 # Generated tokens after which the first look does not wait for the end of the text.
@@ -91,7 +89,7 @@ class ProbingDraft(PartialDraft):
 
     def finish(self, text: Text) -> None:
         """Looks at what was not looked at yet, while a model is new."""
-        if self.evidence.tokens < _ENOUGH and sum(self._unseen(text)) >= _LEAST:
+        if self.evidence.tokens < ENOUGH and sum(self._unseen(text)) >= _LEAST:
             self._probe(text)
 
     def _use(self, choice: ExitChoice) -> None:

@@ -110,8 +110,7 @@ class SearchingDraft(PartialDraft):
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what the search found."""
-        super().report(stats)
-        stats.phase, stats.matchness, stats.drafts = self.search.phase, self.search.history, self.search.choice.drafts
+        self.search.report(stats)
 
     def _use_best(self) -> None:
         search, choice = self.search, self.search.choice

@@ -26,18 +26,18 @@ class _Table:
         self.skips: list[torch.Tensor] = []
 
     def after_layer(self, layer: int, entered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        """What goes on, for each number of skipped layers: states ``[b, most + 1, d]``."""
+        """What goes on, for each number of skipped layers: states ``[..., most + 1, d]`` (Gemma 3n has several)."""
         if layer not in self.layers:
             return left
-        whole = left[:, :1].float()
-        run = F.cosine_similarity(left.float(), whole, dim=-1).mean(0)
-        skip = F.cosine_similarity(entered.float(), whole, dim=-1).mean(0).roll(1)
+        whole = left[..., :1, :].float()
+        run = F.cosine_similarity(left.float(), whole, dim=-1).flatten(0, -2).mean(0)
+        skip = F.cosine_similarity(entered.float(), whole, dim=-1).flatten(0, -2).mean(0).roll(1)
         # With j of the first i layers skipped, 0 <= j <= i; before the first of them nothing was.
         passed = len(self.skips)
         places = torch.arange(self.most + 1, device=left.device)
         skips = ((skip > run) & (places > 0) | (places == passed + 1)) & (places <= passed + 1)
         self.skips.append(skips)
-        return torch.where(skips[:, None], entered.roll(1, dims=1), left)
+        return torch.where(skips[:, None], entered.roll(1, dims=-2), left)
 
     def skipped(self) -> list[list[int]]:
         """The layers of the best way to skip 1, 2, ... ``most``."""

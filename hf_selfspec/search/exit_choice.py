@@ -8,9 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..model.partial import LayerPlan
+from ..types import GenerationStats
 from .costs import ForwardCosts, Stopwatch
 from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replays, rule_of, rule_state
 from .tries import number, whole
+
+# Tokens of text after which nothing more is looked at.
+ENOUGH = 1024
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,18 @@ class Evidence:
         choice = self.choice
         assert choice is not None
         return sorted(sorted(choice.by_layer, key=lambda layer: -choice.by_layer[layer])[:count])
+
+    @property
+    def rests(self) -> bool:
+        """Whether no draft pays and nothing more is looked at."""
+        return self.choice is not None and self.choice.layer is None and self.tokens >= ENOUGH
+
+    def rest(self, tokens: int, seconds: float) -> None:
+        """Nothing to learn from a call without a draft."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Says that no draft pays, where that is so."""
+        stats.drafts = self.choice is None or self.choice.layer is not None
 
     def add(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..model.partial import LayerPlan
+from ..types import GenerationStats
 from .costs import ForwardCosts, Stopwatch
 from .estimates import Scores
 from .feedback import Feedback
@@ -93,6 +94,7 @@ class SkipSearch:
         self._stopwatch: Stopwatch | None = None
         self._disturbed = 1.0
         self._drafted = False
+        self._asked = 0
         self._lock = threading.Lock()
         self._is_over = self._has_begun = False
         self._again: list[LayerPlan] = []
@@ -154,6 +156,21 @@ class SkipSearch:
             self.seconds += seconds
             self.search_seconds += search_seconds
 
+    @property
+    def rests(self) -> bool:
+        """Whether no draft pays and nothing is to be tried just now."""
+        if self.choice.drafts or self.costs is None:
+            return False
+        return self._windows + 1 < self._asked + _IDLE if self._is_over else not self.may_try()
+
+    def rest(self, tokens: int, seconds: float) -> None:
+        """Takes in a call that neither drafted nor tried anything."""
+        with self._lock:
+            self.generated += tokens
+            self.seconds += seconds
+            self._windows += tokens // self.settings.context_window
+            self._feedback = Feedback()
+
     def begin_window(self) -> None:
         """The text has moved on by a window: what looks best is to be tried on it."""
         with self._lock:
@@ -165,8 +182,8 @@ class SkipSearch:
                 self._start_over()
             if self._is_over:
                 # A set that does not pay is asked now and then whether it would, however its drafts fared before.
-                if not self.choice.drafts and self._windows % _IDLE == 0:
-                    self._again, self._feedback = [self.best], Feedback()
+                if not self.choice.drafts and self._windows >= self._asked + _IDLE:
+                    self._asked, self._again, self._feedback = self._windows, [self.best], Feedback()
                 return
             if not self._drafted:
                 self._feedback = Feedback()  # which no draft corrects
@@ -234,6 +251,11 @@ class SkipSearch:
                 foretold = steps * costs.draft(plan) + costs.verify(plan.first_altered, nodes)
             self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows, foretold, seconds)
 
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what was found."""
+        stats.plan = self.best.picture()
+        stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
+
     # What lasts --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -291,6 +313,7 @@ class SkipSearch:
             self.tries.extend(tries)
             self.steps = len(tries)
             self._windows = max((done.window for done in tries), default=0)
+            self._asked = self._windows
             self._is_over, self._has_begun = state["phase"] == "acceleration", True
             self._again = []
             self.choice = choice
@@ -305,7 +328,7 @@ class SkipSearch:
         self._feedback = Feedback()
         self._expected_rate = 0.0
         self._drafted = False
-        self._since_better = self._windows = self.steps = 0
+        self._since_better = self._windows = self._asked = self.steps = 0
         self._is_over = False
 
     def _new_proposer(self) -> Proposer:
@@ -346,7 +369,7 @@ class SkipSearch:
         if stuck and not enough and self._proposer.go_on(self.best, self.matchness):
             self._since_better = 0
         elif enough or stuck:
-            self._is_over, self._again = True, []
+            self._is_over, self._again, self._asked = True, [], self._windows
 
     def _choose(self) -> bool:
         """Takes the best set; whether it is another one. Once the search is over, the set stays."""
