@@ -120,7 +120,7 @@ class Stopwatch:
             ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache.
             starts: slot of the first of them.
             roots: slot of each row's last token.
-            repeats: how often; one round more comes first and does not count.
+            repeats: how often; what the first time takes longer is left out by the shortest one.
             draft: drafts one token with the early plan, ``None`` to leave drafting out.
         """
         last = ids[:, -1:]
@@ -134,11 +134,9 @@ class Stopwatch:
             runs["attention"] = lambda: target.step(last, roots, self.attention)
         if draft is not None:
             runs["draft"] = draft
-        for turn in range(repeats + 1):
+        for _ in range(repeats):
             for name, run in runs.items():
-                found = seconds_of(run, ids.device)
-                if turn:
-                    self.seconds.setdefault(name, []).append(found)
+                self.seconds.setdefault(name, []).append(seconds_of(run, ids.device))
 
     def costs(self, of: Callable[[list[float]], float] = min) -> ForwardCosts:
         """The costs that follow from the times so far.
