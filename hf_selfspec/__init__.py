@@ -5,7 +5,7 @@ the output is what it would have been.
 """
 
 from .differences import Difference, first_differences
-from .draft import EarlyExit, EarlyExitOnly, SkipLayers
+from .draft import EarlyExit, EarlyExitAdapter, EarlyExitOnly, SkipLayers
 from .errors import (
     NumericalError,
     SelfSpecError,
@@ -16,11 +16,12 @@ from .errors import (
 )
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
+from .parts import Adapter, LinearProbe
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
 from .stop import AdaptiveThreshold, ConfidenceThreshold, FixedLength, ProductThreshold
-from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational
+from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational, fit_adapter, fit_probe
 from .tuning import OfflineSearch, tune
 from .types import GenerationStats
 from .verify import CostTree, TopKTree
@@ -28,6 +29,7 @@ from .verify import CostTree, TopKTree
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "AdaptiveThreshold",
     "Architecture",
     "ClosestLayers",
@@ -35,6 +37,7 @@ __all__ = [
     "CostTree",
     "Difference",
     "EarlyExit",
+    "EarlyExitAdapter",
     "EarlyExitLoss",
     "EarlyExitOnly",
     "ExitChoice",
@@ -43,6 +46,7 @@ __all__ = [
     "GenerationStats",
     "Gradual",
     "LayerDropout",
+    "LinearProbe",
     "NumericalError",
     "OfflineSearch",
     "OnTheFlySearch",
@@ -59,6 +63,8 @@ __all__ = [
     "UnsupportedOptionError",
     "exit_report",
     "first_differences",
+    "fit_adapter",
+    "fit_probe",
     "install",
     "register_architecture",
     "tune",

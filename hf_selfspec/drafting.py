@@ -10,6 +10,7 @@ from typing import Any
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .decoding import RunningDraft
+from .draft.adapter import AdapterDraft, EarlyExitAdapter
 from .draft.candidates import CandidateDraft
 from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
 from .draft.partial import Limits, PartialDraft
@@ -42,7 +43,7 @@ class Drafting:
         settings: what is written beside it.
     """
 
-    draft: EarlyExit | SkipLayers | EarlyExitOnly | CandidateGenerator
+    draft: EarlyExit | SkipLayers | EarlyExitAdapter | EarlyExitOnly | CandidateGenerator
     stop: StopRule | None
     max_draft: int
     learned: Learned
@@ -73,6 +74,9 @@ class Drafting:
         if isinstance(self.draft, EarlyExit) and (plan is None or self.stop is None):
             return self._probing(target, limits, scorer, self.draft.layer)
         assert plan is not None
+        if isinstance(self.draft, EarlyExitAdapter):
+            self.draft.module.check(lambda: self.learned.fingerprint(target.model))
+            return AdapterDraft(target, plan, limits, scorer, self.draft.module)
         return PartialDraft(target, plan, limits, scorer)
 
     def _probing(self, target: Target, limits: Limits, scorer: Scorer, layer: int | None) -> PartialDraft:

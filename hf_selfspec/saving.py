@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from .draft.adapter import EarlyExitAdapter
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.skip_layers import SkipLayers
 from .errors import SelfSpecError, SettingError
@@ -26,6 +27,7 @@ _CLASSES: dict[str, Any] = {
     for kind in (
         EarlyExit,
         EarlyExitOnly,
+        EarlyExitAdapter,
         SkipLayers,
         OnTheFlySearch,
         ClosestLayers,

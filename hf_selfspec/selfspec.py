@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from . import pictures, saving
 from .checks import check_call, check_length
 from .decoding import Decoder, Record
+from .draft.adapter import EarlyExitAdapter
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.partial import Limits, PartialDraft
 from .draft.skip_layers import SkipLayers
@@ -30,6 +31,7 @@ from .model.partial import LayerPlan
 from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
+from .parts.adapter import Adapter
 from .search.exit_choice import ExitChoice
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .search.skip_search import SkipSearch
@@ -56,8 +58,8 @@ class SelfSpec:
     holds settings and can be used again, with other models and by several threads.
 
     Args:
-        draft: which part of the model drafts, :class:`EarlyExit` or :class:`SkipLayers`, or any
-            ``CandidateGenerator`` of transformers. By default the layers to skip are found while generating, see
+        draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers` or :class:`EarlyExitAdapter`, or
+            any ``CandidateGenerator`` of transformers. By default the layers to skip are found while generating, see
             :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone, which changes the
             output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
@@ -75,7 +77,7 @@ class SelfSpec:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    draft: EarlyExit | SkipLayers | EarlyExitOnly | CandidateGenerator = field(
+    draft: EarlyExit | SkipLayers | EarlyExitAdapter | EarlyExitOnly | CandidateGenerator = field(
         default_factory=lambda: SkipLayers(search=ClosestLayers())
     )
     stop: StopRule | None = None
@@ -86,10 +88,10 @@ class SelfSpec:
     _learned: Learned = field(default_factory=Learned, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft, (EarlyExit, SkipLayers, EarlyExitOnly, CandidateGenerator)):
+        if not isinstance(self.draft, (EarlyExit, SkipLayers, EarlyExitAdapter, EarlyExitOnly, CandidateGenerator)):
             raise SettingTypeError(
-                f"SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...) or a CandidateGenerator, "
-                f"got {self.draft!r}."
+                "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...) or a "
+                f"CandidateGenerator, got {self.draft!r}."
             )
         is_rule = callable(self.stop) or isinstance(self.stop, RememberingRule)
         if self.stop is not None and (not is_rule or isinstance(self.stop, type)):
@@ -187,6 +189,26 @@ class SelfSpec:
         """
         stop = AdaptiveThreshold(ProductThreshold(0.8, probe))
         return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
+
+    @classmethod
+    def kangaroo(
+        cls,
+        adapter: Adapter | str | os.PathLike[str],
+        stop: StopRule | None = None,
+        max_draft: int = 6,
+    ) -> SelfSpec:
+        """Kangaroo: a shallow exit and an adapter behind it, until the confidence falls below 0.6.
+
+        Args:
+            adapter: what ``fit_adapter`` gave, or the folder or Hub repository that holds it.
+            stop: when a draft ends, confidence below 0.6 by default.
+            max_draft: most tokens in a draft (6 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: there is no such adapter, or a setting is not allowed.
+        """
+        draft = EarlyExitAdapter(os.fspath(adapter) if isinstance(adapter, os.PathLike) else adapter)
+        return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
 
     @classmethod
     def early_exit_only(cls, layer: int) -> SelfSpec:

@@ -49,6 +49,21 @@ class Limits:
         return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
 
 
+@dataclass
+class DraftStep:
+    """What the part that drafts says after one token.
+
+    Attributes:
+        logits: ``[b, v]``.
+        state: ``[b, d]`` the state behind them, for stop rules.
+        prefix_state: ``[b, 1, d]`` the state from which verification can start, ``None`` where it cannot.
+    """
+
+    logits: torch.Tensor
+    state: torch.Tensor
+    prefix_state: torch.Tensor | None
+
+
 class PartialDraft(CandidateGenerator):
     """Proposes tokens by running part of the target model.
 
@@ -103,11 +118,9 @@ class PartialDraft(CandidateGenerator):
         reach = torch.ones(b, device=text.ids.device)
         while len(line) < limit and any(drafting):
             depth = len(line)
-            step = self.target.step(feed, [root + depth for root in roots], self.plan, capture=prefix if prefix else -1)
+            step = self._step(text, feed, [root + depth for root in roots])
             self.steps += 1
-            assert step.logits is not None
-            assert step.exit_state is not None
-            logits = step.logits[:, -1].to(text.ids.device, torch.float32)
+            logits = step.logits.to(text.ids.device, torch.float32)
             # A draft that overflows (float16) has nothing to say; the full model goes on from there.
             sound = torch.isfinite(logits.amax(-1)).tolist()
             if not all(sound):
@@ -128,15 +141,30 @@ class PartialDraft(CandidateGenerator):
             text.put_ahead(picks[:, 0], depth)
             line.append(picks[:, 0])
             beside.append(picks[:, 1:])
-            if step.prefix_state is not None:
+            if prefix:
+                assert step.prefix_state is not None
                 states.append(step.prefix_state)
             feed = picks[:, :1]
-            ended = self._ended(text, picks[:, 0], logits, step.exit_state[:, -1].to(logits.device), depth)
+            ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), depth)
             drafting = [
                 on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, room, strict=True)
             ]
         self._drafted = lengths
         return self._draft(text, line, beside, qs, states, lengths, prefix)
+
+    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int]) -> DraftStep:
+        """Runs the part that drafts over one more token of each row.
+
+        Args:
+            text: the batch.
+            feed: ``[b, 1]`` the tokens.
+            cursors: their slots.
+        """
+        prefix = self.plan.first_altered if self.target.anatomy.replay else -1
+        step = self.target.step(feed, cursors, self.plan, capture=prefix or -1)
+        assert step.logits is not None
+        assert step.exit_state is not None
+        return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)
 
     def _pick(self, scores: torch.Tensor, width: int, qs: list[torch.Tensor]) -> torch.Tensor:
         """``[b, width]`` tokens for one depth, the one to extend first."""

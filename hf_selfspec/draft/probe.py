@@ -25,7 +25,7 @@ _LEAST = 8
 # Generated tokens after which the first look does not wait for the end of the text.
 _SOON = 32
 _TIMED_TEXTS = 4
-_TIMINGS = 6
+_TIMINGS = 5
 
 
 @dataclass(frozen=True)

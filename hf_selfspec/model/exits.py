@@ -9,8 +9,7 @@ again, and the logits of an exit exist only when they are asked for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,29 +20,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
-from .forwards import InstanceForwards
+from .head import OwnHead
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
 # Logits of exits that exist at a time: 128 MiB in float32.
 LOGIT_ELEMENTS = 2**25
-
-_head_lock = threading.Lock()
-
-
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """``module`` returns ``output`` in this thread; one thread at a time, so that none takes off another's forward."""
-    forwards, thread = InstanceForwards(), threading.get_ident()
-    with _head_lock:
-        original = module.forward
-        forwards.replace(
-            module, lambda *args, **kwargs: output if threading.get_ident() == thread else original(*args, **kwargs)
-        )
-        try:
-            yield
-        finally:
-            forwards.restore()
 
 
 def _then(module: nn.Module, original: Any, hook: Any) -> Any:
@@ -76,8 +58,7 @@ class Exits:
         self.chosen: tuple[int, ...] = ()
         self.states: torch.Tensor | None = None
         self._kept: dict[int, torch.Tensor] = {}
-        self._output: Any = None
-        self._autocast: tuple[str, torch.dtype] | None = None
+        self._own_head = OwnHead(model, self.anatomy)
         self._handles: list[RemovableHandle] = []
         self._checkpointing: list[Any] = []
         self._thread = 0
@@ -134,7 +115,8 @@ class Exits:
 
     def release(self) -> None:
         """Lets go of the states of the last forward."""
-        self.states = self._output = None
+        self.states = None
+        self._own_head.forget()
         self._kept.clear()
 
     def head_parameters(self) -> list[nn.Parameter]:
@@ -158,27 +140,11 @@ class Exits:
         Returns:
             ``[n, v]`` logits, with the model's scale and soft-cap, in the precision (autocast) of that forward.
         """
-        output = self._output
-        assert output is not None, "a forward with chosen exits comes first"
-        batch = states[None]
-        if isinstance(output, tuple):
-            instead: Any = (batch, *output[1:])
-        else:
-            instead = type(output)(**{**output, "last_hidden_state": batch})
-        ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         chosen, self.chosen = self.chosen, ()
         try:
-            # The class's forward, without what others have wrapped around the instance's: of that, autocast is kept.
-            with self._as_then(), _returning(self.anatomy.stack, instead):
-                result = type(self.model).forward(self.model, input_ids=ids)
+            return self._own_head(states)
         finally:
             self.chosen = chosen
-        logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
-        return logits[0]
-
-    def _as_then(self) -> AbstractContextManager[Any]:
-        """The autocast of the last forward."""
-        return nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
 
     def _is_wanted(self) -> bool:
         """Other threads' forwards of the same model go their way."""
@@ -228,7 +194,5 @@ class Exits:
             output["last_hidden_state"] = joined[:b]
             if output.get("hidden_states") is not None:
                 output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
-        self._output = output
-        kind = joined.device.type
-        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        self._own_head.see(output)
         return output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -73,6 +73,19 @@ class Step:
     exit_state: torch.Tensor | None
 
 
+@dataclass
+class Watched:
+    """What is to be seen of prefills.
+
+    Attributes:
+        layer: the layer.
+        see: gets the states ``[b, s, d]`` that enter it, the slot of each row's first token, and how many are real.
+    """
+
+    layer: int
+    see: Callable[[torch.Tensor, list[int], list[int]], None]
+
+
 class Target:
     """The model that is being decoded, with its cache.
 
@@ -86,6 +99,9 @@ class Target:
         last_positions: for each row the last position that its text can reach, ``None`` if there is no end.
         extra: the user's own arguments for the model's forward.
         plan: what plays the whole model, ``None`` for all of it.
+
+    Attributes:
+        watched: what is to be seen of prefills, ``None`` for nothing.
     """
 
     def __init__(
@@ -113,6 +129,7 @@ class Target:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
+        self.watched: Watched | None = None
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:
@@ -142,7 +159,12 @@ class Target:
         keep = ends if ragged else 1
         # One length and nothing in the cache: the mask that plain `generate` would use, often none at all.
         simple = not ragged and max(cursors) == 0 and self.holes is None
-        logits = self._call(self.model, tokens, cursors, self.full_plan, keep=keep, simple=simple)[0].logits
+        run = None if self.watched is None else ForwardPass(self.full_plan, capture=self.watched.layer)
+        output, run = self._call(self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple)
+        logits = output.logits
+        if self.watched is not None:
+            assert run.captured is not None
+            self.watched.see(run.captured, cursors, lengths)
         if not ragged:
             return logits[:, -1]
         last = torch.tensor(lengths, device=logits.device) - 1

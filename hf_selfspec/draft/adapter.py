@@ -1,0 +1,142 @@
+"""A shallow exit, an adapter and the model's own head draft (Kangaroo §3.1)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..model.anatomy import Anatomy
+from ..model.cache import SpeculativeCache
+from ..model.head import OwnHead
+from ..model.partial import LayerPlan
+from ..model.target import Target, Watched
+from ..parts.adapter import Adapter
+from ..types import Draft, Text, Verdict
+from ..verify.scoring import Scorer
+from .partial import DraftStep, Limits, PartialDraft, tokens_before
+
+
+@dataclass(frozen=True)
+class EarlyExitAdapter:
+    """Drafts with layers ``0 .. E-1``, an adapter that was fitted to them, and the model's own head.
+
+    Args:
+        adapter: the adapter, or the folder or Hub repository that holds one, see ``fit_adapter``.
+
+    Raises:
+        SettingError, SettingTypeError: it is none.
+    """
+
+    adapter: Adapter | str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.adapter, os.PathLike):
+            object.__setattr__(self, "adapter", os.fspath(self.adapter))
+        if not isinstance(self.adapter, (Adapter, str)):
+            raise SettingTypeError(
+                f"EarlyExitAdapter(adapter) must be an Adapter or the path of a saved one, got {self.adapter!r}."
+            )
+        module = Adapter.load(self.adapter) if isinstance(self.adapter, str) else self.adapter
+        object.__setattr__(self, "_module", module)
+
+    @property
+    def module(self) -> Adapter:
+        """The adapter itself."""
+        found: Adapter = self.__dict__["_module"]
+        return found
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan:
+        """The blocks that run for this model.
+
+        Raises:
+            SettingError: the model has too few layers.
+        """
+        layer = self.module.exit_layer
+        if layer >= anatomy.num_layers:
+            raise SettingError(
+                f"the adapter takes states of exit layer {layer}, but {anatomy.model_name} has {anatomy.num_layers} "
+                "layers. Use it with the model that it was fitted to."
+            )
+        return LayerPlan.early_exit(anatomy.num_layers, layer)
+
+
+class AdapterDraft(PartialDraft):
+    """As :class:`PartialDraft`, with an adapter behind the exit that has keys and values of its own.
+
+    Args:
+        target, plan, limits, scorer: see :class:`PartialDraft`.
+        adapter: what is behind the exit.
+    """
+
+    def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, adapter: Adapter) -> None:
+        super().__init__(target, plan, limits, scorer)
+        before = next(target.anatomy.layers[adapter.exit_layer - 1].parameters())
+        self.adapter = adapter.to(before.device)
+        rows = len(target.cache.cursors)
+        self._head = OwnHead(target.model, target.anatomy)
+        self._cache = SpeculativeCache(1, rows, target.cache.capacity)
+        # Slots that the adapter has seen, of each row: from the first to before the second.
+        self._seen = [0] * rows
+        self._first = [0] * rows
+        self._roots = [0] * rows
+        target.watched = Watched(adapter.exit_layer, self._see_prompt)
+
+    def propose(self, text: Text, room: list[int]) -> Draft:
+        """As :meth:`PartialDraft.propose`."""
+        self._roots = text.roots()
+        return super().propose(text, room)
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """What was not accepted, and siblings that were, the adapter has not seen."""
+        super().update(text, verdicts, logits)
+        for row, (verdict, root) in enumerate(zip(verdicts, text.roots(), strict=True)):
+            line = 0
+            while line < len(verdict.nodes) and verdict.nodes[line] == line + 1:
+                line += 1
+            self._seen[row] = min(self._seen[row], self._roots[row] + 1 + line, root)
+
+    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int]) -> DraftStep:
+        late = max(cursor - seen for cursor, seen in zip(cursors, self._seen, strict=True))
+        starts = cursors
+        if late > 0:  # the last drafted token of a draft that was accepted as a whole
+            starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1)
+        exit_layer = self.adapter.exit_layer
+        if self._head.has_seen:
+            states = self.target.step(feed, starts, self.plan, capture=exit_layer, head=False).prefix_state
+        else:
+            with self._head.seeing():
+                states = self.target.step(feed, starts, self.plan, capture=exit_layer, head=False).prefix_state
+        assert states is not None
+        hidden = self._adapted(states, starts)
+        self._seen = [cursor + 1 for cursor in cursors]
+        return DraftStep(self._head(hidden[:, -1:])[:, -1], states[:, -1], states[:, -1:])
+
+    def _see_prompt(self, states: torch.Tensor, cursors: list[int], lengths: list[int]) -> None:
+        if states.dim() != 3:
+            raise UnsupportedModelError(
+                f"{self.target.anatomy.model_name} has states of {list(states.shape)} between its layers, which an "
+                "adapter cannot take."
+            )
+        if self._seen != cursors:
+            self._first = list(cursors)
+        self._adapted(states, cursors)
+        self._seen = [cursor + length for cursor, length in zip(cursors, lengths, strict=True)]
+
+    def _adapted(self, states: torch.Tensor, starts: list[int]) -> torch.Tensor:
+        """What the adapter sends to the head for states ``[b, s, d]`` of the tokens from these slots on."""
+        s, device = states.shape[1], self.adapter.norm.weight.device
+        self._cache.seek(starts, s)
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(s, device=device)
+        keys = torch.arange(max(starts) + s, device=device)
+        first = torch.tensor(self._first, device=device)[:, None, None]
+        mask = (keys <= positions[:, :, None]) & (keys >= first)
+        if (padding := self.target.padding) is not None:
+            real = padding.to(device).bool()[:, : len(keys)]
+            mask[:, :, : real.shape[1]] &= real[:, None]
+            mask |= keys == positions[:, :, None]  # a padded token sees itself, so that no row is empty
+        with torch.no_grad():
+            hidden = self.adapter(states.to(device), positions, self._cache, mask[:, None])
+        return hidden.to(states.device, states.dtype)

@@ -1,0 +1,109 @@
+"""A model's own output head, on states that did not come from its own last layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn as nn
+from transformers import PreTrainedModel
+
+from .anatomy import Anatomy
+from .forwards import InstanceForwards
+
+_head_lock = threading.Lock()
+
+
+@contextmanager
+def _returning(module: nn.Module, output: Any) -> Iterator[None]:
+    """``module`` returns ``output`` in this thread; one thread at a time, so that none takes off another's forward."""
+    forwards, thread = InstanceForwards(), threading.get_ident()
+    with _head_lock:
+        original = module.forward
+        forwards.replace(
+            module, lambda *args, **kwargs: output if threading.get_ident() == thread else original(*args, **kwargs)
+        )
+        try:
+            yield
+        finally:
+            forwards.restore()
+
+
+class OwnHead:
+    """Whatever the model does between its stack of layers and its logits: projections, head, scale, soft-cap.
+
+    No architecture is written again: the model's forward runs, and its stack of layers returns the given states at
+    once. What a stack returns beside states is taken from a forward of it that was seen before.
+
+    Args:
+        model: a causal LM of transformers.
+        anatomy: its parts.
+    """
+
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
+        self._model = model
+        self._stack = anatomy.stack
+        self._output: Any = None
+        self._autocast: tuple[str, torch.dtype] | None = None
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether there was a forward to take the form of an output from."""
+        return self._output is not None
+
+    def see(self, output: Any) -> None:
+        """Takes the form of an output of the stack, and the autocast that is on."""
+        states = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        kind = states.device.type
+        self._output = output
+        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+    @contextmanager
+    def seeing(self) -> Iterator[list[torch.Tensor]]:
+        """Sees the forwards of this thread; gives what each of them sends to the head, ``[b, s, d]``."""
+        found: list[torch.Tensor] = []
+        thread = threading.get_ident()
+
+        def see(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                self.see(output)
+                found.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+
+        handle = self._stack.register_forward_hook(see)
+        try:
+            yield found
+        finally:
+            handle.remove()
+
+    def forget(self) -> None:
+        """Lets go of that output."""
+        self._output = None
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Runs the head. Hooks that others put on the model's stack of layers run as well, for ids of zeros.
+
+        Args:
+            states: ``[n, d]`` or ``[b, s, d]``, as they leave the stack (behind a final norm, if there is one).
+
+        Returns:
+            ``[n, v]`` or ``[b, s, v]`` logits, in the precision (autocast) of the forward that was seen.
+        """
+        output = self._output
+        assert output is not None, "a forward has to be seen first"
+        batch = states[None] if states.dim() == 2 else states
+        if isinstance(output, tuple):
+            instead: Any = (batch, *output[1:])
+        else:
+            instead = type(output)(**{**output, "last_hidden_state": batch})
+        ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
+        # The class's forward, without what others have wrapped around the instance's: of that, autocast is kept.
+        with self._as_then(), _returning(self._stack, instead):
+            result = type(self._model).forward(self._model, input_ids=ids)
+        logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
+        return logits[0] if states.dim() == 2 else logits
+
+    def _as_then(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(*self._autocast)

@@ -1,0 +1,121 @@
+"""Kangaroo's adapter: attention between a shallow exit and the model's own head (arXiv 2404.18911 §3.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ..errors import SettingError
+from ..settings import check_count
+from .part import Part
+
+BLOCKS = ("attention", "mlp")
+
+
+class Adapter(Part):
+    """Input norm, multi-head attention with rotary positions, residual, final norm; then the model's own head.
+
+    Args:
+        exit_layer: the exit layer ``E`` whose states it takes.
+        hidden_size: their width ``d``.
+        num_heads: attention heads, a divisor of ``d``.
+        blocks: ``("attention",)`` as in the paper; with ``"mlp"`` a whole transformer layer, or ``("mlp",)`` alone
+            (its Table 2, where both are slower).
+        rope_theta: base of the rotary positions.
+        norm_eps: of the norms.
+        about: see :class:`Part`.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    kind = "adapter"
+
+    def __init__(
+        self,
+        exit_layer: int,
+        hidden_size: int,
+        num_heads: int,
+        blocks: list[str] | tuple[str, ...] = ("attention",),
+        rope_theta: float = 10000.0,
+        norm_eps: float = 1e-6,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("exit_layer", exit_layer), ("hidden_size", hidden_size), ("num_heads", num_heads)):
+            check_count(f"Adapter({name})", value)
+        if not blocks or not set(blocks) <= set(BLOCKS):
+            raise SettingError(f"Adapter(blocks) takes some of {BLOCKS}, got {blocks!r}.")
+        if hidden_size % (2 * num_heads):
+            raise SettingError(
+                f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): heads must share the width in even parts."
+            )
+        self.exit_layer = exit_layer
+        self.num_heads = num_heads
+        self.head_width = hidden_size // num_heads
+        self.rope_theta = rope_theta
+        self.about = about or {}
+        self.norm = nn.RMSNorm(hidden_size, norm_eps)
+        self.attention = "attention" in blocks
+        if self.attention:
+            self.input_norm = nn.RMSNorm(hidden_size, norm_eps)
+            self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+            self.output = nn.Linear(hidden_size, hidden_size, bias=False)
+            nn.init.normal_(self.qkv.weight, std=hidden_size**-0.5)
+            nn.init.zeros_(self.output.weight)  # it begins as the early exit itself
+        self.mlp: nn.Module | None = None
+        if "mlp" in blocks:
+            up = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
+            down = nn.Linear(4 * hidden_size, hidden_size, bias=False)
+            nn.init.zeros_(down.weight)
+            self.mlp = nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), up, nn.SiLU(), down)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        cache: Any = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What goes into the model's head.
+
+        Args:
+            states: ``[b, s, d]`` that left layer ``E - 1``.
+            positions: ``[b, s]``, from 0 on by default.
+            cache: keys and values of the tokens before, a ``Cache`` of transformers; ``None`` for no tokens before.
+            mask: ``[b, 1, s, n]`` what each token may see, ``None`` for those before it.
+
+        Returns:
+            ``[b, s, d]``.
+        """
+        hidden = states.to(self.norm.weight.dtype)
+        if self.attention:
+            hidden = hidden + self._attend(self.input_norm(hidden), positions, cache, mask)
+        if self.mlp is not None:
+            hidden = hidden + self.mlp(hidden)
+        return self.norm(hidden)
+
+    def _attend(
+        self, hidden: torch.Tensor, positions: torch.Tensor | None, cache: Any, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        b, s, d = hidden.shape
+        if positions is None:
+            positions = torch.arange(s, device=hidden.device)[None]
+        query, key, value = self.qkv(hidden).view(b, s, 3, self.num_heads, self.head_width).permute(2, 0, 3, 1, 4)
+        query, key = (self._rotated(vectors, positions) for vectors in (query, key))
+        if cache is not None:
+            key, value = cache.update(key, value, 0)
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
+        return self.output(found.transpose(1, 2).reshape(b, s, d))
+
+    def _rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``[b, k, s, h]`` turned by their positions."""
+        half = self.head_width // 2
+        speeds = self.rope_theta ** (-torch.arange(half, device=vectors.device, dtype=torch.float32) / half)
+        angles = (positions[:, None, :, None].float() * speeds).to(torch.float32)
+        cos, sin = angles.cos().to(vectors.dtype), angles.sin().to(vectors.dtype)
+        first, second = vectors[..., :half], vectors[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -1,0 +1,47 @@
+"""A linear probe that says how probable it is that a drafted token is accepted (AdaSPEED §II.B)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..settings import check_count
+from .part import Part
+
+
+class LinearProbe(Part):
+    """``σ(v · h + b)`` of the state behind a drafted token; the ``confidence`` of a stop rule.
+
+    Args:
+        exit_layer: the exit layer ``E`` whose states it takes.
+        hidden_size: their width ``d``.
+        do_sample: whether tokens are drawn; acceptance is another thing then.
+        about: see :class:`Part`.
+    """
+
+    kind = "probe"
+
+    def __init__(
+        self, exit_layer: int, hidden_size: int, do_sample: bool = False, about: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        check_count("LinearProbe(exit_layer)", exit_layer)
+        check_count("LinearProbe(hidden_size)", hidden_size)
+        self.exit_layer = exit_layer
+        self.do_sample = do_sample
+        self.about = about or {}
+        self.direction = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.direction.weight)
+        nn.init.zeros_(self.direction.bias)
+
+    def scores(self, states: torch.Tensor) -> torch.Tensor:
+        """``[...]`` log odds of acceptance from states ``[..., d]``."""
+        weight = self.direction.weight
+        return self.direction(states.to(weight.device, weight.dtype)).squeeze(-1)
+
+    @torch.no_grad()
+    def forward(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[b]`` probabilities from states ``[b, d]``; logits ``[b, v]`` play no part."""
+        return self.scores(hidden_states).sigmoid().to(logits.device)

@@ -1,0 +1,161 @@
+"""A frozen model, as what is fitted to it sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..model.exits import Exits
+from ..model.fingerprint import Fingerprint
+from ..model.head import OwnHead
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the model shows of a batch of text.
+
+    Attributes:
+        states: for each layer ``E`` that was asked for, ``[b, s, d]`` what left layer ``E - 1``.
+        exits: the same behind the model's own final norm.
+        final: ``[b, s, d]`` what the whole model sends to its head.
+    """
+
+    states: dict[int, torch.Tensor]
+    exits: dict[int, torch.Tensor]
+    final: torch.Tensor
+
+
+class Backbone:
+    """A model whose states are labels. While :meth:`frozen`, it is in eval mode and gets no gradients.
+
+    Args:
+        model: a causal LM of transformers.
+        layers: exit layers whose states are wanted.
+        cache_dir: where the states of each row of text are kept, so that further fits on the same text need no forward;
+            ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` numbers.
+
+    Raises:
+        SettingError, UnsupportedModelError: an exit does not exist or cannot be brought to the head.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[int], cache_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.model = model
+        self.layers = tuple(layers)
+        self.exits = Exits(model)
+        self.exits.check("fit", layers)
+        self.anatomy = self.exits.anatomy
+        self.own_head = OwnHead(model, self.anatomy)
+        self._folder: Path | None = None
+        if cache_dir is not None:
+            self._folder = Path(cache_dir) / Fingerprint.of(model, self.anatomy.num_layers).name
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids go."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Eval mode, no gradients, hooks for the exits; all as before afterwards."""
+        training = [module for module in self.model.modules() if module.training]
+        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        try:
+            self.model.eval()
+            for parameter in learning:
+                parameter.requires_grad_(False)
+            self.exits.attach()
+            yield
+        finally:
+            self.exits.detach()
+            for parameter in learning:
+                parameter.requires_grad_(True)
+            for module in training:
+                module.training = True
+
+    @torch.no_grad()
+    def observe(self, ids: torch.Tensor) -> Observed:
+        """What the model shows of ``ids`` ``[b, s]``, from the cache where it is there."""
+        ids = ids.to(self.device)
+        files = [] if self._folder is None else [self._folder / f"{_digest(row)}.safetensors" for row in ids]
+        kept = [_read(file) for file in files]
+        names = [f"{what}_{layer}" for layer in self.layers for what in ("states", "exits")]
+        if kept and all(row is not None and {*names, "final"} <= row.keys() for row in kept):
+            if not self.own_head.has_seen:
+                self._forward(ids[:1, :1])
+            found = {name: torch.stack([row[name] for row in kept if row]).to(ids.device) for name in [*names, "final"]}
+        else:
+            found = self._forward(ids)
+            for index, (file, before) in enumerate(zip(files, kept, strict=True)):
+                _write(file, (before or {}) | {name: value[index].cpu() for name, value in found.items()})
+        return Observed(
+            states={layer: found[f"states_{layer}"] for layer in self.layers},
+            exits={layer: found[f"exits_{layer}"] for layer in self.layers},
+            final=found["final"],
+        )
+
+    def _forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        handles = [self.anatomy.layers[layer - 1].register_forward_hook(_keep(found, layer)) for layer in self.layers]
+        self.exits.chosen = self.layers
+        try:
+            with self.own_head.seeing() as final:
+                self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
+        finally:
+            self.exits.chosen = ()
+            for handle in handles:
+                handle.remove()
+        if any(state.dim() != 3 for state in found.values()):
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
+                "be fitted."
+            )
+        assert self.exits.states is not None
+        for layer, state in zip(self.layers, self.exits.states, strict=True):
+            found[f"exits_{layer}"] = state
+        return found | {"final": final[-1]}
+
+
+def _keep(found: dict[str, torch.Tensor], layer: int) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found[f"states_{layer}"] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _digest(row: torch.Tensor) -> str:
+    return hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:32]
+
+
+def _read(file: Path) -> dict[str, torch.Tensor] | None:
+    """What is kept of a row; nothing where the file is missing or was cut short."""
+    try:
+        return dict(load_file(file))
+    except (OSError, SafetensorError):
+        return None
+
+
+def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    beside = file.with_name(f".{file.name}-{uuid4().hex}.tmp")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+        os.replace(beside, file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
