@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar, cast
@@ -272,7 +273,8 @@ def fit_adapter(
     _check_exit(name, chosen, layers)
     backbone = Backbone(inner, (chosen,), cache_dir)
     heads = num_heads or config.num_attention_heads
-    adapter = Adapter(chosen, _width(backbone), heads, tuple(blocks), norm_eps=1e-6).to(backbone.device)
+    with _seeded(args):
+        adapter = Adapter(chosen, _width(backbone), heads, tuple(blocks), norm_eps=1e-6).to(backbone.device)
 
     def logits_of(what: _Pair, observed: Observed) -> torch.Tensor:
         hidden = adapter(observed.states[chosen])
@@ -366,6 +368,14 @@ def _check_exit(name: str, layer: int, layers: int) -> None:
             f"{name}(exit_layer={layer}) is not possible: the model has {layers} layers, so the exit layer must be "
             f"between 1 and {layers - 1}."
         )
+
+
+@contextmanager
+def _seeded(args: TrainingArguments | None) -> Iterator[None]:
+    """The Trainer's seed, for what is made before it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42 if args is None else args.seed)
+        yield
 
 
 def _width(backbone: Backbone) -> int:

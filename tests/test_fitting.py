@@ -1,0 +1,467 @@
+"""What is fitted to a frozen model: the fits, the files, and drafts with what was fitted."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from conftest import VOCABULARY, ragged_batch, tiny_llama
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, TrainingArguments
+
+from hf_selfspec import (
+    Adapter,
+    ConfidenceThreshold,
+    EarlyExitAdapter,
+    FixedLength,
+    LinearProbe,
+    ProductThreshold,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    UnsupportedModelError,
+    fit_adapter,
+    fit_probe,
+)
+from hf_selfspec.train.backbone import Backbone
+from hf_selfspec.train.fitting import Blocks, cross_entropy, per_token, training_arguments
+
+EXIT = 2
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+
+
+def rows(count: int = 60, length: int = 32, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Texts with something to learn: each token is often followed by the next one."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(2, VOCABULARY, (count, 1), generator=generator)
+    return [{"input_ids": row.tolist()} for row in (starts + torch.arange(length) - 2) % (VOCABULARY - 2) + 2]
+
+
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    return training_arguments(
+        str(folder), torch.device("cpu"), disable_tqdm=True, logging_steps=5, warmup_steps=0, **changed
+    )
+
+
+def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def adapter_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT) -> Adapter:
+    """An adapter that does something."""
+    torch.manual_seed(seed)
+    width = model.config.get_text_config(decoder=True).hidden_size
+    adapter = Adapter(exit_layer, width, 4)
+    torch.nn.init.normal_(adapter.output.weight, std=0.1)
+    return adapter.eval()
+
+
+# Fits -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = tiny_llama().train()
+    model.lm_head.weight.requires_grad_(False)
+    before, learning = weights(model), [parameter.requires_grad for parameter in model.parameters()]
+    args = arguments(tmp_path, num_train_epochs=12, learning_rate=1e-2)
+    adapter = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path / "out")
+    figures = adapter.about["figures"]
+    assert figures["last loss"] < figures["first loss"] - 0.005
+    assert {name: value for name, value in adapter.about["recipe"].items() if name != "steps"} == {
+        "exit layer": 2,
+        "blocks": "attention",
+        "heads": 4,
+        "tokens": 57 * 32,
+    }
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [parameter.requires_grad for parameter in model.parameters()] == learning
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+    assert not adapter.training
+    assert model.model.layers[0].__dict__.get("forward") is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    ids = torch.tensor([row["input_ids"] for row in rows()[:30]])
+    plain = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=arguments(tmp_path, max_steps=1))
+    assert loss_of(model, adapter, ids) < loss_of(model, plain, ids)
+    loaded = Adapter.load(tmp_path / "out")
+    assert loaded.about == adapter.about
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in adapter.state_dict().items())
+    assert "## Figures\n\n- first loss" in (tmp_path / "out" / "README.md").read_text()
+
+
+@torch.no_grad()
+def loss_of(model: LlamaForCausalLM, adapter: Adapter, ids: torch.Tensor) -> float:
+    """Cross entropy against the whole model's distribution, by hand."""
+    model.eval()
+    output = model(ids, output_hidden_states=True)
+    drafted = model.lm_head(adapter(output.hidden_states[EXIT]))
+    return -(output.logits.softmax(-1) * drafted.log_softmax(-1)).sum(-1).mean().item()
+
+
+def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equation 3 over all positions, whatever the chunks."""
+    model = tiny_llama()
+    adapter, ids = adapter_of(model), torch.randint(2, VOCABULARY, (2, 9))
+    seen = Backbone(model, (EXIT,))
+    with seen.frozen():
+        observed = seen.observe(ids)
+        for elements in (10**9, 4 * VOCABULARY):
+            monkeypatch.setattr("hf_selfspec.train.fitting.LOGIT_ELEMENTS", elements)
+            hidden = adapter(observed.states[EXIT])
+            found = per_token(seen.own_head, cross_entropy, hidden, observed.final, VOCABULARY)
+            assert found.shape == (18,)
+            assert found.mean().item() == pytest.approx(loss_of(model, adapter, ids), abs=1e-5)
+            found.mean().backward()
+            gradient = adapter.qkv.weight.grad.clone()
+            adapter.zero_grad()
+    with torch.enable_grad():
+        output = model(ids, output_hidden_states=True)
+        drafted = model.lm_head(adapter(output.hidden_states[EXIT].detach()))
+        (-(output.logits.detach().softmax(-1) * drafted.log_softmax(-1)).sum(-1).mean()).backward()
+    torch.testing.assert_close(adapter.qkv.weight.grad, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_an_adapter_begins_as_the_exit_itself(tmp_path: Path) -> None:
+    """Its norm is the model's own and its attention adds nothing, so that the first loss is that of the exit."""
+    model = tiny_llama()
+    model.model.norm.weight.data.uniform_(0.5, 2.0)
+    args = arguments(tmp_path, max_steps=1, learning_rate=0.0)
+    adapter = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args)
+    torch.testing.assert_close(adapter.norm.weight, model.model.norm.weight.data, atol=1e-4, rtol=1e-3)
+    states = torch.randn(1, 5, 64)
+    torch.testing.assert_close(adapter(states), model.model.norm(states), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> None:
+    """Better than always saying the more frequent of both; its labels are those of the decoding mode."""
+    model = tiny_llama(factor=0.6)
+    before = weights(model)
+    args = arguments(tmp_path, num_train_epochs=60, learning_rate=3e-2)
+    text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (80, 32)).tolist()]
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.2, "top_k": 5} if do_sample else {}
+    probe = fit_probe(model, None, text, exit_layer=EXIT, block_size=32, args=args, **options)
+    figures = probe.about["figures"]
+    assert figures["last loss"] < figures["first loss"] - 0.002
+    ids = torch.tensor([row["input_ids"] for row in text[:60]])
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True)
+        exits = model.lm_head(model.model.norm(output.hidden_states[EXIT]))
+        if do_sample:
+            p, q = (_sampled(logits) for logits in (output.logits, exits))
+            label = torch.minimum(p, q).sum(-1)
+        else:
+            label = (exits.argmax(-1) == output.logits.argmax(-1)).float()
+        sure = probe(exits.flatten(0, 1), output.hidden_states[EXIT].flatten(0, 1)).view(label.shape)
+    share = label.mean()
+    found = torch.nn.functional.binary_cross_entropy(sure, label)
+    constant = torch.nn.functional.binary_cross_entropy(share.expand_as(label), label)
+    assert found < constant - 0.002
+    assert sure.mean().item() == pytest.approx(share.item(), abs=0.1)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def _sampled(logits: torch.Tensor) -> torch.Tensor:
+    """Temperature 0.2, then the five most probable."""
+    logits = logits / 0.2
+    return logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf).softmax(-1)
+
+
+def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second fit on the same text runs no layer and comes to the same; a file that was cut short is made anew."""
+    model, calls = tiny_llama(), []
+    original = Backbone._forward
+    monkeypatch.setattr(Backbone, "_forward", lambda self, ids: calls.append(ids.numel()) or original(self, ids))
+
+    def fit() -> Adapter:
+        args = arguments(tmp_path, max_steps=4, seed=1)
+        return fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
+
+    first = fit()
+    assert max(calls) > 32
+    calls.clear()
+    second = fit()
+    assert max(calls) == 1  # for the form of an output
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    files = list(tmp_path.rglob("*.safetensors"))
+    assert len(files) >= 15
+    for file in files:
+        file.write_bytes(file.read_bytes()[:100])
+    calls.clear()
+    fit()
+    assert max(calls) > 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_rows_of_text() -> None:
+    class Tokens:
+        eos_token_id = 1
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    found = Blocks(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
+    assert found.rows.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
+    assert found.without(1).rows.tolist() == [[97, 98, 99, 1]]
+
+
+# Drafts with adapters -------------------------------------------------------------------------------------------------
+
+
+ARCHITECTURES = (
+    "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi", "opt", "mixtral", "falcon",
+    "olmo2", "gpt_oss", "bloom", "cohere2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_adapters_change_no_token(name: str) -> None:
+    model = build(name)
+    model.generation_config.eos_token_id = None
+    adapter = adapter_of(model, exit_layer=1)
+    for tree in (None, TopKTree()):
+        spec = SelfSpec(EarlyExitAdapter(adapter), FixedLength(4), tree)
+        for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+                ids = model.generate(**inputs, **options, assistant=spec)
+            assert torch.equal(ids, model.generate(**inputs, **options))
+            assert spec.stats is not None
+            assert spec.stats.drafted > spec.stats.rounds
+
+
+class Recording:
+    """A stop rule that keeps what it is shown, and ends drafts in turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
+        return torch.full((len(logits),), len(self.calls) % 3 == 0)
+
+
+@pytest.mark.parametrize("well", [False, True])
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))], ids=["line", "tree"])
+def test_an_adapter_sees_the_whole_text(well: bool, tree: TopKTree | None) -> None:
+    """What it says is what it says of the text in one piece: its keys and values are those of the tokens before."""
+    model = tiny_llama()
+    if well:  # drafts that are accepted as a whole
+        for layer in model.model.layers[EXIT:]:
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.down_proj.weight.data.zero_()
+    adapter, rule = adapter_of(model), Recording()
+    if well:
+        adapter.output.weight.data.mul_(0.002)
+    spec = SelfSpec(EarlyExitAdapter(adapter), rule, tree, max_draft=5)
+    inputs = ragged_batch((12,))
+    model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    assert (spec.stats.acceptance_rate > 0.5) == well
+    for ids, logits, state in rule.calls:
+        with torch.no_grad():
+            states = model(ids[:, :-1], output_hidden_states=True).hidden_states[EXIT]
+            torch.testing.assert_close(state, states[:, -1], rtol=1e-4, atol=1e-5)
+            expected = model.lm_head(adapter(states))[:, -1]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_an_adapter_sees_the_whole_text_of_each_row() -> None:
+    model = tiny_llama()
+    adapter, rule, lengths = adapter_of(model), Recording(), (4, 9, 6)
+    inputs = ragged_batch(lengths)
+    ids = model.generate(
+        **inputs, max_new_tokens=30, do_sample=False, assistant=SelfSpec(EarlyExitAdapter(adapter), rule, max_draft=5)
+    )
+    for row, length in enumerate(lengths):
+        text = ids[row, 9 - length :]
+        alone, alone_rule = text[None, :length], Recording()
+        model.generate(
+            alone, attention_mask=torch.ones_like(alone), max_new_tokens=30, do_sample=False,
+            assistant=SelfSpec(EarlyExitAdapter(adapter), alone_rule, max_draft=5),
+        )  # fmt: skip
+        said = {tuple(seen[0].tolist()): logits[0] for seen, logits, _ in alone_rule.calls}
+        compared = 0
+        for seen, logits, _ in rule.calls:
+            # Rows are aligned right; their own text begins with the prompt.
+            found = seen[row].tolist()
+            start = next((at for at in range(len(found)) if found[at : at + length] == text[:length].tolist()), None)
+            if start is not None and (expected := said.get(tuple(found[start:]))) is not None:
+                torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-4)
+                compared += 1
+        assert compared > 3
+
+
+def test_adapters_of_drawn_text_are_exact() -> None:
+    """Frequencies of the second token of 3,000 rows, against the model's own distribution."""
+    model = tiny_llama(vocabulary=VOCABULARY)
+    spec = SelfSpec(EarlyExitAdapter(adapter_of(model)), FixedLength(3))
+    inputs = ragged_batch((5,))
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 8, "max_new_tokens": 4}
+    many = {name: value.expand(500, -1) for name, value in inputs.items()}
+    ours = torch.cat([model.generate(**many, **options, assistant=spec)[:, 6] for _ in range(6)])
+    plain = torch.cat([model.generate(**many, **options)[:, 6] for _ in range(6)])
+    p, q = (torch.bincount(ids, minlength=VOCABULARY) / len(ids) for ids in (ours, plain))
+    assert (p - q).abs().sum() / 2 < 0.06
+    assert spec.stats is not None
+    assert 0 < spec.stats.accepted < spec.stats.drafted
+
+
+def test_a_chat_goes_on_with_an_adapter() -> None:
+    """What came before it was asked, it does not see; the text is the same all the same."""
+    model, cache = tiny_llama(), DynamicCache()
+    spec = SelfSpec.kangaroo(adapter_of(model), FixedLength(3))
+    first = ragged_batch((8,))["input_ids"]
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    mask = torch.ones_like
+    said = model.generate(first, attention_mask=mask(first), past_key_values=cache, assistant=spec, **options)
+    more = torch.cat([said, first], 1)
+    found = model.generate(more, attention_mask=mask(more), past_key_values=cache, assistant=spec, **options)
+    assert torch.equal(found, model.generate(more, attention_mask=mask(more), **options))
+
+
+def test_saved_adapters_draft_the_same(tmp_path: Path) -> None:
+    model = tiny_llama()
+    adapter = adapter_of(model)
+    adapter.save_pretrained(tmp_path / "adapter")
+    stats = []
+    for spec in (SelfSpec.kangaroo(adapter), SelfSpec.kangaroo(tmp_path / "adapter")):
+        model.generate(**ragged_batch((9,)), max_new_tokens=40, do_sample=False, assistant=spec)
+        assert spec.stats is not None
+        stats.append(spec.stats.from_draft)
+    assert stats[0] == stats[1]
+    spec.save_pretrained(tmp_path / "spec", model)
+    assert SelfSpec.from_pretrained(tmp_path / "spec").stop == ConfidenceThreshold(0.6)
+    with pytest.raises(SettingError, match="cannot be saved"):
+        SelfSpec.kangaroo(adapter).save_pretrained(tmp_path / "spec", model)
+
+
+def test_a_probe_ends_drafts() -> None:
+    model = tiny_llama()
+    probe = LinearProbe(EXIT, 64)
+    torch.nn.init.normal_(probe.direction.weight, std=0.3)
+    for stop in (ConfidenceThreshold(0.5, probe), ProductThreshold(0.2, probe)):
+        spec = SelfSpec(SelfSpec.layerskip(EXIT, 4).draft, stop)
+        for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+            assert torch.equal(ids, model.generate(**inputs, max_new_tokens=24, do_sample=False))
+            assert spec.stats is not None
+            assert spec.stats.drafted != 25 * spec.stats.rounds
+    states = torch.randn(3, 64)
+    expected = torch.sigmoid(states @ probe.direction.weight[0] + probe.direction.bias)
+    torch.testing.assert_close(probe(torch.zeros(3, 5), states), expected.detach())
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"dataset": []}, SettingError, "was given no text: the dataset is empty"),
+        ({"dataset": [{"input_ids": [3, 4]}]}, SettingError, "2 tokens, fewer than one row of block_size=32"),
+        ({"dataset": "text"}, SettingTypeError, "takes a list of texts"),
+        ({"dataset": [5]}, SettingTypeError, "takes strings, or rows"),
+        ({"dataset": ["text"]}, SettingTypeError, "and the tokenizer"),
+        ({"exit_layer": 6}, SettingError, "the model has 6 layers, so the exit layer must be between 1 and 5"),
+        ({"exit_layer": 0}, SettingError, "exit_layer) must be at least 1"),
+        ({"args": {"max_steps": 3}}, SettingTypeError, "args) must be TrainingArguments"),
+        ({"block_size": 0}, SettingError, "block_size) must be at least 1"),
+        ({"model": 3}, SettingTypeError, "takes a causal LM of transformers"),
+    ],
+)
+@pytest.mark.parametrize("fit", [fit_adapter, fit_probe])
+def test_fits_of_nothing(fit: Callable[..., Any], change: dict[str, Any], error: type[Exception], words: str) -> None:
+    given: dict[str, Any] = {"model": tiny_llama(), "dataset": rows(), "exit_layer": EXIT, "block_size": 32} | change
+    with pytest.raises(error) as raised:
+        fit(given.pop("model"), None, given.pop("dataset"), **given)
+    assert fit.__name__ in str(raised.value)
+    assert words in str(raised.value)
+
+
+def test_models_to_which_nothing_can_be_fitted() -> None:
+    model = build("gemma3n_text")
+    with pytest.raises(UnsupportedModelError, match="several states for each token"):
+        fit_adapter(model, None, rows(), exit_layer=1, block_size=32)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Adapter(2, 64, 3), "heads must share the width"),
+        (lambda: Adapter(2, 64, 4, blocks=("mixer",)), "takes some of"),
+        (lambda: Adapter(0, 64, 4), r"exit_layer\) must be at least 1"),
+        (lambda: SelfSpec.kangaroo(5), "must be an Adapter or the path"),
+    ],
+)
+def test_wrong_adapters(make: Callable[[], object], words: str) -> None:
+    with pytest.raises((SettingError, SettingTypeError), match=words):
+        make()
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+
+
+def no_numbers(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def other_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"exit_layer": 2,')
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_short, "cut short or changed"),
+        (no_numbers, "weights that are no numbers: norm.weight"),
+        (other_shape, "cut short or changed"),
+        (no_config, "has no config.json"),
+        (broken_config, "cut short or changed"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
+    adapter_of(tiny_llama()).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(SettingError, match=words):
+        SelfSpec.kangaroo(tmp_path)
+
+
+def test_adapters_of_other_models(tmp_path: Path) -> None:
+    model = tiny_llama()
+    args = arguments(tmp_path, max_steps=1)
+    adapter = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args)
+    for other, words in ((tiny_llama(seed=3), "other weights"), (tiny_llama(8), "a model of 6 layers, not of 8")):
+        with pytest.raises(SettingError, match=words):
+            other.generate(**ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(adapter))
+    with pytest.raises(SettingError, match="has 2 layers"):
+        tiny_llama(2).generate(
+            **ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(adapter_of(model, exit_layer=2))
+        )
