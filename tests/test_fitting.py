@@ -71,13 +71,13 @@ def adapter_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT) ->
 
 
 def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    model = tiny_llama().train()
+    model = tiny_llama(factor=2.0).train()
     model.lm_head.weight.requires_grad_(False)
     before, learning = weights(model), [parameter.requires_grad for parameter in model.parameters()]
     args = arguments(tmp_path, num_train_epochs=12, learning_rate=1e-2)
     adapter = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path / "out")
     figures = adapter.about["figures"]
-    assert figures["last loss"] < figures["first loss"] - 0.005
+    assert figures["last loss"] < figures["first loss"] - 0.01
     assert {name: value for name, value in adapter.about["recipe"].items() if name != "steps"} == {
         "exit layer": 2,
         "blocks": "attention",
