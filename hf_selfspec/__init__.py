@@ -5,7 +5,7 @@ the output is what it would have been.
 """
 
 from .differences import Difference, first_differences
-from .draft import EarlyExit, EarlyExitAdapter, EarlyExitOnly, SkipLayers
+from .draft import DynamicExit, EarlyExit, EarlyExitAdapter, EarlyExitOnly, SkipLayers
 from .errors import (
     NumericalError,
     SelfSpecError,
@@ -16,12 +16,12 @@ from .errors import (
 )
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
-from .parts import Adapter, LinearProbe
+from .parts import Adapter, ExitHeads, LinearProbe
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
 from .stop import AdaptiveThreshold, ConfidenceThreshold, FixedLength, ProductThreshold
-from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational, fit_adapter, fit_probe
+from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational, fit_adapter, fit_exit_heads, fit_probe
 from .tuning import OfflineSearch, tune
 from .types import GenerationStats
 from .verify import CostTree, TopKTree
@@ -36,11 +36,13 @@ __all__ = [
     "ConfidenceThreshold",
     "CostTree",
     "Difference",
+    "DynamicExit",
     "EarlyExit",
     "EarlyExitAdapter",
     "EarlyExitLoss",
     "EarlyExitOnly",
     "ExitChoice",
+    "ExitHeads",
     "ExitReport",
     "FixedLength",
     "GenerationStats",
@@ -64,6 +66,7 @@ __all__ = [
     "exit_report",
     "first_differences",
     "fit_adapter",
+    "fit_exit_heads",
     "fit_probe",
     "install",
     "register_architecture",

@@ -148,17 +148,18 @@ class Decoder:
         if draft.states is None:
             step = target.step(tokens, roots, nodes=nodes)
         else:
-            ready = draft.states.shape[1]
-            rest = target.step(
-                tokens[:, ready:],
-                roots if nodes is not None else [root + ready for root in roots],
-                nodes=nodes,
-                first_node=ready if nodes is not None else 0,
-                capture=draft.prefix,
-                head=False,
-            ).prefix_state
-            assert rest is not None
-            states = torch.cat([draft.states, rest], dim=1)
+            states, ready = draft.states, draft.states.shape[1]
+            if ready < tokens.shape[1]:
+                rest = target.step(
+                    tokens[:, ready:],
+                    roots if nodes is not None else [root + ready for root in roots],
+                    nodes=nodes,
+                    first_node=ready if nodes is not None else 0,
+                    capture=draft.prefix,
+                    head=False,
+                ).prefix_state
+                assert rest is not None
+                states = torch.cat([states, rest], dim=1)
             step = target.step(tokens, roots, nodes=nodes, state=states, capture=draft.prefix)
         assert step.logits is not None
         logits = step.logits.to(text.ids.device, torch.float32)

@@ -13,6 +13,7 @@ from .decoding import RunningDraft
 from .draft.adapter import AdapterDraft, EarlyExitAdapter
 from .draft.candidates import CandidateDraft
 from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
+from .draft.exit_heads import DynamicExit, HeadsDraft
 from .draft.partial import Limits, PartialDraft
 from .draft.probe import ProbeSettings, ProbingDraft
 from .draft.searching import SearchingDraft
@@ -43,7 +44,7 @@ class Drafting:
         settings: what is written beside it.
     """
 
-    draft: EarlyExit | SkipLayers | EarlyExitAdapter | EarlyExitOnly | CandidateGenerator
+    draft: EarlyExit | SkipLayers | EarlyExitAdapter | DynamicExit | EarlyExitOnly | CandidateGenerator
     stop: StopRule | None
     max_draft: int
     learned: Learned
@@ -74,9 +75,12 @@ class Drafting:
         if isinstance(self.draft, EarlyExit) and (plan is None or self.stop is None):
             return self._probing(target, limits, scorer, self.draft.layer)
         assert plan is not None
-        if isinstance(self.draft, EarlyExitAdapter):
+        if isinstance(self.draft, (EarlyExitAdapter, DynamicExit)):
             self.draft.module.check(lambda: self.learned.fingerprint(target.model))
+        if isinstance(self.draft, EarlyExitAdapter):
             return AdapterDraft(target, plan, limits, scorer, self.draft.module)
+        if isinstance(self.draft, DynamicExit):
+            return HeadsDraft(target, plan, limits, scorer, self.draft)
         return PartialDraft(target, plan, limits, scorer)
 
     def _probing(self, target: Target, limits: Limits, scorer: Scorer, layer: int | None) -> PartialDraft:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from .draft.adapter import EarlyExitAdapter
 from .draft.early_exit import EarlyExit, EarlyExitOnly
+from .draft.exit_heads import DynamicExit
 from .draft.skip_layers import SkipLayers
 from .errors import SelfSpecError, SettingError
 from .model.fingerprint import Fingerprint
@@ -28,6 +29,7 @@ _CLASSES: dict[str, Any] = {
         EarlyExit,
         EarlyExitOnly,
         EarlyExitAdapter,
+        DynamicExit,
         SkipLayers,
         OnTheFlySearch,
         ClosestLayers,

@@ -20,6 +20,7 @@ from .checks import check_call, check_length
 from .decoding import Decoder, Record
 from .draft.adapter import EarlyExitAdapter
 from .draft.early_exit import EarlyExit, EarlyExitOnly
+from .draft.exit_heads import DynamicExit
 from .draft.partial import Limits, PartialDraft
 from .draft.skip_layers import SkipLayers
 from .drafting import Drafting
@@ -32,6 +33,7 @@ from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
 from .notices import say_once
 from .parts.adapter import Adapter
+from .parts.heads import ExitHeads
 from .search.exit_choice import ExitChoice
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .search.skip_search import SkipSearch
@@ -58,10 +60,10 @@ class SelfSpec:
     holds settings and can be used again, with other models and by several threads.
 
     Args:
-        draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers` or :class:`EarlyExitAdapter`, or
-            any ``CandidateGenerator`` of transformers. By default the layers to skip are found while generating, see
-            :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone, which changes the
-            output (and returns no cache).
+        draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter` or
+            :class:`DynamicExit`, or any ``CandidateGenerator`` of transformers. By default the layers to skip are found
+            while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone,
+            which changes the output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. ``None``:
@@ -77,7 +79,7 @@ class SelfSpec:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    draft: EarlyExit | SkipLayers | EarlyExitAdapter | EarlyExitOnly | CandidateGenerator = field(
+    draft: EarlyExit | SkipLayers | EarlyExitAdapter | DynamicExit | EarlyExitOnly | CandidateGenerator = field(
         default_factory=lambda: SkipLayers(search=ClosestLayers())
     )
     stop: StopRule | None = None
@@ -88,10 +90,11 @@ class SelfSpec:
     _learned: Learned = field(default_factory=Learned, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft, (EarlyExit, SkipLayers, EarlyExitAdapter, EarlyExitOnly, CandidateGenerator)):
+        kinds = (EarlyExit, SkipLayers, EarlyExitAdapter, DynamicExit, EarlyExitOnly, CandidateGenerator)
+        if not isinstance(self.draft, kinds):
             raise SettingTypeError(
-                "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...) or a "
-                f"CandidateGenerator, got {self.draft!r}."
+                "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), DynamicExit(...) or "
+                f"a CandidateGenerator, got {self.draft!r}."
             )
         is_rule = callable(self.stop) or isinstance(self.stop, RememberingRule)
         if self.stop is not None and (not is_rule or isinstance(self.stop, type)):
@@ -209,6 +212,22 @@ class SelfSpec:
         """
         draft = EarlyExitAdapter(os.fspath(adapter) if isinstance(adapter, os.PathLike) else adapter)
         return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
+
+    @classmethod
+    def dssd(cls, heads: ExitHeads | str | os.PathLike[str], epsilon: float = 0.9, max_draft: int = 32) -> SelfSpec:
+        """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
+
+        Args:
+            heads: what ``fit_exit_heads`` gave, or the folder or Hub repository that holds it.
+            epsilon: how often a head is to be right where it is believed; can be another one for each ``SelfSpec``
+                without calibrating again.
+            max_draft: most tokens in a draft (32 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: there are no such heads, or a setting is not allowed.
+        """
+        draft = DynamicExit(os.fspath(heads) if isinstance(heads, os.PathLike) else heads, epsilon)
+        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     @classmethod
     def early_exit_only(cls, layer: int) -> SelfSpec:

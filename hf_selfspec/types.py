@@ -99,7 +99,8 @@ class Draft:
         siblings: for each depth ``1..T`` the nodes that stand beside the line's, in the order in which they were drawn.
         q: ``[b, T, v]`` the distribution from which the nodes of each depth were drawn without replacement, or
             ``None`` where they were simply named (greedy, n-gram look-up).
-        states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``.
+        states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``. Where node ``T``
+            has been there, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
     """
 
@@ -176,6 +177,7 @@ class GenerationStats:
         phase: of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
         matchness: of the sets that such a search tried, in order, those of earlier calls included.
         drafts: whether it was worth drafting at the end of the call.
+        exit_layers: of drafts that choose an exit for each token, how many were taken at each.
         timeline: after each round the tokens of all rows so far and the seconds since the call began.
     """
 
@@ -197,6 +199,7 @@ class GenerationStats:
     phase: str = ""
     matchness: list[float] = field(default_factory=list, repr=False)
     drafts: bool = True
+    exit_layers: Counter[int] = field(default_factory=Counter)
     timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
 
     @property
@@ -257,6 +260,9 @@ class GenerationStats:
             ("c (step / verify pass)", f"{self.draft_cost:.3f}"),
             ("expected speed-up", f"{self.expected_speedup:.2f}"),
         ]
+        if self.exit_layers:
+            taken = ", ".join(f"{count} at {layer}" for layer, count in sorted(self.exit_layers.items()))
+            lines.append(("exits", taken))
         if self.phase:
             last = f", last of {len(self.matchness)} tries {self.matchness[-1]:.2f}" if self.matchness else ""
             lines.append(("search", f"{self.phase}{last}{'' if self.drafts else ', no draft pays'}"))

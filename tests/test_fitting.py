@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
         for elements in (10**9, 4 * VOCABULARY):
             monkeypatch.setattr("hf_selfspec.train.fitting.LOGIT_ELEMENTS", elements)
             hidden = adapter(observed.states[EXIT])
-            found = per_token(seen.own_head, cross_entropy, hidden, observed.final, VOCABULARY)
+            found = per_token(cross_entropy, seen.own_head, hidden, seen.own_head, observed.final, VOCABULARY)
             assert found.shape == (18,)
             assert found.mean().item() == pytest.approx(loss_of(model, adapter, ids), abs=1e-5)
             found.mean().backward()

@@ -15,8 +15,8 @@ from ..search.skip_space import SkipSpace
 from ..selfspec import SelfSpec
 from ..stop.rules import FixedLength
 
-# Dampings between these are tried, each time the middle of what is left.
-_STRONGEST, _WEAKEST, _HALVINGS = 0.01, 1.0, 9
+# Dampings between these are tried, each time the middle of what is left; and stronger ones where none is enough.
+_RANGES, _HALVINGS, _NEAR = ((0.01, 1.0), (1e-4, 0.01)), 9, 0.04
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def damped_llama(
 ) -> tuple[LlamaForCausalLM, float]:
     """A random Llama whose layers from ``exit_layer`` on are damped so that an exit there agrees at the set rate.
 
-    Agreement is the acceptance rate of greedy drafts; of nine dampings the one that comes closest is taken.
+    Agreement is the acceptance rate of greedy drafts; of some dampings the one that comes closest is taken.
 
     Args:
         shape: of the model.
@@ -112,13 +112,15 @@ def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSp
     ]
     full = [weight.detach().clone() for weight in weights]
     best = (2.0, 0.0, 0.0)
-    low, high = _STRONGEST, _WEAKEST
-    for _ in range(_HALVINGS):
-        factor = (low * high) ** 0.5
-        _damp(weights, full, factor)
-        found = acceptance(model, spec)
-        best = min(best, (abs(found - agreement), factor, found))
-        low, high = (factor, high) if found > agreement else (low, factor)
+    for low, high in _RANGES:
+        if best[0] <= _NEAR:
+            break
+        for _ in range(_HALVINGS):
+            factor = (low * high) ** 0.5
+            _damp(weights, full, factor)
+            found = acceptance(model, spec)
+            best = min(best, (abs(found - agreement), factor, found))
+            low, high = (factor, high) if found > agreement else (low, factor)
     _damp(weights, full, best[1])
     return best[2]
 

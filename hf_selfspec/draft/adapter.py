@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -104,12 +105,8 @@ class AdapterDraft(PartialDraft):
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
             starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1)
         exit_layer = self.adapter.exit_layer
-        if self._head.has_seen:
-            states = self.target.step(feed, starts, self.plan, capture=exit_layer, head=False).prefix_state
-        else:
-            with self._head.seeing():
-                states = self.target.step(feed, starts, self.plan, capture=exit_layer, head=False).prefix_state
-        assert states is not None
+        with nullcontext() if self._head.has_seen else self._head.seeing():
+            states = self.target.run_layers(feed, starts, 0, exit_layer)
         hidden = self._adapted(states, starts)
         self._seen = [cursor + 1 for cursor in cursors]
         return DraftStep(self._head(hidden[:, -1:])[:, -1], states[:, -1], states[:, -1:])

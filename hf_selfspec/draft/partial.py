@@ -57,11 +57,13 @@ class DraftStep:
         logits: ``[b, v]``.
         state: ``[b, d]`` the state behind them, for stop rules.
         prefix_state: ``[b, 1, d]`` the state from which verification can start, ``None`` where it cannot.
+        says: for each row whether it says anything; all do by default.
     """
 
     logits: torch.Tensor
     state: torch.Tensor
     prefix_state: torch.Tensor | None
+    says: list[bool] | None = None
 
 
 class PartialDraft(CandidateGenerator):
@@ -123,6 +125,8 @@ class PartialDraft(CandidateGenerator):
             logits = step.logits.to(text.ids.device, torch.float32)
             # A draft that overflows (float16) has nothing to say; the full model goes on from there.
             sound = torch.isfinite(logits.amax(-1)).tolist()
+            if step.says is not None:
+                sound = [fine and said for fine, said in zip(sound, step.says, strict=True)]
             if not all(sound):
                 drafting = [on and fine for on, fine in zip(drafting, sound, strict=True)]
                 if not any(drafting):

@@ -216,6 +216,26 @@ class Target:
         output, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node)
         return Step(output.logits if head else None, run.captured, run.exit_state)
 
+    def run_layers(
+        self, tokens: torch.Tensor, cursors: list[int], start: int, stop: int, state: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Runs layers ``start .. stop-1`` over a line of tokens.
+
+        Args:
+            tokens: ``[b, s]``.
+            cursors: slot of each row's first one.
+            start, stop: layers, ``stop`` below ``L``.
+            state: ``[b, s, d]`` what enters layer ``start``, ``None`` where that is 0.
+
+        Returns:
+            ``[b, s, d]`` what enters layer ``stop``.
+        """
+        run = ForwardPass(self.full_plan, start=start, state=state, stop=stop, capture=stop)
+        module = self.model if self.extra else self._decoder
+        _, run = self._call(module, tokens, cursors, self.full_plan, run=run)
+        assert run.captured is not None
+        return run.captured
+
     def _call(
         self,
         module: nn.Module,

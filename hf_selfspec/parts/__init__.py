@@ -1,6 +1,7 @@
 """Small modules that are fitted to a frozen model."""
 
 from .adapter import Adapter
+from .heads import ExitHeads
 from .probe import LinearProbe
 
-__all__ = ["Adapter", "LinearProbe"]
+__all__ = ["Adapter", "ExitHeads", "LinearProbe"]

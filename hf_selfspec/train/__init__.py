@@ -2,7 +2,7 @@
 
 from .curriculum import Gradual, Rotational
 from .early_exit_loss import EarlyExitLoss, even, loss_scale
-from .fitting import fit_adapter, fit_probe
+from .fitting import fit_adapter, fit_exit_heads, fit_probe
 from .layer_dropout import LayerDropout, constant, exponential
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "even",
     "exponential",
     "fit_adapter",
+    "fit_exit_heads",
     "fit_probe",
     "loss_scale",
 ]

@@ -28,11 +28,13 @@ class Observed:
     """What the model shows of a batch of text.
 
     Attributes:
+        ids: ``[b, s]`` the batch.
         states: for each layer ``E`` that was asked for, ``[b, s, d]`` what left layer ``E - 1``.
         exits: the same behind the model's own final norm.
         final: ``[b, s, d]`` what the whole model sends to its head.
     """
 
+    ids: torch.Tensor
     states: dict[int, torch.Tensor]
     exits: dict[int, torch.Tensor]
     final: torch.Tensor
@@ -105,6 +107,7 @@ class Backbone:
             for index, (file, before) in enumerate(zip(files, kept, strict=True)):
                 _write(file, (before or {}) | {name: value[index].cpu() for name, value in found.items()})
         return Observed(
+            ids=ids,
             states={layer: found[f"states_{layer}"] for layer in self.layers},
             exits={layer: found[f"exits_{layer}"] for layer in self.layers},
             final=found["final"],

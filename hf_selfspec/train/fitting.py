@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -30,9 +31,10 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm
 from ..model.exits import LOGIT_ELEMENTS
 from ..parts.adapter import Adapter
+from ..parts.heads import METRICS, ExitHeads, calibrate, default_layers
 from ..parts.part import Part, about
 from ..parts.probe import LinearProbe
-from ..settings import check_count
+from ..settings import check_count, check_share
 from .backbone import Backbone, Observed
 
 _P = TypeVar("_P", bound=Part)
@@ -40,6 +42,7 @@ _P = TypeVar("_P", bound=Part)
 _HELD_OUT, _MOST_HELD_OUT = 20, 64
 # Positions of [chunk, v] and [chunk, v] each.
 _Pair = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
@@ -177,35 +180,33 @@ def _train(fitting: Fitting, blocks: Blocks, args: TrainingArguments | None, dev
 
 
 def per_token(
-    head: Callable[[torch.Tensor], torch.Tensor],
-    what: _Pair,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    vocabulary: int,
+    what: _Pair, head: _Head, states: torch.Tensor, whole_head: _Head, final: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
     """``what`` of the logits behind states, for a chunk of tokens at a time.
 
     Args:
-        head: logits ``[n, v]`` of states ``[n, d]``.
-        what: ``[n]`` of two ``[n, v]``.
-        first, second: ``[b, s, d]`` states; gradients flow to the first.
+        what: ``[n]`` of two ``[n, v]``, those of a draft and those of the whole model.
+        head: the draft's logits ``[n, v]`` of ``states`` ``[b, s, d]``; gradients flow through it.
+        states: see there.
+        whole_head: the whole model's logits of ``final`` ``[b, s, d]``.
+        final: see there.
         vocabulary: ``v``.
 
     Returns:
         ``[b s]``.
     """
-    pairs = first.flatten(0, 1), second.flatten(0, 1)
-    chunk = max(1, LOGIT_ELEMENTS // vocabulary)
 
-    def of(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    def of(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            known = head(others).float()
-        return what(head(states).float(), known)
+            known = whole_head(others).float()
+        return what(head(some).float(), known)
 
+    pairs = states.flatten(0, 1), final.flatten(0, 1)
+    chunk = max(1, LOGIT_ELEMENTS // vocabulary)
     found = []
     for start in range(0, len(pairs[0]), chunk):
-        some = [states[start : start + chunk] for states in pairs]
-        found.append(checkpoint(of, *some, use_reentrant=False) if some[0].requires_grad else of(*some))
+        some = [rows[start : start + chunk] for rows in pairs]
+        found.append(checkpoint(of, *some, use_reentrant=False) if torch.is_grad_enabled() else of(*some))
     return torch.cat(found)
 
 
@@ -278,7 +279,8 @@ def fit_adapter(
 
     def logits_of(what: _Pair, observed: Observed) -> torch.Tensor:
         hidden = adapter(observed.states[chosen])
-        return per_token(backbone.own_head, what, hidden.to(observed.final.dtype), observed.final, config.vocab_size)
+        head, final = backbone.own_head, observed.final
+        return per_token(what, head, hidden.to(final.dtype), head, final, config.vocab_size)
 
     with backbone.frozen():
         _norm_like_the_models(adapter, backbone)
@@ -340,8 +342,8 @@ def fit_probe(
 
     def labels(observed: Observed) -> torch.Tensor:
         with torch.no_grad():
-            exits = observed.exits[exit_layer]
-            return per_token(backbone.own_head, accepted, exits, observed.final, config.vocab_size)
+            head, exits = backbone.own_head, observed.exits[exit_layer]
+            return per_token(accepted, head, exits, head, observed.final, config.vocab_size)
 
     def scores(observed: Observed) -> torch.Tensor:
         return probe.scores(observed.states[exit_layer].flatten(0, 1).float())
@@ -359,6 +361,121 @@ def fit_probe(
         figures = _measured(backbone, held_out, {"accuracy": right, "accepted": labels})
     mode = f"drawn, temperature {temperature}, top-k {top_k}, top-p {top_p}" if do_sample else "greedy"
     return _finished(probe, inner, {"exit layer": exit_layer, "decoding": mode}, fitted, figures, output_dir)
+
+
+EPSILONS = tuple(round(0.5 + 0.01 * step, 2) for step in range(50))
+
+
+def fit_exit_heads(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dataset: Iterable[Any],
+    *,
+    layers: Sequence[int] | None = None,
+    num_heads: int = 4,
+    rank: int | None = None,
+    labels: float = 0.0,
+    metric: str = "entropy",
+    epsilons: Sequence[float] = EPSILONS,
+    block_size: int = 256,
+    args: TrainingArguments | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> ExitHeads:
+    """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates them on held-out text (§3.4).
+
+    A head begins at random (copies of the model's own head stay over-confident) and learns the whole model's
+    distribution, or the next token, or both.
+
+    Args:
+        model, tokenizer, dataset, block_size, args, cache_dir, output_dir: see :func:`fit_adapter`.
+        layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``.
+        num_heads: ``K``, where no layers are given (4 in the paper).
+        rank: of the heads' linear layers: ``rank (d + v)`` numbers a head instead of ``d v``; ``None`` for whole ones.
+        labels: weight ``α`` of the cross entropy on the text's own next tokens; ``1 - α`` is that of the divergence
+            from the whole model (0 is the paper's best).
+        metric: how confidence is measured, ``"entropy"`` (the paper's best), ``"probability"`` or ``"margin"``.
+        epsilons: accuracies for which thresholds are kept, rising.
+
+    Returns:
+        The heads, for ``SelfSpec.dssd(heads, epsilon)``.
+
+    Raises:
+        SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
+            hold any out.
+    """
+    name = "fit_exit_heads"
+    inner, rows, held_out = _prepared(name, model, tokenizer, dataset, block_size, args)
+    config = inner.config.get_text_config(decoder=True)
+    check_share(f"{name}(labels)", labels, zero=True, one=True)
+    if metric not in METRICS:
+        raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)}, got {metric!r}.")
+    for epsilon in epsilons:
+        check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
+    if not epsilons or list(epsilons) != sorted(set(epsilons)):
+        raise SettingError(f"{name}(epsilons) must rise, got {list(epsilons)!r}.")
+    if not len(held_out):
+        raise SettingError(
+            f"{name} was given {len(rows)} rows of {block_size} tokens, of which none can be held out to calibrate on: "
+            f"give at least {_HELD_OUT} rows."
+        )
+    chosen = default_layers(config.num_hidden_layers, num_heads) if layers is None else list(layers)
+    for layer in chosen:
+        _check_exit(name, layer, config.num_hidden_layers)
+    backbone = Backbone(inner, chosen, cache_dir)
+    with _seeded(args):
+        heads = ExitHeads(chosen, _width(backbone), config.vocab_size, rank).to(backbone.device)
+
+    def divergence(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return F.kl_div(drafted.log_softmax(-1), whole.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+
+    def of_head(what: _Pair, head: int, observed: Observed) -> torch.Tensor:
+        states = observed.states[chosen[head]].float()
+        own = partial(heads.logits, head)
+        return per_token(what, own, states, backbone.own_head, observed.final, config.vocab_size)
+
+    def loss(observed: Observed) -> torch.Tensor:
+        losses = []
+        for head, layer in enumerate(chosen):
+            found = (1 - labels) * of_head(divergence, head, observed).mean() if labels < 1 else torch.zeros(())
+            if labels:
+                said = heads.logits(head, observed.states[layer][:, :-1]).float()
+                found = found + labels * F.cross_entropy(said.flatten(0, 1), observed.ids[:, 1:].flatten())
+            losses.append(found)
+        return torch.stack(losses).mean()
+
+    with backbone.frozen():
+        fitted = _train(Fitting(heads, backbone, loss), rows, args, backbone.device)
+        heads.eval()
+        sure, right = _confidences(backbone, held_out, of_head, len(chosen))
+    figures = {
+        f"agreement at layer {layer}": round(correct.mean().item(), 4)
+        for layer, correct in zip(chosen, right, strict=True)
+    }
+    recipe = {"exit layers": chosen, "rank": rank, "weight of labels": labels}
+    found = calibrate(sure, right, list(epsilons), metric)
+    return _finished(heads, inner, recipe, fitted, figures, output_dir, calibration=found)
+
+
+@torch.no_grad()
+def _confidences(
+    backbone: Backbone, held_out: torch.Tensor, of_head: Callable[[_Pair, int, Observed], torch.Tensor], heads: int
+) -> tuple[dict[str, list[torch.Tensor]], list[torch.Tensor]]:
+    """For each metric and head ``[n]`` confidences, and for each head ``[n]`` whether its first choice is right."""
+    sure: dict[str, list[list[torch.Tensor]]] = {metric: [[] for _ in range(heads)] for metric in METRICS}
+    right: list[list[torch.Tensor]] = [[] for _ in range(heads)]
+    for row in held_out:
+        observed = backbone.observe(row[None])
+        for head in range(heads):
+            right[head].append(of_head(agreement, head, observed).cpu())
+            for name, metric in METRICS.items():
+                sure[name][head].append(of_head(_only_first(metric), head, observed).cpu())
+    joined = {name: [torch.cat(parts) for parts in found] for name, found in sure.items()}
+    return joined, [torch.cat(parts) for parts in right]
+
+
+def _only_first(metric: _Head) -> _Pair:
+    return lambda drafted, whole: metric(drafted)
 
 
 def _check_exit(name: str, layer: int, layers: int) -> None:
@@ -421,12 +538,12 @@ def _measured(
 
 
 def _finished(
-    part: _P, model: Any, recipe: dict[str, Any], fitted: Fitted, figures: dict[str, float], folder: Any
+    part: _P, model: Any, recipe: dict[str, Any], fitted: Fitted, figures: dict[str, float], folder: Any, **more: Any
 ) -> _P:
     recipe = {**recipe, "tokens": fitted.tokens, "steps": fitted.steps}
     if fitted.losses:
         figures = {"first loss": fitted.losses[0], "last loss": fitted.losses[-1], **figures}
-    part.about = about(model, recipe, {**figures, "seconds of training": round(fitted.seconds, 1)})
+    part.about = about(model, recipe, {**figures, "seconds of training": round(fitted.seconds, 1)}) | more
     part._hub_mixin_config = {**cast(dict[str, Any], part._hub_mixin_config), "about": part.about}
     if folder is not None:
         part.save_pretrained(folder)
