@@ -1,0 +1,288 @@
+"""Exit heads: calibration, drafts that choose an exit for each token, fits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from conftest import VOCABULARY, ragged_batch, tiny_llama
+from test_fitting import arguments, rows, weights
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from hf_selfspec import (
+    DynamicExit,
+    ExitHeads,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    UnsupportedModelError,
+    fit_exit_heads,
+)
+from hf_selfspec.model.target import Target
+from hf_selfspec.parts.heads import METRICS, calibrate, default_layers, roc_auc, threshold
+
+LAYERS = (2, 4, 6)
+
+
+def heads_of(model: PreTrainedModel, share: float, layers: tuple[int, ...] = LAYERS) -> ExitHeads:
+    """Heads that say something of each model, and believe themselves this often at each layer."""
+    torch.manual_seed(0)
+    config = model.config.get_text_config(decoder=True)
+    heads = ExitHeads(layers, config.hidden_size, config.vocab_size)
+    for module in heads.heads:
+        module[1].weight.data = model.get_output_embeddings().weight.data.float().clone()
+    ids = torch.randint(2, config.vocab_size, (4, 30))
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+        sure = [METRICS["entropy"](heads.logits(k, states[layer]).float()) for k, layer in enumerate(layers)]
+    found = [[torch.quantile(values.flatten(), 1 - share).item()] for values in sure]
+    heads.about = {"calibration": {"metric": "entropy", "epsilons": [0.9], "thresholds": found}}
+    return heads.eval()
+
+
+# Calibration ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_thresholds_are_the_loosest_that_are_right_often_enough(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sure = torch.randint(0, 12, (40,), generator=generator) / 4  # some are equally sure
+    right = (torch.rand(40, generator=generator) < 0.3 + sure / 5).float()
+    for epsilon in (0.3, 0.5, 0.8, 0.95):
+        enough = [value for value in sure.unique().tolist() if right[sure >= value].mean() >= epsilon]
+        assert threshold(sure, right, epsilon) == (min(enough) if enough else None)
+
+
+def test_auc_is_how_often_a_right_token_is_surer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sure, right = torch.randint(0, 9, (50,), generator=generator).float(), torch.rand(50, generator=generator) < 0.4
+    pairs = list(itertools.product(sure[right].tolist(), sure[~right].tolist()))
+    wins = sum((a > b) + (a == b) / 2 for a, b in pairs)
+    assert roc_auc(sure, right.float()) == pytest.approx(wins / len(pairs))
+    assert roc_auc(sure, torch.ones(50)) is None
+
+
+def test_metrics_by_hand() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
+    entropy = [-(0.5 * math.log(0.5) + 0.5 * math.log(0.25)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.1))]
+    assert METRICS["entropy"](logits).tolist() == pytest.approx([-value for value in entropy])
+    assert METRICS["probability"](logits).tolist() == pytest.approx([0.5, 0.8])
+    assert METRICS["margin"](logits).tolist() == pytest.approx([0.25, 0.7])
+
+
+def test_calibrations() -> None:
+    sure = {name: [torch.tensor([3.0, 2.0, 1.0]) + at] * 2 for at, name in enumerate(METRICS)}
+    right = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 0.0])]
+    found = calibrate(sure, right, [0.5, 0.9], "margin")
+    assert found["thresholds"] == [[3.0, 4.0], [None, None]]
+    assert found["auc"]["entropy"] == [1.0, None]
+    heads = ExitHeads([1, 2], 8, 5, about={"calibration": found})
+    assert heads.thresholds(0.4) == heads.thresholds(0.5) == [3.0, math.inf]
+    assert heads.thresholds(0.6) == [4.0, math.inf]
+    with pytest.raises(SettingError, match=r"above all accuracies that were calibrated, up to 0\.9"):
+        heads.thresholds(0.95)
+
+
+def test_layers_of_heads() -> None:
+    assert default_layers(24, 4) == [4, 9, 14, 19]  # DSSD's own for 24 layers
+    assert default_layers(4, 4) == [1, 2, 3]
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))], ids=["line", "tree"])
+def test_heads_change_no_token(share: float, tree: TopKTree | None) -> None:
+    model = tiny_llama(8)
+    spec = SelfSpec(DynamicExit(heads_of(model, share)), FixedLength(8), tree)
+    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+        options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+        assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
+        assert spec.stats is not None
+        assert set(spec.stats.exit_layers) <= set(LAYERS)
+        assert sum(spec.stats.exit_layers.values()) >= spec.stats.drafted > 0
+
+
+ARCHITECTURES = (
+    "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi", "opt", "mixtral", "falcon",
+    "olmo2", "gpt_oss", "bloom",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_heads_on_architectures(name: str) -> None:
+    model = build(name)
+    model.generation_config.eos_token_id = None
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    spec = SelfSpec(DynamicExit(heads_of(model, 0.6, tuple(range(1, min(4, layers))))), FixedLength(6))
+    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+            ids = model.generate(**inputs, **options, assistant=spec)
+        assert torch.equal(ids, model.generate(**inputs, **options))
+        assert spec.stats is not None
+        assert spec.stats.drafted
+
+
+class Counting:
+    """How often each token's slot went through each layer since the last verification."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes: dict[tuple[int, int], int] = {}
+        run_layers, step = Target.run_layers, Target.step
+
+        def counted_layers(target: Target, tokens: Any, cursors: Any, start: int, stop: int, state: Any = None) -> Any:
+            self.count(cursors[0], tokens.shape[1], start, stop)
+            return run_layers(target, tokens, cursors, start, stop, state)
+
+        def counted_step(target: Target, tokens: Any, cursors: Any, plan: Any = None, **options: Any) -> Any:
+            layers = target.anatomy.num_layers
+            start = options.get("capture", -1) if options.get("state") is not None else 0
+            stop = layers if options.get("head", True) else options["capture"]
+            self.count(cursors[0], tokens.shape[1], start, stop)
+            found = step(target, tokens, cursors, plan, **options)
+            if options.get("head", True):
+                assert set(self.passes.values()) == {1}  # each token once through each layer
+                slots = {slot for slot, _ in self.passes}
+                assert len(self.passes) == len(slots) * layers
+                self.passes.clear()
+            return found
+
+        monkeypatch.setattr(Target, "run_layers", counted_layers)
+        monkeypatch.setattr(Target, "step", counted_step)
+
+    def count(self, first: int, tokens: int, start: int, stop: int) -> None:
+        for slot, layer in itertools.product(range(first, first + tokens), range(start, stop)):
+            self.passes[slot, layer] = self.passes.get((slot, layer), 0) + 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_no_token_goes_through_a_layer_twice(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    model = tiny_llama(8)
+    spec = SelfSpec.dssd(heads_of(model, share))
+    Counting(monkeypatch)
+    model.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    assert len(spec.stats.exit_layers) > 1  # tokens of one draft are taken at different depths
+
+
+def test_each_token_is_taken_at_the_first_head_that_is_sure() -> None:
+    """By hand, from the states of the whole text, for the first draft; it ends where no head is sure."""
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.35)
+    limits = heads.thresholds(0.9)
+    inputs = ragged_batch((12,))
+    spec = SelfSpec.dssd(heads, max_draft=6)
+    model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    expected, text, drafted = [], ids[:, :13], 0
+    rounds: list[int] = []
+    while text.shape[1] < 24:
+        draft = text
+        with torch.no_grad():
+            while drafted < min(6, 24 - text.shape[1] - 1):
+                states = model(draft, output_hidden_states=True).hidden_states
+                said = [heads.logits(k, states[layer][:, -1]).float() for k, layer in enumerate(LAYERS)]
+                sure = [k for k in range(3) if METRICS["entropy"](said[k]).item() >= limits[k]]
+                if not sure:
+                    break
+                expected.append(LAYERS[sure[0]])
+                draft = torch.cat([draft, said[sure[0]].argmax(-1, keepdim=True)], 1)
+                drafted += 1
+        rounds.append(drafted)
+        accepted = 0
+        while accepted < drafted and draft[0, text.shape[1] + accepted] == ids[0, text.shape[1] + accepted]:
+            accepted += 1
+        text, drafted = ids[:, : text.shape[1] + accepted + 1], 0
+    assert {layer: expected.count(layer) for layer in set(expected)} == dict(spec.stats.exit_layers)
+    assert (sum(rounds), len(rounds)) == (spec.stats.drafted, spec.stats.rounds)
+
+
+def test_drawn_tokens_of_heads_are_exact() -> None:
+    model = tiny_llama(8)
+    spec = SelfSpec(DynamicExit(heads_of(model, 0.7)), FixedLength(3))
+    many = {name: value.expand(500, -1) for name, value in ragged_batch((5,)).items()}
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 8, "max_new_tokens": 4}
+    torch.manual_seed(0)
+    ours = torch.cat([model.generate(**many, **options, assistant=spec)[:, 6] for _ in range(6)])
+    plain = torch.cat([model.generate(**many, **options)[:, 6] for _ in range(6)])
+    p, q = (torch.bincount(ids, minlength=VOCABULARY) / len(ids) for ids in (ours, plain))
+    assert (p - q).abs().sum() / 2 < 0.06
+    assert spec.stats is not None
+    assert 0 < spec.stats.accepted < spec.stats.drafted
+
+
+# Fits -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize("labels", [0.0, 0.5, 1.0])
+def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
+    model: LlamaForCausalLM = tiny_llama(factor=1.5)
+    before = weights(model)
+    args = arguments(tmp_path, num_train_epochs=10, learning_rate=1e-2)
+    heads = fit_exit_heads(
+        model, None, rows(80), num_heads=2, rank=rank, labels=labels, block_size=32, args=args, output_dir=tmp_path
+    )
+    figures = heads.about["figures"]
+    assert figures["last loss"] < figures["first loss"] - min(0.05, figures["first loss"] / 2)
+    assert heads.layers == (2, 4)
+    each = 64 + (64 * VOCABULARY if rank is None else rank * (64 + VOCABULARY))
+    assert heads.num_parameters == 2 * each
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    calibration = heads.about["calibration"]
+    assert calibration["tokens"] == 4 * 32
+    assert set(calibration["auc"]) == set(METRICS)
+    loaded = ExitHeads.load(tmp_path)
+    assert loaded.about == heads.about
+    found = []
+    for spec in (SelfSpec.dssd(heads, 0.5), SelfSpec.dssd(tmp_path, 0.5)):
+        ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
+        assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
+        assert spec.stats is not None
+        found.append((spec.stats.from_draft, spec.stats.exit_layers))
+    assert found[0] == found[1]
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.5)
+    with pytest.raises(SettingError, match="have no thresholds"):
+        SelfSpec.dssd(ExitHeads([2], 64, 97))
+    with pytest.raises(SettingError, match=r"epsilon=0\.95 is above"):
+        SelfSpec.dssd(heads, 0.95)
+    with pytest.raises(SettingError, match=r"DynamicExit\(epsilon\) must lie between"):
+        SelfSpec.dssd(heads, 0.0)
+    with pytest.raises(SettingTypeError, match="must be ExitHeads or the path"):
+        SelfSpec.dssd(3)
+    with pytest.raises(SettingError, match="exit layers from 1 on that rise"):
+        ExitHeads([4, 2], 64, 97)
+    with pytest.raises(SettingError, match="but LlamaForCausalLM has 6 layers"):
+        tiny_llama(6).generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads))
+    shared = build("gemma3n_text")
+    with pytest.raises(UnsupportedModelError, match="exit heads cannot draft"):
+        shared.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads_of(model, 0.5, (1,))))
+    for change, words in (
+        ({"metric": "variance"}, "must be one of"),
+        ({"epsilons": [0.9, 0.5]}, "must rise"),
+        ({"labels": 2.0}, "must lie between"),
+        ({"layers": [9]}, "between 1 and 7"),
+        ({"dataset": rows(3)}, "none can be held out"),
+    ):
+        given: dict[str, Any] = {"dataset": rows(), "block_size": 32, "args": arguments(tmp_path)} | change
+        with pytest.raises(SettingError, match=words):
+            fit_exit_heads(model, None, given.pop("dataset"), **given)
