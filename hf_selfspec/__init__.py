@@ -20,7 +20,7 @@ from .parts import Adapter, ExitHeads, LinearProbe
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
-from .stop import AdaptiveThreshold, ConfidenceThreshold, FixedLength, ProductThreshold
+from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
 from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational, fit_adapter, fit_exit_heads, fit_probe
 from .tuning import OfflineSearch, tune
 from .types import GenerationStats
@@ -32,6 +32,7 @@ __all__ = [
     "Adapter",
     "AdaptiveThreshold",
     "Architecture",
+    "CalibratedEntropy",
     "ClosestLayers",
     "ConfidenceThreshold",
     "CostTree",

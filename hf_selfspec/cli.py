@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .errors import SelfSpecError, SettingError
 from .parts.part import Part
-from .train.fitting import fit_adapter, fit_probe, training_arguments
+from .train.fitting import fit_adapter, fit_exit_heads, fit_probe, training_arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -23,17 +23,22 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_subparsers(required=True, metavar="fit").add_parser(
         "fit", help="fit a small module to a frozen model", description="Fits a small module to a frozen model."
     )
-    kinds = what.add_subparsers(dest="kind", required=True, metavar="adapter|probe")
+    kinds = what.add_subparsers(dest="kind", required=True, metavar="adapter|heads|probe")
     adapter = kinds.add_parser("adapter", help="Kangaroo's adapter behind a shallow exit")
     adapter.add_argument("--exit-layer", type=int, help="2 by default, 3 from 40 layers on")
     adapter.add_argument("--heads", type=int, help="attention heads, the model's by default")
+    heads = kinds.add_parser("heads", help="DSSD's exit heads with calibrated thresholds")
+    heads.add_argument("--layers", type=int, nargs="+", help="exit layers, spread over the depth by default")
+    heads.add_argument("--heads", type=int, default=4, help="how many, where no layers are given")
+    heads.add_argument("--rank", type=int, help="of the heads' linear layers, whole by default")
+    heads.add_argument("--metric", default="entropy", help="of confidence: entropy, probability or margin")
     probe = kinds.add_parser("probe", help="AdaSPEED's probe of acceptance")
     probe.add_argument("--exit-layer", type=int, required=True)
     probe.add_argument("--sample", action="store_true", help="for drawn tokens")
     probe.add_argument("--temperature", type=float, default=1.0)
     probe.add_argument("--top-k", type=int)
     probe.add_argument("--top-p", type=float)
-    for kind in (adapter, probe):
+    for kind in (adapter, heads, probe):
         kind.add_argument("--model", required=True, help="folder or name of the model")
         kind.add_argument("--data", required=True, help="a .jsonl or .txt file, or a dataset of the Hub")
         kind.add_argument("--field", default="text", help="column of the text")
@@ -93,6 +98,9 @@ def _fit(args: argparse.Namespace) -> Part:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.kind == "adapter":
         return fit_adapter(model, tokenizer, data, exit_layer=args.exit_layer, num_heads=args.heads, **common)
+    if args.kind == "heads":
+        chosen = {"layers": args.layers, "num_heads": args.heads, "rank": args.rank, "metric": args.metric}
+        return fit_exit_heads(model, tokenizer, data, **chosen, **common)
     sampling = {"do_sample": args.sample, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     return fit_probe(model, tokenizer, data, exit_layer=args.exit_layer, **sampling, **common)
 

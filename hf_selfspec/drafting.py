@@ -24,11 +24,13 @@ from .model.exits import Exits
 from .model.partial import LayerPlan
 from .model.target import Target
 from .notices import say_once
+from .parts.probe import LinearProbe
 from .search.exit_choice import Evidence, exits_to_try
 from .search.on_the_fly import Search, usual_ratio
 from .search.replay import Rule, can_replay, rules
 from .search.skip_search import SkipSearch
 from .search.skip_space import SkipSpace
+from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import StopRule
 from .verify.scoring import Scorer
 
@@ -64,6 +66,8 @@ class Drafting:
         Raises:
             SelfSpecError: the model cannot be probed or searched.
         """
+        if (probe := _probe_of(self.stop)) is not None:
+            probe.check(lambda: self.learned.fingerprint(target.model))
         if isinstance(self.draft, CandidateGenerator):
             vocabulary = target.model.get_input_embeddings().num_embeddings
             return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
@@ -142,6 +146,13 @@ def _check_probe(target: Target) -> None:
         raise UnsupportedOptionError(
             f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
         )
+
+
+def _probe_of(stop: StopRule | None) -> LinearProbe | None:
+    """The probe that a stop rule asks, if there is one."""
+    rule = stop.rule if isinstance(stop, AdaptiveThreshold) else stop
+    found = getattr(rule, "confidence", None)
+    return found if isinstance(found, LinearProbe) else None
 
 
 def _is_tensor_parallel(target: Target) -> bool:

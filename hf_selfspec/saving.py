@@ -18,6 +18,7 @@ from .errors import SelfSpecError, SettingError
 from .model.fingerprint import Fingerprint
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch
 from .stop.adaptive import AdaptiveThreshold
+from .stop.calibrated import CalibratedEntropy
 from .stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from .verify.tree import CostTree, TopKTree
 
@@ -37,6 +38,7 @@ _CLASSES: dict[str, Any] = {
         ConfidenceThreshold,
         ProductThreshold,
         AdaptiveThreshold,
+        CalibratedEntropy,
         TopKTree,
         CostTree,
     )

@@ -34,6 +34,7 @@ from .model.target import Target
 from .notices import say_once
 from .parts.adapter import Adapter
 from .parts.heads import ExitHeads
+from .parts.probe import LinearProbe
 from .search.exit_choice import ExitChoice
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .search.skip_search import SkipSearch
@@ -176,21 +177,36 @@ class SelfSpec:
         return cls(draft, stop or ConfidenceThreshold(), tree, max_draft)
 
     @classmethod
-    def adaspeed(cls, exit_layer: int | None = None, probe: Confidence | None = None, max_draft: int = 12) -> SelfSpec:
+    def adaspeed(
+        cls,
+        exit_layer: int | None = None,
+        probe: Confidence | str | os.PathLike[str] | None = None,
+        max_draft: int = 12,
+    ) -> SelfSpec:
         """AdaSPEED: early exit until the product of the draft's confidences falls below a threshold that adapts.
 
         As in the paper the threshold begins at 0.8 and follows the acceptance rate (its appendix A).
 
         Args:
-            exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the fastest, see :meth:`layerskip`.
-            probe: says how probable it is that a drafted token is accepted, from its logits ``[b, v]`` and the state
-                ``[b, d]`` behind them; ``None`` for the top-1 probability.
+            exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without one for the
+                fastest, see :meth:`layerskip`.
+            probe: what ``fit_probe`` gave, or the folder or Hub repository that holds it; or a function that says how
+                probable it is that a drafted token is accepted, from its logits ``[b, v]`` and the state ``[b, d]``
+                behind them. ``None`` for the top-1 probability.
             max_draft: most tokens in a draft.
 
         Raises:
             SettingError, SettingTypeError: a setting is not allowed.
         """
-        stop = AdaptiveThreshold(ProductThreshold(0.8, probe))
+        found = LinearProbe.load(probe) if isinstance(probe, (str, os.PathLike)) else probe
+        if isinstance(found, LinearProbe):
+            if exit_layer not in (None, found.exit_layer):
+                raise SettingError(
+                    f"SelfSpec.adaspeed(exit_layer={exit_layer!r}): the probe was fitted to the states of exit layer "
+                    f"{found.exit_layer}. Leave exit_layer out, or fit another probe."
+                )
+            exit_layer = found.exit_layer
+        stop = AdaptiveThreshold(ProductThreshold(0.8, found))
         return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
 
     @classmethod
@@ -230,15 +246,37 @@ class SelfSpec:
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     @classmethod
-    def early_exit_only(cls, layer: int) -> SelfSpec:
-        """Generation with the first ``layer`` layers alone. **The output is not the model's own.**
+    def early_exit_only(
+        cls,
+        layer: int | None = None,
+        *,
+        heads: ExitHeads | str | os.PathLike[str] | None = None,
+        epsilon: float = 0.9,
+        max_draft: int = 32,
+    ) -> SelfSpec:
+        """Generation with a part of the model alone. **The output is not the model's own.**
 
-        Papers compare with it (LayerSkip, Tables 1, 2 and 11); nothing is drafted or verified.
+        Papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the first
+        exit head that is sure enough, and from the whole model where none is (DSSD §3.4.2).
+
+        Args:
+            layer: the exit layer ``E``.
+            heads, epsilon, max_draft: in the place of a layer, see :meth:`dssd`; the whole model runs over what was
+                taken early at the next token that is its own, and after ``max_draft`` tokens at the latest.
 
         Raises:
-            SettingError, SettingTypeError: ``layer`` is not a whole number of at least 1.
+            SettingError, SettingTypeError: both or neither is given, or one is not allowed.
         """
-        return cls(draft=EarlyExitOnly(layer), stop=None)
+        if (layer is None) == (heads is None):
+            raise SettingError(
+                f"SelfSpec.early_exit_only(layer={layer!r}, heads={heads!r}): give one of the two, an exit layer or "
+                "exit heads."
+            )
+        if heads is None:
+            assert layer is not None
+            return cls(draft=EarlyExitOnly(layer), stop=None)
+        draft = DynamicExit(os.fspath(heads) if isinstance(heads, os.PathLike) else heads, epsilon, lossless=False)
+        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     def choice(self, model: Any) -> ExitChoice | SkipChoice | None:
         """What a probe or a search has chosen for the last kind of call of ``model``, ``None`` before that.

@@ -102,6 +102,7 @@ class Draft:
         states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``. Where node ``T``
             has been there, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
+        trusted: the line is kept whatever the full model says. The output is another one then.
     """
 
     tokens: torch.Tensor
@@ -110,6 +111,7 @@ class Draft:
     q: torch.Tensor | None = None
     states: torch.Tensor | None = None
     prefix: int = 0
+    trusted: bool = False
 
     @property
     def line(self) -> int:

@@ -26,8 +26,9 @@ from hf_selfspec import (
     UnsupportedModelError,
     fit_exit_heads,
 )
+from hf_selfspec.calibration import roc_auc, threshold
 from hf_selfspec.model.target import Target
-from hf_selfspec.parts.heads import METRICS, calibrate, default_layers, roc_auc, threshold
+from hf_selfspec.parts.heads import METRICS, calibrate, default_layers
 
 LAYERS = (2, 4, 6)
 
@@ -209,6 +210,35 @@ def test_each_token_is_taken_at_the_first_head_that_is_sure() -> None:
     assert (sum(rounds), len(rounds)) == (spec.stats.drafted, spec.stats.rounds)
 
 
+@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...], do_sample: bool) -> None:
+    """By hand, row by row: the first head that is sure speaks, and the whole model where none is."""
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.5)
+    limits = heads.thresholds(0.9)
+    inputs, spec = ragged_batch(lengths), SelfSpec.early_exit_only(heads=heads, epsilon=0.9, max_draft=4)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 1} if do_sample else {"do_sample": False}
+    found = model.generate(**inputs, max_new_tokens=20, assistant=spec, **options)
+    width = max(lengths)
+    for row, length in enumerate(lengths):
+        text, early = inputs["input_ids"][row : row + 1, width - length :], 0
+        for index in range(20):
+            with torch.no_grad():
+                output = model(text, output_hidden_states=True)
+            said = [heads.logits(k, output.hidden_states[at][:, -1]).float() for k, at in enumerate(LAYERS)]
+            sure = [k for k in range(3) if METRICS["entropy"](said[k]).item() >= limits[k]]
+            # The first token is the prompt's; each round ends with one of the whole model, the last text too.
+            takes = bool(sure) and early < 4 and 0 < index < 19
+            early = early + 1 if takes else 0
+            logits = said[sure[0]] if takes else output.logits[:, -1]
+            text = torch.cat([text, logits.argmax(-1, keepdim=True)], 1)
+        assert found[row, width - length :].tolist() == text[0].tolist()
+    assert spec.stats is not None
+    assert spec.stats.acceptance_rate == 1.0
+    assert not torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+
+
 def test_drawn_tokens_of_heads_are_exact() -> None:
     model = tiny_llama(8)
     spec = SelfSpec(DynamicExit(heads_of(model, 0.7)), FixedLength(3))
@@ -269,6 +299,11 @@ def test_mistakes(tmp_path: Path) -> None:
         SelfSpec.dssd(heads, 0.0)
     with pytest.raises(SettingTypeError, match="must be ExitHeads or the path"):
         SelfSpec.dssd(3)
+    with pytest.raises(SettingTypeError, match="must be True or False"):
+        DynamicExit(heads, lossless="no")
+    for both_or_none in ({}, {"layer": 2, "heads": heads}):
+        with pytest.raises(SettingError, match="give one of the two"):
+            SelfSpec.early_exit_only(**both_or_none)
     with pytest.raises(SettingError, match="exit layers from 1 on that rise"):
         ExitHeads([4, 2], 64, 97)
     with pytest.raises(SettingError, match="but LlamaForCausalLM has 6 layers"):

@@ -13,7 +13,16 @@ import torch
 from architectures import build
 from conftest import VOCABULARY, ragged_batch, tiny_llama
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, TrainingArguments
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    DynamicCache,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
 
 from hf_selfspec import (
     Adapter,
@@ -30,6 +39,7 @@ from hf_selfspec import (
     fit_adapter,
     fit_probe,
 )
+from hf_selfspec.cli import main
 from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.fitting import Blocks, cross_entropy, per_token, training_arguments
 
@@ -363,6 +373,79 @@ def test_a_probe_ends_drafts() -> None:
     states = torch.randn(3, 64)
     expected = torch.sigmoid(states @ probe.direction.weight[0] + probe.direction.bias)
     torch.testing.assert_close(probe(torch.zeros(3, 5), states), expected.detach())
+
+
+def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
+    model = tiny_llama()
+    args = arguments(tmp_path, max_steps=2)
+    probe = fit_probe(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path)
+    spec = SelfSpec.adaspeed(probe=tmp_path)
+    assert spec.draft == SelfSpec.layerskip(EXIT, 4).draft
+    ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
+    assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
+    with pytest.raises(SettingError, match="the probe was fitted to the states of exit layer 2"):
+        SelfSpec.adaspeed(4, probe)
+    with pytest.raises(SettingError, match="this probe was fitted to a model with other weights"):
+        tiny_llama(seed=5).generate(**ragged_batch((9,)), max_new_tokens=4, assistant=spec)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(SettingError, match=r"has no config\.json"):
+        SelfSpec.adaspeed(probe=tmp_path / "nothing")
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a tokenizer of single characters."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    words = {chr(32 + index): index for index in range(VOCABULARY - 2)} | {"[UNK]": VOCABULARY - 2}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "spec"),
+    [
+        ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
+        ("heads", ["--heads", "2", "--rank", "4"], lambda out: SelfSpec.dssd(out, 0.5)),
+        ("probe", ["--exit-layer", "3", "--sample", "--top-p", "0.9"], lambda out: SelfSpec.adaspeed(probe=out)),
+    ],
+)
+def test_command_line(
+    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: list[str], spec: Any
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": "def f(x): return x + 1 "}) for _ in range(40)))
+    common = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
+    assert main(["fit", kind, *common, *options]) == 0
+    assert f"parameters in {tmp_path / 'out'}" in capsys.readouterr().out
+    model = LlamaForCausalLM.from_pretrained(saved_model)
+    inputs = ragged_batch((5,))
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec(tmp_path / "out"))
+    assert torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("missing.jsonl", "there is no such file"),
+        ("other.jsonl", "rows without a text in the column 'text'"),
+        ("empty.txt", "the dataset is empty"),
+    ],
+)
+def test_command_line_of_wrong_data(
+    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str, words: str
+) -> None:
+    (tmp_path / "other.jsonl").write_text('{"body": "text"}')
+    (tmp_path / "empty.txt").write_text("")
+    given = ["--model", str(saved_model), "--data", str(tmp_path / data), "--out", str(tmp_path / "out")]
+    assert main(["fit", "adapter", *given]) == 1
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from hf_selfspec import (
     AdaptiveThreshold,
+    CalibratedEntropy,
     ConfidenceThreshold,
     EarlyExit,
     FixedLength,
@@ -132,9 +133,40 @@ def test_adaptive_threshold_goes_on_where_the_last_call_ended() -> None:
     assert thresholds(start(AdaptiveThreshold(), 1, 6, Memory())) == pytest.approx([0.8])
 
 
+def entropies(rule: RunningRule, *shares: float) -> list[bool]:
+    """One drafted token in each row whose entropy grows with its share of the second choice."""
+    return asked(rule, *(1 - share for share in shares))
+
+
+def test_calibrated_entropy_by_hand() -> None:
+    """Surer tokens are right, less sure ones are not: drafts end at those, once 32 are known."""
+    memory = Memory()
+    rule = start(CalibratedEntropy(0.9), 2, 25, memory)
+    for known in range(0, 32, 4):
+        rule.begin()
+        # 0.1 is right and 0.3 wrong in both rows; of what comes behind the wrong one nothing is known.
+        assert [entropies(rule, *([share] * 2)) for share in (0.1, 0.3, 0.2)] == [[False] * 2] * 3, known
+        rule.update([3, 3], [1, 1])
+    assert len(memory.value) == 32
+    rule.begin()
+    assert entropies(rule, 0.1, 0.3) == [False, True]
+    assert entropies(rule, 0.11, 0.09) == [True, False]
+    # Four of five: below nine tenths, unless the wrong ones are told apart, and enough where less is asked for.
+    for epsilon, ends in ((0.9, True), (0.4, False)):
+        assert entropies(start(CalibratedEntropy(epsilon), 1, 25, memory), 0.3) == [ends]
+    wrong = Memory()
+    rule = start(CalibratedEntropy(0.9), 1, 25, wrong)
+    for _ in range(32):
+        rule.begin()
+        entropies(rule, 0.2)
+        rule.update([1], [0])
+    assert entropies(rule, 0.0) == [True]  # nothing is right often enough
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
+        (lambda: CalibratedEntropy(1.0), SettingError, "CalibratedEntropy(epsilon) must lie between 0 and 1"),
         (lambda: ProductThreshold(0.0), SettingError, "ProductThreshold(threshold) must lie between 0 and 1"),
         (lambda: ProductThreshold(confidence=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
         (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, "AdaptiveThreshold(rule) must be"),
@@ -328,6 +360,7 @@ def test_a_users_rule_may_answer_with_numbers(llama: LlamaForCausalLM) -> None:
 
 REMEMBERING = {
     "product": ProductThreshold(0.001),
+    "calibrated": CalibratedEntropy(0.3),
     "draft and verify": AdaptiveThreshold(ConfidenceThreshold(0.005), step=0.001, threshold_memory=0.0),
     "adaspeed": AdaptiveThreshold(ProductThreshold(0.001), step=0.001, threshold_memory=0.0),
 }

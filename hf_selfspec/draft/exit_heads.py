@@ -27,6 +27,8 @@ class DynamicExit:
     Args:
         heads: exit heads with thresholds, or the folder or Hub repository that holds them, see ``fit_exit_heads``.
         epsilon: how often a head is to be right at its threshold.
+        lossless: whether the whole model verifies. Where it does not, it speaks where no head is sure, and the output
+            is **not** the model's own (DSSD §3.4.2).
 
     Raises:
         SettingError, SettingTypeError: there are none, or ``epsilon`` was not calibrated.
@@ -34,6 +36,7 @@ class DynamicExit:
 
     heads: ExitHeads | str
     epsilon: float = 0.9
+    lossless: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.heads, os.PathLike):
@@ -43,6 +46,8 @@ class DynamicExit:
                 f"DynamicExit(heads) must be ExitHeads or the path of saved ones, got {self.heads!r}."
             )
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
+        if not isinstance(self.lossless, bool):
+            raise SettingTypeError(f"DynamicExit(lossless) must be True or False, got {self.lossless!r}.")
         module = ExitHeads.load(self.heads) if isinstance(self.heads, str) else self.heads
         module.thresholds(self.epsilon)
         object.__setattr__(self, "_module", module)
@@ -94,6 +99,7 @@ class HeadsDraft(PartialDraft):
         self._thresholds = settings.module.thresholds(settings.epsilon)
         self._sure = METRICS[settings.module.metric]
         self._bounds = (0, *settings.module.layers)
+        self._trusted = not settings.lossless
         self._fed: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         self._levels: list[int] = []
@@ -110,7 +116,8 @@ class HeadsDraft(PartialDraft):
         deepest = self._levels[0]
         for level in range(min(self._levels) + 1, deepest + 1):
             self._raise(text, level)
-        return replace(draft, states=torch.cat(self._states, 1), prefix=self._bounds[deepest])
+        states = torch.cat(self._states, 1)
+        return replace(draft, states=states, prefix=self._bounds[deepest], trusted=self._trusted)
 
     def report(self, stats: GenerationStats) -> None:
         """Adds where tokens were taken."""

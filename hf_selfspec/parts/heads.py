@@ -9,14 +9,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..calibration import entropy, roc_auc, threshold
 from ..errors import SettingError
 from ..settings import check_count, check_share
 from .part import Part
-
-
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    shares = logits.log_softmax(-1)
-    return (shares.exp() * shares).sum(-1)
 
 
 def _top(logits: torch.Tensor) -> torch.Tensor:
@@ -30,7 +26,7 @@ def _margin(logits: torch.Tensor) -> torch.Tensor:
 
 # How sure a distribution is, from logits [..., v]; more is surer, so entropy counts negatively.
 METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "entropy": _entropy,
+    "entropy": lambda logits: -entropy(logits),
     "probability": _top,
     "margin": _margin,
 }
@@ -120,39 +116,6 @@ class ExitHeads(Part):
         if index is None:
             raise SettingError(f"epsilon={epsilon} is above all accuracies that were calibrated, up to {known[-1]}.")
         return [math.inf if head[index] is None else head[index] for head in calibration["thresholds"]]
-
-
-def threshold(sure: torch.Tensor, right: torch.Tensor, epsilon: float) -> float | None:
-    """The loosest threshold at or beyond which a share ``epsilon`` of tokens is right (DSSD §3.4).
-
-    Args:
-        sure: ``[n]`` confidences.
-        right: ``[n]`` whether each token is the whole model's first choice.
-        epsilon: the wanted share.
-
-    Returns:
-        The threshold, ``None`` where there is none.
-    """
-    order = sure.argsort(descending=True)
-    sorted_sure = sure[order]
-    shares = right[order].double().cumsum(0) / torch.arange(1, len(sure) + 1, device=sure.device)
-    # Tokens of one confidence stand or fall together.
-    last = torch.ones_like(sorted_sure, dtype=torch.bool)
-    last[:-1] = sorted_sure[1:] != sorted_sure[:-1]
-    enough = ((shares >= epsilon) & last).nonzero()
-    return None if not len(enough) else sorted_sure[enough[-1, 0]].item()
-
-
-def roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:
-    """Area under the ROC curve: how often a right token is surer than a wrong one; ``None`` without one of both."""
-    right = right.bool()
-    positives, negatives = int(right.sum()), int((~right).sum())
-    if not positives or not negatives:
-        return None
-    values, ranks = torch.unique(sure.double(), return_inverse=True)
-    counts = torch.bincount(ranks, minlength=len(values)).double()
-    middle = counts.cumsum(0) - (counts - 1) / 2
-    return ((middle[ranks][right].sum() - positives * (positives + 1) / 2) / (positives * negatives)).item()
 
 
 def calibrate(

@@ -1,6 +1,14 @@
 """When drafting stops."""
 
 from .adaptive import AdaptiveThreshold
+from .calibrated import CalibratedEntropy
 from .rules import ConfidenceThreshold, FixedLength, ProductThreshold, StopRule
 
-__all__ = ["AdaptiveThreshold", "ConfidenceThreshold", "FixedLength", "ProductThreshold", "StopRule"]
+__all__ = [
+    "AdaptiveThreshold",
+    "CalibratedEntropy",
+    "ConfidenceThreshold",
+    "FixedLength",
+    "ProductThreshold",
+    "StopRule",
+]

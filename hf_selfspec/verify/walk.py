@@ -50,7 +50,10 @@ def verify(
         while node is not None:
             children = draft.children(row, node)
             candidates = [drafted[row][child - 1] for child in children]
-            if best is not None and seen is None:
+            index: int | None
+            if draft.trusted and children and seen is None:
+                token, index = candidates[0], 0
+            elif best is not None and seen is None:
                 token = best[row][node]
                 index = candidates.index(token) if token in candidates else None
             else:
@@ -59,7 +62,7 @@ def verify(
                 else:
                     at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits[row, node])
                 q = draft.q[row, node] if draft.q is not None and children else None
-                token, index = choose(at_node, candidates, q)
+                token, index = (candidates[0], 0) if draft.trusted and children else choose(at_node, candidates, q)
                 if seen is not None:
                     # A copy: a view would keep the rejected positions alive as well.
                     verdict.scores.append(at_node.clone())

@@ -1,0 +1,77 @@
+"""A bound on entropy that is calibrated while drafts are verified (DSSD §3.4)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..calibration import entropy, threshold
+from ..settings import check_share
+from .rules import Memory, RunningRule
+
+# Verified tokens that count, those before which no draft is ended, and how often the threshold is found anew.
+_REMEMBERED, _LEAST, _EVERY = 1024, 32, 16
+
+
+@dataclass(frozen=True)
+class CalibratedEntropy:
+    """Stops after a token whose distribution's entropy is above what lets a share ``epsilon`` of tokens be accepted.
+
+    The threshold is the loosest at or below which that share of the last verified tokens was accepted, as DSSD
+    calibrates those of its heads on held-out text; here it is the drafts themselves that it is calibrated on, all rows
+    and calls with a model together. Until 32 tokens were verified no draft is ended.
+
+    Args:
+        epsilon: between 0 and 1, both excluded.
+    """
+
+    epsilon: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_share("CalibratedEntropy(epsilon)", self.epsilon, zero=False, one=False)
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
+        """See :meth:`RememberingRule.start`."""
+        return _Calibrating(self.epsilon, memory)
+
+
+class _Calibrating:
+    def __init__(self, epsilon: float, memory: Memory) -> None:
+        self._epsilon = epsilon
+        self._memory = memory
+        self._draft: list[torch.Tensor] = []
+        self._unseen = 0
+        with memory.lock:
+            if memory.value is None:
+                memory.value = deque(maxlen=_REMEMBERED)
+            self.most = self._found()
+
+    def begin(self) -> None:
+        self._draft = []
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self._draft.append(entropy(logits.float()))
+        return self._draft[-1] > self.most
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        entropies = torch.stack(self._draft).tolist()
+        with self._memory.lock:
+            for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
+                # Of tokens behind the first wrong one nothing is known.
+                for depth in range(min(count, kept + 1)):
+                    self._memory.value.append((entropies[depth][row], depth < kept))
+                    self._unseen += 1
+            if self._unseen >= _EVERY:
+                self._unseen, self.most = 0, self._found()
+
+    def _found(self) -> float:
+        """The most entropy; that of no token where the share is never reached."""
+        known = list(self._memory.value)
+        if len(known) < _LEAST:
+            return float("inf")
+        entropies, right = (torch.tensor(column, dtype=torch.float64) for column in zip(*known, strict=True))
+        found = threshold(-entropies, right, self._epsilon)
+        return -1.0 if found is None else -found
