@@ -1,0 +1,255 @@
+"""Stop rules, adapters and exit heads on the demo model or its twin.
+
+    python examples/measure_fitted.py stops --humaneval HumanEval.jsonl
+    python examples/measure_fitted.py adapters --humaneval HumanEval.jsonl --model twin
+    python examples/measure_fitted.py heads --humaneval HumanEval.jsonl --model twin
+
+What is fitted learns from the first files of the standard library's training part, 256 tokens in a row, for one epoch,
+and is kept in --out; another run goes on with what is there. Prompts are of HumanEval and of held-out files, 64 tokens
+each and 128 new ones, float32; every way is timed on each prompt in turn.
+"""
+
+import argparse
+import json
+import math
+import sys
+import sysconfig
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from measure_demo_model import PROMPT, held_out_texts, load, prompts_of
+from train_demo_model import read_corpus
+from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.logits_process import TopPLogitsWarper
+
+from hf_selfspec import (
+    Adapter,
+    AdaptiveThreshold,
+    ConfidenceThreshold,
+    DynamicExit,
+    EarlyExit,
+    ExitHeads,
+    FixedLength,
+    LinearProbe,
+    ProductThreshold,
+    SelfSpec,
+    fit_adapter,
+    fit_exit_heads,
+    fit_probe,
+)
+from hf_selfspec.bench.measure import machine
+from hf_selfspec.bench.trained import Asked, Speed, Way, _traces, compare, forward_costs
+from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.search.replay import replays, rules
+from hf_selfspec.train.fitting import training_arguments
+
+LENGTHS = (1, 2, 3, 4, 5, 6)
+EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class Fits:
+    """Fits on the same text, or takes what an earlier run has fitted."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], folder: Path, rate: float
+    ) -> None:
+        self.model, self.tokenizer, self.texts, self.folder, self.rate = model, tokenizer, texts, folder, rate
+
+    def __call__(self, fit, kind, name: str, **options):
+        """The part of that name; its recipe and figures are printed."""
+        out = self.folder / name
+        if not (out / "model.safetensors").exists():
+            args = training_arguments(str(out), self.model.device, learning_rate=self.rate, disable_tqdm=True)
+            fit(self.model, self.tokenizer, self.texts, args=args, output_dir=out, **options)
+        part = kind.load(out)
+        known = {**part.about["recipe"], **part.about["figures"]}
+        print(f"{name}: {part.num_parameters:,} parameters; " + ", ".join(f"{k} {v}" for k, v in known.items()))
+        return part
+
+
+def row(name: str, speed: Speed, plain: Speed, *more: str) -> str:
+    ratios = [p / s for p, s in zip(plain.seconds, speed.seconds, strict=True)]
+    spread = 1.96 * stdev(ratios) / math.sqrt(len(ratios))
+    cells = [name, f"{plain.ms_per_token / speed.ms_per_token:.3f}", f"{mean(ratios):.3f} ± {spread:.3f}"]
+    cells += [f"{speed.acceptance_rate:.2f}", f"{speed.mean_generated_length:.2f}", *more]
+    return f"| {' | '.join(cells)} |"
+
+
+def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: int, repeats: int) -> None:
+    """AdaSPEED's Figure 1 and Table I."""
+    model, sampled = fits.model, options["do_sample"]
+    top_p = options.get("top_p")
+    probe = fits(
+        fit_probe, LinearProbe, f"probe-{exit_layer}-{'drawn' if sampled else 'greedy'}",
+        exit_layer=exit_layer, do_sample=sampled, top_p=top_p,
+    )  # fmt: skip
+    asked = Asked(model, options)
+    texts = [asked.plain()(ids) for ids in prompts[::2]]
+    warpers = LogitsProcessorList([TopPLogitsWarper(top_p)]) if sampled else None
+    traces = [_traces(model, ids, PROMPT, [exit_layer], warpers)[exit_layer] for ids in texts]
+    costs = forward_costs(model, texts[0])
+    plan = LayerPlan.early_exit(costs.num_layers, exit_layer)
+    candidates = rules(12)
+    runs = dict(zip(candidates, replays(traces, candidates, plan, costs, 12), strict=True))
+    speeds = {rule: costs.plain() * run.tokens / run.seconds for rule, run in runs.items()}
+
+    def best(kind: type) -> object:
+        return max((rule for rule in speeds if type(rule) is kind), key=lambda rule: speeds[rule])
+
+    product = best(ProductThreshold)
+    chosen = {
+        **{f"fixed, {length}": FixedLength(length) for length in LENGTHS},
+        "confidence, best simulated": best(ConfidenceThreshold),
+        "Draft & Verify (adaptive confidence, from 0.8)": AdaptiveThreshold(ConfidenceThreshold(0.8)),
+        "product, best simulated": product,
+        "AdaSPEED (adaptive product, from 0.8)": AdaptiveThreshold(ProductThreshold(0.8)),
+        "probe, product as above": ProductThreshold(product.threshold, probe),
+        "AdaSPEED with the probe": AdaptiveThreshold(ProductThreshold(0.8, probe)),
+    }
+    specs = {name: SelfSpec(EarlyExit(exit_layer), rule, max_draft=12) for name, rule in chosen.items()}
+    ways: dict[str, Way] = {"plain": asked.plain(), **{n: asked.plain(assistant=spec) for n, spec in specs.items()}}
+    found = compare(ways, prompts, repeats, specs)
+    print("| rule | speed-up | mean over prompts, 95 % | α | M | simulated | same ids |\n|---|---|---|---|---|---|---|")
+    for name, spec in specs.items():
+        simulated = f"{speeds[spec.stop]:.3f}" if spec.stop in speeds else ""
+        same = "" if sampled else f"{sum(found[name].same)}/{len(prompts)}"
+        print(row(f"{name}: {_short(spec.stop)}", found[name], found["plain"], simulated, same), flush=True)
+
+
+def _short(rule) -> str:
+    inner = rule.rule if isinstance(rule, AdaptiveThreshold) else rule
+    return str(getattr(inner, "threshold", getattr(inner, "num_tokens", "")))
+
+
+def adapters(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: int, repeats: int) -> None:
+    """Kangaroo's Table 2: what is behind the exit, beside the exit alone."""
+    variants = {"attention": ("attention",), "attention and MLP": ("attention", "mlp"), "MLP": ("mlp",)}
+    specs = {}
+    for name, blocks in variants.items():
+        part = fits(
+            fit_adapter, Adapter, f"adapter-{exit_layer}-{'-'.join(blocks)}", exit_layer=exit_layer, blocks=blocks
+        )
+        specs[f"{name}, {part.num_parameters:,} parameters"] = SelfSpec.kangaroo(part)
+    specs["exit alone (LayerSkip), the same rule"] = SelfSpec.layerskip(
+        exit_layer, stop=ConfidenceThreshold(0.6), max_draft=6
+    )
+    _table(fits, prompts, options, specs, repeats)
+
+
+def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, repeats: int) -> None:
+    """DSSD's Figure 4, §4.3, and its Table 1 and Figure 2."""
+    part = fits(fit_exit_heads, ExitHeads, "heads")
+    auc = part.about["calibration"]["auc"]
+    print("\n| ROC AUC | " + " | ".join(f"layer {layer}" for layer in part.layers) + " |")
+    print("|---" * (len(part.layers) + 1) + "|")
+    for metric, values in auc.items():
+        print(f"| {metric} | " + " | ".join("-" if value is None else f"{value:.3f}" for value in values) + " |")
+    specs = {f"DSSD, ε = {epsilon}": SelfSpec.dssd(part, epsilon) for epsilon in EPSILONS}
+    for index, layer in enumerate(part.layers):
+        for length in (2, 4, 6, 8, 10, 12):
+            draft = DynamicExit(_only(part, index), 0.9)
+            specs[f"head at {layer}, {length} tokens"] = SelfSpec(draft, FixedLength(length))
+    print()
+    _table(fits, prompts, options, specs, 1)
+    print("\nEarly exits alone (not the model's own text):\n")
+    lossy = {f"ε = {epsilon}": SelfSpec.early_exit_only(heads=part, epsilon=epsilon) for epsilon in EPSILONS}
+    _table(fits, prompts, options, lossy, repeats)
+
+
+def _only(part: ExitHeads, index: int) -> ExitHeads:
+    """The same heads, of which one is always believed and the others never."""
+    thresholds = [[-1e9 if head == index else None] for head in range(len(part.layers))]
+    found = ExitHeads(part.layers, part.heads[0][0].weight.shape[0], part.heads[0][1].weight.shape[0])
+    found.load_state_dict(part.state_dict())
+    found.about = {"calibration": {"metric": "entropy", "epsilons": [0.9], "thresholds": thresholds}}
+    return found
+
+
+def _table(fits: Fits, prompts: list[torch.Tensor], options: dict, specs: dict[str, SelfSpec], repeats: int) -> None:
+    asked = Asked(fits.model, options)
+    ways: dict[str, Way] = {"plain": asked.plain(), **{n: asked.plain(assistant=spec) for n, spec in specs.items()}}
+    ids: dict[str, list[torch.Tensor]] = {}
+    found = compare(_kept(ways, ids), prompts, repeats, specs)
+    print("| way | speed-up | mean over prompts, 95 % | α | M | mean exit layer | discarded | agreement |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in specs:
+        runs = found[name].runs
+        taken = {layer: sum(run.exit_layers[layer] for run in runs) for run in runs for layer in run.exit_layers}
+        own = sum(run.tokens for run in runs) - sum(run.accepted for run in runs)
+        layers = fits.model.config.num_hidden_layers
+        depth = sum(layer * count for layer, count in taken.items())
+        lossy = not getattr(specs[name].draft, "lossless", True)
+        # Of drafts the mean over drafted tokens; of early exits alone over all tokens.
+        exits = (depth + layers * own * lossy) / (sum(taken.values()) + own * lossy) if taken else 0.0
+        same = mean(
+            float((a[0, PROMPT:] == b[0, PROMPT:]).float().mean()) for a, b in zip(ids[name], ids["plain"], strict=True)
+        )
+        discarded = sum(run.drafted - run.accepted for run in runs)
+        print(row(name, found[name], found["plain"], f"{exits:.1f}", str(discarded), f"{same:.3f}"), flush=True)
+
+
+def _kept(ways: dict[str, Way], ids: dict[str, list[torch.Tensor]]) -> dict[str, Way]:
+    """The same ways, whose last ids of each prompt are kept."""
+
+    def kept(name: str, way: Way) -> Way:
+        seen: list[torch.Tensor] = []
+        ids[name] = []
+
+        def run(prompt: torch.Tensor) -> torch.Tensor:
+            found = way(prompt)
+            if seen and seen[-1] is prompt:
+                ids[name][-1] = found
+            else:
+                seen.append(prompt)
+                ids[name].append(found)
+            return found
+
+        return run
+
+    return {name: kept(name, way) for name, way in ways.items()}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("stops", "adapters", "heads"))
+    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "demo_model")
+    parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl")
+    parser.add_argument("--exit-layer", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=10, help="prompts of each kind")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--top-p", type=float, help="tokens are drawn with this top-p (stops)")
+    parser.add_argument("--files", type=int, default=100, help="files to learn from")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--out", type=Path, default=Path("fitted"), help="where what was fitted is kept")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tasks = [json.loads(line)["prompt"] for line in options.humaneval.read_text().splitlines()]
+    pairs = zip(
+        prompts_of(tasks, tokenizer, options.prompts),
+        prompts_of(held_out_texts(), tokenizer, options.prompts),
+        strict=True,
+    )
+    prompts = [ids for pair in pairs for ids in pair]
+    print(f"{machine(torch.device('cpu'))}, float32; {len(prompts)} prompts, {options.tokens} new tokens")
+    print(f"\n`python examples/measure_fitted.py {' '.join(sys.argv[1:])}`\n", flush=True)
+    model = load(options.model)
+    texts = read_corpus(Path(sysconfig.get_paths()["stdlib"])).training[: options.files]
+    fits = Fits(model, tokenizer, texts, options.out, options.learning_rate)
+    asked: dict = {"max_new_tokens": options.tokens, "do_sample": options.top_p is not None}
+    if options.top_p is not None:
+        asked |= {"top_p": options.top_p, "top_k": 0}
+    if options.what == "stops":
+        stops(fits, prompts, asked, options.exit_layer, options.repeats)
+    elif options.what == "adapters":
+        adapters(fits, prompts, asked, options.exit_layer, options.repeats)
+    else:
+        heads(fits, prompts, asked, options.repeats)
+
+
+if __name__ == "__main__":
+    main()
