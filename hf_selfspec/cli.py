@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .errors import SelfSpecError, SettingError
@@ -82,16 +83,17 @@ def texts(data: str, field: str) -> list[str]:
 
 def _fit(args: argparse.Namespace) -> Part:
     data = texts(args.data, args.field)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+    training = training_arguments(
+        args.out,
+        torch.accelerator.current_accelerator() or torch.device("cpu"),
+        per_device_train_batch_size=args.batch,
+        learning_rate=args.learning_rate,
+        num_train_epochs=args.epochs,
+    )
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(training.device)
     common: dict[str, Any] = {
         "block_size": args.block_size,
-        "args": training_arguments(
-            args.out,
-            model.device,
-            per_device_train_batch_size=args.batch,
-            learning_rate=args.learning_rate,
-            num_train_epochs=args.epochs,
-        ),
+        "args": training,
         "cache_dir": args.cache,
         "output_dir": args.out,
     }

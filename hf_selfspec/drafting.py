@@ -68,6 +68,7 @@ class Drafting:
         """
         if (probe := _probe_of(self.stop)) is not None:
             probe.check(lambda: self.learned.fingerprint(target.model))
+            _check_probe_of_stop(probe, plan, self.draft, scorer.do_sample)
         if isinstance(self.draft, CandidateGenerator):
             vocabulary = target.model.get_input_embeddings().num_embeddings
             return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
@@ -153,6 +154,19 @@ def _probe_of(stop: StopRule | None) -> LinearProbe | None:
     rule = stop.rule if isinstance(stop, AdaptiveThreshold) else stop
     found = getattr(rule, "confidence", None)
     return found if isinstance(found, LinearProbe) else None
+
+
+def _check_probe_of_stop(probe: LinearProbe, plan: LayerPlan | None, draft: Any, do_sample: bool) -> None:
+    if plan is None or plan != LayerPlan.early_exit(plan.num_layers, probe.exit_layer):
+        raise SettingError(
+            f"the probe was fitted to the states of exit layer {probe.exit_layer}, but {draft!r} drafts from others. "
+            f"Draft with EarlyExit({probe.exit_layer}), or fit another probe."
+        )
+    if probe.do_sample != do_sample:
+        modes = {True: "drawn tokens", False: "greedy text"}
+        say_once(
+            f"the probe was fitted for {modes[probe.do_sample]} and is asked for {modes[do_sample]}: it may mislead."
+        )
 
 
 def _is_tensor_parallel(target: Target) -> bool:

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -92,7 +93,10 @@ class Learned:
     def known(self, model: PreTrainedModel, kind: Kind) -> Findings | None:
         """The findings for one kind of call, ``None`` before the first such call."""
         with self._lock:
-            found: Findings | None = self.models.get(model, {}).get(kind)
+            kinds = self.models.get(model, {})
+            if kind in kinds:
+                kinds[kind] = kinds.pop(kind)
+            found: Findings | None = kinds.get(kind)
             return found
 
     def memory(self, model: PreTrainedModel, kind: Kind) -> Memory:
@@ -144,7 +148,7 @@ class Learned:
             if kind not in kinds:
                 kinds[kind] = self._new(model, kind, make, next(iter(kinds.values()), None), cache)
                 if cache is not None:
-                    kinds[kind].changed = lambda: self._cache(cache, model, settings)
+                    kinds[kind].changed = partial(self._cache, cache, weakref.ref(model), settings)
             kinds[kind] = kinds.pop(kind)
             return kinds[kind]
 
@@ -182,9 +186,10 @@ class Learned:
                 findings.update({kind: found.state() for kind, found in self.models.get(model, {}).items()})
             saving.write(path, settings, fingerprint, findings)
 
-    def _cache(self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+    def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any]) -> None:
         try:
-            self.save(path, model, settings)
+            if (alive := model()) is not None:
+                self.save(path, alive, settings)
         except OSError as error:
             say_once(f"{path} cannot be written ({error}), so what is found does not last.")
 

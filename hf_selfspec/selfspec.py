@@ -411,7 +411,8 @@ class SelfSpec:
                 streamer=streamer,
                 **model_kwargs,
             )
-            self._rested(known, output, input_ids.shape[1], perf_counter() - begun, anatomy)
+            eos_tokens = Stopper(stopping_criteria).eos_tokens
+            self._rested(known, output, input_ids.shape[1], eos_tokens, perf_counter() - begun, anatomy)
             return output
         plan = None if isinstance(self.draft, CandidateGenerator) else self.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
@@ -483,19 +484,25 @@ class SelfSpec:
         self._learned.add_call(decoder.stats)
         return decoder.output(ids, None if partial else past) if returned else ids
 
-    def _rested(self, known: Findings, output: Any, width: int, seconds: float, anatomy: Anatomy) -> None:
+    def _rested(
+        self, known: Findings, output: Any, width: int, eos_tokens: frozenset[int], seconds: float, anatomy: Anatomy
+    ) -> None:
         """Takes in a call without a draft."""
         ids = output if isinstance(output, torch.Tensor) else output.sequences
-        b, count = ids.shape[0], ids.shape[1] - width
-        known.rest(b * count, seconds)
+        counts = []
+        for row in ids[:, width:].tolist():
+            ends = (index for index, token in enumerate(row, start=1) if token in eos_tokens)
+            counts.append(next(ends, len(row)))
+        tokens, rounds = sum(counts), sum(counts) - len(counts)
+        known.rest(tokens, seconds)
         stats = GenerationStats(
-            tokens=b * count,
-            rounds=b * (count - 1),
-            accepted_lengths=Counter({0: b * (count - 1)}),
+            tokens=tokens,
+            rounds=rounds,
+            accepted_lengths=Counter({0: rounds}),
             total_seconds=seconds,
-            from_draft=[[False] * count for _ in range(b)],
+            from_draft=[[False] * count for count in counts],
             plan=LayerPlan(anatomy.num_layers).picture(),
-            timeline=[(b * count, seconds)],
+            timeline=[(tokens, seconds)],
         )
         known.report(stats)
         self._learned.add_call(stats)

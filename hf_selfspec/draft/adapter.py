@@ -15,6 +15,7 @@ from ..model.head import OwnHead
 from ..model.partial import LayerPlan
 from ..model.target import Target, Watched
 from ..parts.adapter import Adapter
+from ..parts.part import saved_at
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import DraftStep, Limits, PartialDraft, tokens_before
@@ -34,8 +35,8 @@ class EarlyExitAdapter:
     adapter: Adapter | str
 
     def __post_init__(self) -> None:
-        if isinstance(self.adapter, os.PathLike):
-            object.__setattr__(self, "adapter", os.fspath(self.adapter))
+        if isinstance(self.adapter, (str, os.PathLike)):
+            object.__setattr__(self, "adapter", saved_at(self.adapter))
         if not isinstance(self.adapter, (Adapter, str)):
             raise SettingTypeError(
                 f"EarlyExitAdapter(adapter) must be an Adapter or the path of a saved one, got {self.adapter!r}."
@@ -74,8 +75,7 @@ class AdapterDraft(PartialDraft):
 
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, adapter: Adapter) -> None:
         super().__init__(target, plan, limits, scorer)
-        before = next(target.anatomy.layers[adapter.exit_layer - 1].parameters())
-        self.adapter = adapter.to(before.device)
+        self.adapter = adapter
         rows = len(target.cache.cursors)
         self._head = OwnHead(target.model, target.anatomy)
         self._cache = SpeculativeCache(1, rows, target.cache.capacity)
@@ -83,6 +83,7 @@ class AdapterDraft(PartialDraft):
         self._seen = [0] * rows
         self._first = [0] * rows
         self._roots = [0] * rows
+        self._began = False
         target.watched = Watched(adapter.exit_layer, self._see_prompt)
 
     def propose(self, text: Text, room: list[int]) -> Draft:
@@ -99,7 +100,7 @@ class AdapterDraft(PartialDraft):
                 line += 1
             self._seen[row] = min(self._seen[row], self._roots[row] + 1 + line, root)
 
-    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int]) -> DraftStep:
+    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
         late = max(cursor - seen for cursor, seen in zip(cursors, self._seen, strict=True))
         starts = cursors
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
@@ -117,14 +118,17 @@ class AdapterDraft(PartialDraft):
                 f"{self.target.anatomy.model_name} has states of {list(states.shape)} between its layers, which an "
                 "adapter cannot take."
             )
-        if self._seen != cursors:
-            self._first = list(cursors)
+        if not self._began:
+            self._began, self._first, self._seen = True, list(cursors), list(cursors)
         self._adapted(states, cursors)
-        self._seen = [cursor + length for cursor, length in zip(cursors, lengths, strict=True)]
+        # Rows that have ended in an earlier chunk of their prompts get junk behind it.
+        for row, (cursor, length) in enumerate(zip(cursors, lengths, strict=True)):
+            if cursor == self._seen[row]:
+                self._seen[row] = cursor + length
 
     def _adapted(self, states: torch.Tensor, starts: list[int]) -> torch.Tensor:
         """What the adapter sends to the head for states ``[b, s, d]`` of the tokens from these slots on."""
-        s, device = states.shape[1], self.adapter.norm.weight.device
+        s, device = states.shape[1], states.device
         self._cache.seek(starts, s)
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(s, device=device)
         keys = torch.arange(max(starts) + s, device=device)
@@ -135,5 +139,5 @@ class AdapterDraft(PartialDraft):
             mask[:, :, : real.shape[1]] &= real[:, None]
             mask |= keys == positions[:, :, None]  # a padded token sees itself, so that no row is empty
         with torch.no_grad():
-            hidden = self.adapter(states.to(device), positions, self._cache, mask[:, None])
-        return hidden.to(states.device, states.dtype)
+            hidden = self.adapter.on(device)(states, positions, self._cache, mask[:, None])
+        return hidden.to(states.dtype)

@@ -14,6 +14,7 @@ from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..parts.heads import METRICS, ExitHeads
+from ..parts.part import saved_at
 from ..settings import check_share
 from ..types import Draft, GenerationStats, Text
 from ..verify.scoring import Scorer
@@ -39,8 +40,8 @@ class DynamicExit:
     lossless: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.heads, os.PathLike):
-            object.__setattr__(self, "heads", os.fspath(self.heads))
+        if isinstance(self.heads, (str, os.PathLike)):
+            object.__setattr__(self, "heads", saved_at(self.heads))
         if not isinstance(self.heads, (ExitHeads, str)):
             raise SettingTypeError(
                 f"DynamicExit(heads) must be ExitHeads or the path of saved ones, got {self.heads!r}."
@@ -94,8 +95,7 @@ class HeadsDraft(PartialDraft):
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, settings: DynamicExit) -> None:
         super().__init__(target, plan, limits, scorer)
         self.reuse_from = sys.maxsize
-        before = next(target.anatomy.layers[plan.first_altered - 1].parameters())
-        self.heads = settings.module.to(before.device)
+        self.heads = settings.module
         self._thresholds = settings.module.thresholds(settings.epsilon)
         self._sure = METRICS[settings.module.metric]
         self._bounds = (0, *settings.module.layers)
@@ -103,13 +103,11 @@ class HeadsDraft(PartialDraft):
         self._fed: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         self._levels: list[int] = []
-        self._open: list[bool] = []
         self.exits: Counter[int] = Counter()
 
     def propose(self, text: Text, room: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; verification starts where the deepest token is."""
         self._fed, self._states, self._levels = [], [], []
-        self._open = [wanted > 0 for wanted in room]
         draft = super().propose(text, room)
         if not self._states:
             return draft
@@ -124,29 +122,29 @@ class HeadsDraft(PartialDraft):
         super().report(stats)
         stats.exit_layers = self.exits
 
-    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int]) -> DraftStep:
+    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
         b = text.batch_size
         self._fed.append(feed)
         self._states.append(feed.new_empty(0))
         self._levels.append(0)
-        decided = [not on for on in self._open]
+        decided = [not on for on in drafting]
         logits: torch.Tensor | None = None
         state = feed
         for level in range(1, len(self._bounds)):
             self._raise(text, level)
             here = self._states[-1][:, -1]
-            said = self.heads.logits(level - 1, here).float()
+            said = self.heads.on(here.device).logits(level - 1, here).float()
             if logits is None:
                 logits, state = said.clone(), here.clone()
             sure = (self._sure(said) >= self._thresholds[level - 1]).tolist()
             for row in range(b):
                 if not decided[row] and sure[row]:
-                    logits[row], state[row], decided[row] = said[row], here[row], True
+                    logits[row], state[row] = said[row].to(logits.device), here[row].to(state.device)
+                    decided[row] = True
                     self.exits[self._bounds[level]] += 1
             if all(decided):
                 break
         assert logits is not None
-        self._open = [on and done for on, done in zip(self._open, decided, strict=True)]
         return DraftStep(logits, state, self._states[-1], says=decided)
 
     def _raise(self, text: Text, level: int) -> None:

@@ -120,7 +120,7 @@ class PartialDraft(CandidateGenerator):
         reach = torch.ones(b, device=text.ids.device)
         while len(line) < limit and any(drafting):
             depth = len(line)
-            step = self._step(text, feed, [root + depth for root in roots])
+            step = self._step(text, feed, [root + depth for root in roots], drafting)
             self.steps += 1
             logits = step.logits.to(text.ids.device, torch.float32)
             # A draft that overflows (float16) has nothing to say; the full model goes on from there.
@@ -156,13 +156,14 @@ class PartialDraft(CandidateGenerator):
         self._drafted = lengths
         return self._draft(text, line, beside, qs, states, lengths, prefix)
 
-    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int]) -> DraftStep:
+    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
         """Runs the part that drafts over one more token of each row.
 
         Args:
             text: the batch.
             feed: ``[b, 1]`` the tokens.
             cursors: their slots.
+            drafting: rows whose drafts go on; the others ride along.
         """
         prefix = self.plan.first_altered if self.target.anatomy.replay else -1
         step = self.target.step(feed, cursors, self.plan, capture=prefix or -1)

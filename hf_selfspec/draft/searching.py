@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from ..model.partial import LayerPlan
@@ -20,8 +21,8 @@ from ..verify.scoring import Scorer
 from ..verify.tree import CostTree
 from .partial import Limits, PartialDraft
 
-# Texts at which forwards are timed, and how often each.
-_TIMED_TEXTS, _TIMINGS = 2, 2
+# How often each forward is timed on a text.
+_TIMINGS = 2
 # What a sibling costs beside its way through the layers (mask, moves), in units of that; measured on a CPU.
 _TREE = 2.0
 # Generated tokens after which the first sets are tried, and how many are worth a look at the end of a text.
@@ -102,6 +103,7 @@ class SearchingDraft(PartialDraft):
 
     def finish(self, text: Text) -> None:
         """Looks at what was not looked at yet, where each token counts once."""
+        self._looked = self._looked or text.prompt_width
         if not self.search.tries_each_round and max(text.lengths) - self._looked > _LEAST:
             self.target.roots = text.roots()
             begun = perf_counter()
@@ -133,13 +135,12 @@ class SearchingDraft(PartialDraft):
         search = self.search
         self._looked = max(text.lengths) - 1
         self._behind = min(unseen - 1, self._window, *text.roots())
-        timed = self._timed or search.timings >= _TIMED_TEXTS
-        if search.auto and not timed and not search.is_over and (not search.timings or search.may_try()):
+        search.begin_window()
+        if search.wants_timings and not self._timed:
             self._timed = True
             stopwatch = Stopwatch(*search.space.timed_plans())
             self.measure(text, stopwatch, _TIMINGS)
             search.time(stopwatch)
-        search.begin_window()
         if search.may_try():
             while self._try(text) and not search.tries_each_round:
                 pass
@@ -166,7 +167,7 @@ class SearchingDraft(PartialDraft):
         known = [min(window, length - text.prompt_width) for length in text.lengths]
         if self._said is None:
             right = (said.argmax(-1) == tokens[:, 1:]).double()
-            found = Trace(right.cpu().numpy(), sure.cpu().double().numpy())
+            found = Trace(right.cpu().numpy(), np.nan_to_num(sure.cpu().double().numpy(), nan=0.0))
         else:
             found = trace(said, self._said.scores(said), sure, do_sample=True)
             known = [min(count, seen) for count, seen in zip(known, self._said.counts(), strict=True)]

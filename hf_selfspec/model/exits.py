@@ -28,6 +28,10 @@ BATCH_DIM = -3
 LOGIT_ELEMENTS = 2**25
 
 
+def _checkpoints(module: nn.Module) -> bool:
+    return bool(getattr(module, "gradient_checkpointing", False)) and module.training
+
+
 def _then(module: nn.Module, original: Any, hook: Any) -> Any:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
@@ -94,7 +98,7 @@ class Exits:
         self._thread = threading.get_ident()
         for layer, module in enumerate(self.anatomy.layers, start=1):
             hook = self._layer_hook(layer)
-            if "__call__" in GradientCheckpointingLayer.__dict__ and getattr(module, "gradient_checkpointing", False):
+            if "__call__" in GradientCheckpointingLayer.__dict__ and _checkpoints(module):
                 # Before transformers 5.23 checkpoints hold a layer's hooks too, which would run again in backward.
                 self._checkpointing.append((module, module._gradient_checkpointing_func))
                 module._gradient_checkpointing_func = _then(module, module._gradient_checkpointing_func, hook)

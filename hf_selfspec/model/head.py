@@ -93,7 +93,8 @@ class OwnHead:
         """
         output = self._output
         assert output is not None, "a forward has to be seen first"
-        batch = states[None] if states.dim() == 2 else states
+        seen = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        batch = (states[None] if states.dim() == 2 else states).to(seen.device)
         if isinstance(output, tuple):
             instead: Any = (batch, *output[1:])
         else:
@@ -103,6 +104,7 @@ class OwnHead:
         with self._as_then(), _returning(self._stack, instead):
             result = type(self._model).forward(self._model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
+        logits = logits.to(states.device)
         return logits[0] if states.dim() == 2 else logits
 
     def _as_then(self) -> AbstractContextManager[Any]:

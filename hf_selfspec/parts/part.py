@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +23,8 @@ from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 
+_copying = threading.RLock()
+
 
 class Part(nn.Module, PyTorchModelHubMixin):
     """A small module that was fitted to one frozen model.
@@ -36,6 +40,21 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
     kind: ClassVar[str] = "part"
     about: dict[str, Any]
+
+    def on(self, device: torch.device) -> Self:
+        """Itself where it is on that device already, and otherwise a copy there, made once."""
+        if all(parameter.device == device for parameter in self.parameters()):
+            return self
+        with _copying:
+            copies = self.__dict__.setdefault("_copies", {})
+            if device not in copies:
+                self.__dict__["_copies"] = {}
+                try:
+                    copies[device] = copy.deepcopy(self).to(device)
+                finally:
+                    self.__dict__["_copies"] = copies
+            found: Self = copies[device]
+            return found
 
     @property
     def num_parameters(self) -> int:
@@ -70,7 +89,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
                 if not (Path(name) / file).is_file():
                     raise SettingError(f"{name} has no {file}: give a folder that holds a saved {cls.kind}.")
         try:
-            part: Self = cls.from_pretrained(name)
+            part: Self = cls.from_pretrained(name, strict=True)
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise SettingError(
                 f"there is no saved {cls.kind} at {name!r} ({error}). Give the folder that `save_pretrained` has "
@@ -84,6 +103,11 @@ class Part(nn.Module, PyTorchModelHubMixin):
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are no numbers: {wrong[0]}. Fit it anew.")
         return part.eval()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
+        """As huggingface_hub's, whose card of an earlier part would stay."""
+        (Path(save_directory) / "README.md").unlink(missing_ok=True)
+        return super().save_pretrained(Path(save_directory), **options)
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """The card: what it is, the recipe, the figures."""
@@ -103,3 +127,8 @@ def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any
     """What is kept beside the weights, as JSON has it."""
     fingerprint = Fingerprint.of(model, Anatomy.of(model).num_layers)
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
+
+
+def saved_at(path: str | os.PathLike[str]) -> str:
+    """The whole path of a folder, so that it holds in another working directory; a Hub name as it is."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else os.fspath(path)

@@ -66,7 +66,8 @@ def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor,
         accept = torch.minimum(drafted.softmax(-1), scores.softmax(-1)).sum(-1)
     else:
         accept = (drafted.argmax(-1) == scores.argmax(-1)).float()
-    return Trace(accept.cpu().double().numpy(), confidence.cpu().double().numpy())
+    # A draft that overflows (float16) says nothing.
+    return Trace(*(np.nan_to_num(values.cpu().double().numpy(), nan=0.0) for values in (accept, confidence)))
 
 
 @dataclass(frozen=True)

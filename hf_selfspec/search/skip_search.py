@@ -33,6 +33,8 @@ _WINDOW = 32
 _IDLE = 16
 # Tries that the budget does not bound.
 _FREE = 8
+# Texts on which forwards are timed in a search, and tries that are kept of a set once it is over.
+_TIMED_TEXTS, _KEPT = 2, 16
 # Tries that are kept for pictures.
 _LOGGED = 4096
 
@@ -94,7 +96,8 @@ class SkipSearch:
         self._stopwatch: Stopwatch | None = None
         self._disturbed = 1.0
         self._drafted = False
-        self._asked = 0
+        self._asked = self._rested = 0
+        self._estimated: dict[str, dict[LayerPlan, float]] = {}
         self._lock = threading.Lock()
         self._is_over = self._has_begun = False
         self._again: list[LayerPlan] = []
@@ -168,18 +171,24 @@ class SkipSearch:
         with self._lock:
             self.generated += tokens
             self.seconds += seconds
-            self._windows += tokens // self.settings.context_window
+            self._rested += tokens
+            windows, self._rested = divmod(self._rested, self.settings.context_window)
+            self._windows += windows
             self._feedback = Feedback()
 
     def begin_window(self) -> None:
         """The text has moved on by a window: what looks best is to be tried on it."""
         with self._lock:
             self._windows += 1
+            drafted = self.choice.drafts
             if self.best in self._known:
                 self._choose()
-            leaders = self._leaders()
-            if self._is_over and self._feedback.has_become_hard():
+            leaders = [self.best]
+            if self._is_over and (self._feedback.has_become_hard() or (drafted and self._has_given_up())):
+                leaders = self._leaders()
                 self._start_over()
+            elif not self._is_over:
+                leaders = self._leaders()
             if self._is_over:
                 # A set that does not pay is asked now and then whether it would, however its drafts fared before.
                 if not self.choice.drafts and self._windows >= self._asked + _IDLE:
@@ -190,6 +199,19 @@ class SkipSearch:
             self._drafted = False
             self._again = leaders[: _TRIED_AGAIN if self.tries_each_round or not self.steps else 1] or [self.best]
             self._proposer.begin_window(self.best, self.matchness)
+
+    def _has_given_up(self) -> bool:
+        """Whether drafts have just stopped to pay, and it is a while since that was looked into."""
+        return not self.choice.drafts and self._windows >= self._asked + _IDLE
+
+    @property
+    def wants_timings(self) -> bool:
+        """Whether forwards are to be timed on this text: the first two, and whenever a set is asked again."""
+        if not self.auto:
+            return False
+        if self._is_over:
+            return bool(self._again) or not self.timings
+        return not self.timings or (self.timings < _TIMED_TEXTS and self.may_try())
 
     def propose(self, look: Look) -> LayerPlan | None:
         """The next set to try: first the one that drafts already.
@@ -209,7 +231,8 @@ class SkipSearch:
         """Takes in timings of forwards."""
         with self._lock:
             self.timings += 1
-            if self._stopwatch is None:
+            # Once a search is over, a machine may be another or busier than it was.
+            if self._stopwatch is None or self._is_over:
                 self._stopwatch = stopwatch
             else:
                 self._stopwatch.add(stopwatch)
@@ -323,6 +346,7 @@ class SkipSearch:
 
     def _start_over(self) -> None:
         self._known: dict[LayerPlan, Known] = {}
+        self._estimated.clear()
         self._again = []
         self._proposer: Proposer = self._new_proposer()
         self._feedback = Feedback()
@@ -342,6 +366,7 @@ class SkipSearch:
 
     def _use(self, costs: ForwardCosts) -> None:
         self.costs = costs
+        self._estimated.clear()
         for plan, known in self._known.items():
             self._known[plan] = Known((done, self._replays(done)) for done, _ in known.tries)
         if self._known:
@@ -355,7 +380,11 @@ class SkipSearch:
     def _register(self, done: Try) -> None:
         self.tries.append(done)
         self.steps += 1
-        self._known.setdefault(done.plan, Known()).add(done, self._replays(done))
+        self._estimated.clear()
+        known = self._known.setdefault(done.plan, Known())
+        if self._is_over:
+            known.keep(_KEPT - 1)
+        known.add(done, self._replays(done))
         self._since_better += 1
         if self._choose():
             self._since_better = 0
@@ -378,7 +407,7 @@ class SkipSearch:
         if not self._by_speed:
             self._expected_rate = worth[best]
             return self._lead(SkipChoice(best, True, None, None, worth[best], worth[best]))
-        matchness = self._estimates(self._scored(_matchness))[best]
+        matchness = self._estimates("matchness", _matchness)[best]
         known = self._known[best]
         rule, run, usual = known.with_ease(self._feedback.ease, self._replays)
         self._expected_rate = usual.accepted / usual.drafted
@@ -402,12 +431,18 @@ class SkipSearch:
 
     def _worth(self) -> dict[LayerPlan, float]:
         """The estimate of each set that was tried: expected speed-up, or matchness."""
-        found = self._estimates(self._scores())
-        return {plan: math.exp(value) for plan, value in found.items()} if self._by_speed else found
+        if not self._by_speed:
+            return self._estimates("matchness", _matchness)
+        found = self._estimates("log speed-up", self._log_speed)
+        return {plan: math.exp(value) for plan, value in found.items()}
 
-    def _estimates(self, scores: Scores) -> dict[LayerPlan, float]:
-        """What the sets score on the usual text, as far as that is known."""
-        return dict(zip(scores.plans, self._proposer.estimates(scores).tolist(), strict=True)) if scores.plans else {}
+    def _estimates(self, name: str, score: Callable[[Known, Try, list[Replay]], float]) -> dict[LayerPlan, float]:
+        """What the sets score on the usual text, as far as that is known; kept until more is."""
+        if name not in self._estimated:
+            scores = self._scored(score)
+            found = self._proposer.estimates(scores).tolist() if scores.plans else []
+            self._estimated[name] = dict(zip(scores.plans, found, strict=True))
+        return self._estimated[name]
 
     def _scores(self) -> Scores:
         """Of all tries: log speed-ups, or matchness."""
@@ -420,7 +455,8 @@ class SkipSearch:
             for done, runs in known.tries
         ]
         values, weights, sets, windows = np.array(rows, float).reshape(-1, 4).T
-        return Scores(tuple(self._known), values, weights, sets.astype(int), windows.astype(int))
+        places = np.unique(windows, return_inverse=True)[1]
+        return Scores(tuple(self._known), values, weights, sets.astype(int), places)
 
     def _log_speed(self, known: Known, done: Try, runs: list[Replay]) -> float:
         assert self.costs is not None

@@ -95,6 +95,10 @@ class Known:
         self.tries.append((done, replays))
         self._count()
 
+    def keep(self, last: int) -> None:
+        """Forgets all but the last tries."""
+        del self.tries[: max(0, len(self.tries) - last)]
+
     def _count(self) -> None:
         runs = [Replay.of_all(run) for run in zip(*(replays for _, replays in self.tries), strict=True)]
         self.rule = _fastest(runs) if runs else 0

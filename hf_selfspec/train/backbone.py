@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
@@ -38,6 +38,13 @@ class Observed:
     states: dict[int, torch.Tensor]
     exits: dict[int, torch.Tensor]
     final: torch.Tensor
+
+    def to(self, device: torch.device) -> Observed:
+        """The same on another device."""
+        states, exits = (
+            {layer: state.to(device) for layer, state in found.items()} for found in (self.states, self.exits)
+        )
+        return Observed(self.ids.to(device), states, exits, self.final.to(device))
 
 
 class Backbone:
@@ -64,13 +71,21 @@ class Backbone:
         self.own_head = OwnHead(model, self.anatomy)
         self._folder: Path | None = None
         if cache_dir is not None:
-            self._folder = Path(cache_dir) / Fingerprint.of(model, self.anatomy.num_layers).name
+            self._folder = Path(cache_dir) / _name(model, Fingerprint.of(model, self.anatomy.num_layers))
             self._folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def device(self) -> torch.device:
-        """Where ids go."""
+        """Where ids go.
+
+        Raises:
+            UnsupportedModelError: the model's weights are somewhere else.
+        """
         device: torch.device = self.model.get_input_embeddings().weight.device
+        if device.type == "meta":
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} is offloaded, and nothing can be fitted to it then. Load it on its devices."
+            )
         return device
 
     @contextmanager
@@ -124,6 +139,7 @@ class Backbone:
             self.exits.chosen = ()
             for handle in handles:
                 handle.remove()
+        found = {name: state.to(self.device) for name, state in found.items()}
         if any(state.dim() != 3 for state in found.values()):
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
@@ -131,8 +147,28 @@ class Backbone:
             )
         assert self.exits.states is not None
         for layer, state in zip(self.layers, self.exits.states, strict=True):
-            found[f"exits_{layer}"] = state
-        return found | {"final": final[-1]}
+            found[f"exits_{layer}"] = state.to(self.device)
+        return found | {"final": final[-1].to(self.device)}
+
+
+def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
+    """A folder for the states of a model as it is: its weights, precision and active adapters.
+
+    Raises:
+        SettingError: the weights cannot be told from those of another model.
+    """
+    if fingerprint.weights is None:
+        raise SettingError(
+            "cache_dir: this model's weights cannot be read (quantised, sharded or offloaded), so its states cannot be "
+            "told from another model's. Leave cache_dir out."
+        )
+    adapters = [
+        (name, list(module.active_adapters), bool(module.disable_adapters))
+        for name, module in model.named_modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")
+    ]
+    state = hashlib.sha256(repr((str(model.dtype), adapters)).encode()).hexdigest()[:8]
+    return f"{fingerprint.name}-{state}"
 
 
 def _keep(found: dict[str, torch.Tensor], layer: int) -> Any:

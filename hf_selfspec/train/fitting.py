@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import (
@@ -27,8 +28,8 @@ from transformers import (
     default_data_collator,
 )
 
-from ..errors import SettingError, SettingTypeError
-from ..model.anatomy import causal_lm
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
 from ..parts.adapter import Adapter
 from ..parts.heads import METRICS, ExitHeads, calibrate, default_layers
@@ -127,7 +128,7 @@ class Fitting(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """``{"loss": ...}`` of ids ``[b, s]``."""
         backbone, loss = self._seen
-        return {"loss": loss(backbone.observe(input_ids))}
+        return {"loss": loss(backbone.observe(input_ids).to(next(self.part.parameters()).device))}
 
 
 def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
@@ -166,9 +167,12 @@ class Fitted:
 
 def _train(fitting: Fitting, blocks: Blocks, args: TrainingArguments | None, device: torch.device) -> Fitted:
     with tempfile.TemporaryDirectory() as folder:
+        args = args or training_arguments(folder, device)
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them
         trainer = Trainer(
             model=fitting,
-            args=args or training_arguments(folder, device),
+            args=args,
             train_dataset=blocks,
             data_collator=default_data_collator,
         )
@@ -227,6 +231,9 @@ def _prepared(
     inner = causal_lm(model, name)
     if args is not None and not isinstance(args, TrainingArguments):
         raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
+    most = Anatomy.of(inner).max_positions
+    if most is not None and isinstance(block_size, int) and block_size > most:
+        raise SettingError(f"{name}(block_size={block_size}) is more than the {most} positions of the model.")
     blocks = Blocks(tokenizer, dataset, block_size, name)
     held = min(_MOST_HELD_OUT, len(blocks) // _HELD_OUT)
     return inner, blocks.without(held), blocks.rows[len(blocks) - held :]
@@ -273,9 +280,10 @@ def fit_adapter(
     chosen = (3 if layers >= 40 else 2) if exit_layer is None else exit_layer
     _check_exit(name, chosen, layers)
     backbone = Backbone(inner, (chosen,), cache_dir)
-    heads = num_heads or config.num_attention_heads
+    width = _width(backbone)
+    heads = num_heads or next(count for count in range(config.num_attention_heads, 0, -1) if width % (2 * count) == 0)
     with _seeded(args):
-        adapter = Adapter(chosen, _width(backbone), heads, tuple(blocks), norm_eps=1e-6).to(backbone.device)
+        adapter = Adapter(chosen, width, heads, tuple(blocks), norm_eps=1e-6).to(backbone.device)
 
     def logits_of(what: _Pair, observed: Observed) -> torch.Tensor:
         hidden = adapter(observed.states[chosen])
@@ -498,7 +506,14 @@ def _seeded(args: TrainingArguments | None) -> Iterator[None]:
 def _width(backbone: Backbone) -> int:
     with backbone.frozen():
         ids = torch.zeros(1, 1, dtype=torch.long, device=backbone.device)
-        return backbone._forward(ids)[f"states_{backbone.layers[0]}"].shape[-1]
+        seen = backbone._forward(ids)
+    width, final = seen[f"states_{backbone.layers[0]}"].shape[-1], seen["final"].shape[-1]
+    if width != final:
+        raise UnsupportedModelError(
+            f"{backbone.anatomy.model_name} sends states of width {final} to its head and has {width} between its "
+            "layers: nothing can be fitted to go from there to the head."
+        )
+    return width
 
 
 @torch.no_grad()
@@ -546,5 +561,7 @@ def _finished(
     part.about = about(model, recipe, {**figures, "seconds of training": round(fitted.seconds, 1)}) | more
     part._hub_mixin_config = {**cast(dict[str, Any], part._hub_mixin_config), "about": part.about}
     if folder is not None:
-        part.save_pretrained(folder)
+        with PartialState().main_process_first():
+            if PartialState().is_main_process:
+                part.save_pretrained(folder)
     return part.eval()
