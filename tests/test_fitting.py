@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -27,6 +27,7 @@ from transformers import (
 from hf_selfspec import (
     Adapter,
     ConfidenceThreshold,
+    EarlyExit,
     EarlyExitAdapter,
     FixedLength,
     LinearProbe,
@@ -34,6 +35,7 @@ from hf_selfspec import (
     SelfSpec,
     SettingError,
     SettingTypeError,
+    SkipLayers,
     TopKTree,
     UnsupportedModelError,
     fit_adapter,
@@ -214,6 +216,16 @@ def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_states_of_another_precision_are_other_states(tmp_path: Path) -> None:
+    folders = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_llama().to(dtype)
+        args = arguments(tmp_path, max_steps=1)
+        fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
+        folders.append({path.parent.name for path in tmp_path.rglob("*.safetensors")})
+    assert len(folders[1]) == 2 > len(folders[0])
+
+
 def test_rows_of_text() -> None:
     class Tokens:
         eos_token_id = 1
@@ -328,6 +340,27 @@ def test_adapters_of_drawn_text_are_exact() -> None:
     assert (p - q).abs().sum() / 2 < 0.06
     assert spec.stats is not None
     assert 0 < spec.stats.accepted < spec.stats.drafted
+
+
+def test_prompts_in_chunks_say_the_same() -> None:
+    """Rows that end in an earlier chunk than others keep what the adapter saw of them."""
+    model, said = tiny_llama(), []
+    for chunk in (None, 8):
+        rule = Recording()
+        spec = SelfSpec(EarlyExitAdapter(adapter_of(model)), rule, max_draft=3)
+        inputs = ragged_batch((4, 20, 15))
+        model.generate(**inputs, max_new_tokens=8, do_sample=False, prefill_chunk_size=chunk, assistant=spec)
+        said.append(rule.calls[0][1])
+    torch.testing.assert_close(*said, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_stay_where_they_were_loaded() -> None:
+    """A part on another device is copied there once, and stays itself."""
+    adapter = adapter_of(tiny_llama())
+    assert adapter.on(torch.device("cpu")) is adapter
+    copied = adapter.on(torch.device("meta"))
+    assert copied is adapter.on(torch.device("meta")) is not adapter
+    assert adapter.norm.weight.device.type == "cpu"
 
 
 def test_a_chat_goes_on_with_an_adapter() -> None:
@@ -475,7 +508,27 @@ def test_fits_of_nothing(fit: Callable[..., Any], change: dict[str, Any], error:
     assert words in str(raised.value)
 
 
+def test_probes_belong_to_their_exit() -> None:
+    model, probe = tiny_llama(), LinearProbe(EXIT, 64)
+    for draft in (EarlyExit(4), EarlyExit(), SkipLayers()):
+        spec = SelfSpec(draft, ProductThreshold(0.4, probe))
+        with pytest.raises(SettingError, match="fitted to the states of exit layer 2"):
+            model.generate(**ragged_batch((5,)), max_new_tokens=4, assistant=spec)
+
+
+def test_a_fit_of_a_model_that_checkpoints_gradients(tmp_path: Path) -> None:
+    model = tiny_llama().train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    args = arguments(tmp_path, max_steps=1)
+    fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path / "out")
+    assert model.is_gradient_checkpointing
+    fit_adapter(model, None, rows(), exit_layer=3, block_size=32, args=args, output_dir=tmp_path / "out")
+    assert "exit layer: 3" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_models_to_which_nothing_can_be_fitted() -> None:
+    with pytest.raises(SettingError, match=r"block_size=64\) is more than the 32 positions"):
+        fit_adapter(tiny_gpt2(), None, rows(), exit_layer=1, block_size=64)
     model = build("gemma3n_text")
     with pytest.raises(UnsupportedModelError, match="several states for each token"):
         fit_adapter(model, None, rows(), exit_layer=1, block_size=32)
@@ -520,6 +573,11 @@ def broken_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"exit_layer": 2,')
 
 
+def no_attention(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: value for name, value in tensors.items() if "qkv" not in name}, folder / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -528,6 +586,7 @@ def broken_config(folder: Path) -> None:
         (other_shape, "cut short or changed"),
         (no_config, "has no config.json"),
         (broken_config, "cut short or changed"),
+        (no_attention, "cut short or changed"),
     ],
 )
 def test_damaged_files(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:

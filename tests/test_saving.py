@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import tiny_gpt2, tiny_llama
+from conftest import ragged_batch, tiny_gpt2, tiny_llama
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
@@ -881,3 +883,12 @@ def test_the_cache_is_in_the_home_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     generate(llama, prompt(), 40, assistant=fresh(SEARCHES["clasp, over"], cache_dir="~/kept"))
     assert len(list((tmp_path / "kept").rglob("*.json"))) == 1
+
+
+def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
+    model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
+    model.generate(**ragged_batch((9,)), max_new_tokens=40, do_sample=False, assistant=spec)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -1313,6 +1313,100 @@ def test_a_search_that_is_over_rests_until_it_asks_again() -> None:
     assert search.rests
 
 
+def test_short_calls_add_up_while_a_search_rests() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, said(0.1))
+    calls = 0
+    while search.rests:
+        search.rest(5, 1.0)
+        calls += 1
+        assert calls < 1000
+    assert calls == -(-32 * (skip_search._IDLE - 1) // 5)
+
+
+def test_calls_of_one_token_say_nothing() -> None:
+    """Nothing is tried or timed on them: there is no text of the model's own to look at."""
+    model, spec = tiny_llama(8), SelfSpec()
+    for seed in range(4):
+        model.generate(**ragged_batch((20,), seed=seed), max_new_tokens=1, do_sample=False, assistant=spec)
+    search = search_of(spec, model)
+    assert (search.steps, search.timings, search.search_seconds) == (0, 0, 0.0)
+
+
+def test_forwards_are_timed_again_when_a_set_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was busy at first is not held against the drafts for ever."""
+    use_costs(monkeypatch, step=50.0)
+    search = OnTheFlySearch(context_window=8, max_steps=2, budget=1.0)
+    model, spec = tiny_llama(8), SelfSpec.swift(search=search)
+    generated(model, prompt(), 40, assistant=spec)
+    found = search_of(spec, model)
+    assert (found.is_over, found.choice.drafts) == (True, False)
+    timings = found.timings
+    for _ in range(8):
+        generated(model, prompt(), 40, assistant=spec)
+    assert found.timings > timings
+
+
+def test_a_set_that_stops_to_pay_is_replaced() -> None:
+    """Text on which the drafts of a search that is over no longer pay lets it begin again, once in a while."""
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, said(0.9))
+    assert (search.is_over, search.choice.drafts) == (True, True)
+    draft(search, 0.3, 160)
+    search.begin_window()
+    assert (search.is_over, search.choice.drafts) == (True, False)  # too soon
+    later = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    later.register(BOLD, said(0.9))
+    for _ in range(skip_search._IDLE):
+        later.begin_window()
+    draft(later, 0.3, 160)
+    later.begin_window()
+    assert not later.is_over
+    assert later.propose(no_look) == BOLD
+
+
+def test_tries_of_a_set_that_is_over_do_not_pile_up() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    for _ in range(50):
+        search.register(BOLD, said(0.1))
+    assert len(search._known[BOLD].tries) == skip_search._KEPT
+    assert len(search.history) == 50
+
+
+def test_estimates_do_not_depend_on_the_number_of_windows() -> None:
+    """What windows are called makes no difference, and takes no time."""
+    found = []
+    for first in (0, 10**7):
+        search = timed_search(OnTheFlySearch(), BOLD)
+        search._windows += first
+        for share in (0.9, 0.7):
+            search.begin_window()
+            for plan in (BOLD, CAREFUL):
+                search.register(plan, said(share - 0.1 * (plan == BOLD)))
+        found.append(search._worth())
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_tries_that_overflow_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set whose logits are no numbers is never right, and the search goes on."""
+    original = Target.step
+
+    def overflowing(target: Target, tokens: Any, cursors: Any, plan: Any = None, **options: Any) -> Any:
+        step = original(target, tokens, cursors, plan, **options)
+        nodes = options.get("nodes")
+        if nodes is not None and nodes.hidden and step.logits is not None:
+            step.logits = step.logits * float("nan")
+        return step
+
+    monkeypatch.setattr(Target, "step", overflowing)
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 5}):
+        model, spec = tiny_llama(8), SelfSpec.swift(search=OnTheFlySearch(context_window=8, max_steps=5, budget=1.0))
+        model.generate(**ragged_batch((9,)), max_new_tokens=40, assistant=spec, **options)
+        search = search_of(spec, model)
+        assert search.is_over
+        assert all(value <= 0.2 for value in search.history)
+
+
 STOPS: dict[str, Any] = {
     "chosen": None,
     "a rule": ConfidenceThreshold(0.35),

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import torch
 import torch.nn as nn
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -165,7 +166,7 @@ def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
     adapters = [
         (name, list(module.active_adapters), bool(module.disable_adapters))
         for name, module in model.named_modules()
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")
+        if isinstance(module, BaseTunerLayer)
     ]
     state = hashlib.sha256(repr((str(model.dtype), adapters)).encode()).hexdigest()[:8]
     return f"{fingerprint.name}-{state}"
