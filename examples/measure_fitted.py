@@ -41,7 +41,7 @@ from hf_selfspec import (
 from hf_selfspec.bench.measure import machine
 from hf_selfspec.bench.trained import Asked, Speed, Way, _traces, compare, forward_costs
 from hf_selfspec.model.partial import LayerPlan
-from hf_selfspec.search.replay import replays, rules
+from hf_selfspec.search.replay import Trace, replays, rules
 from hf_selfspec.train.fitting import training_arguments
 
 LENGTHS = (1, 2, 3, 4, 5, 6)
@@ -98,15 +98,24 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
         return max((rule for rule in speeds if type(rule) is kind), key=lambda rule: speeds[rule])
 
     product = best(ProductThreshold)
+    # The probe's probabilities are others, so another threshold is best.
+    probed = [_probed(trace, model, ids, probe, exit_layer) for trace, ids in zip(traces, texts, strict=True)]
+    products = [rule for rule in candidates if isinstance(rule, ProductThreshold)]
+    by_probe = {
+        rule: costs.plain() * run.tokens / run.seconds
+        for rule, run in zip(products, replays(probed, products, plan, costs, 12), strict=True)
+    }
+    with_probe = max(by_probe, key=lambda rule: by_probe[rule])
     chosen = {
         **{f"fixed, {length}": FixedLength(length) for length in LENGTHS},
         "confidence, best simulated": best(ConfidenceThreshold),
         "Draft & Verify (adaptive confidence, from 0.8)": AdaptiveThreshold(ConfidenceThreshold(0.8)),
         "product, best simulated": product,
         "AdaSPEED (adaptive product, from 0.8)": AdaptiveThreshold(ProductThreshold(0.8)),
-        "probe, product as above": ProductThreshold(product.threshold, probe),
+        "probe, product, best simulated": ProductThreshold(with_probe.threshold, probe),
         "AdaSPEED with the probe": AdaptiveThreshold(ProductThreshold(0.8, probe)),
     }
+    speeds[chosen["probe, product, best simulated"]] = by_probe[with_probe]
     specs = {name: SelfSpec(EarlyExit(exit_layer), rule, max_draft=12) for name, rule in chosen.items()}
     ways: dict[str, Way] = {"plain": asked.plain(), **{n: asked.plain(assistant=spec) for n, spec in specs.items()}}
     found = compare(ways, prompts, repeats, specs)
@@ -115,6 +124,13 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
         simulated = f"{speeds[spec.stop]:.3f}" if spec.stop in speeds else ""
         same = "" if sampled else f"{sum(found[name].same)}/{len(prompts)}"
         print(row(f"{name}: {_short(spec.stop)}", found[name], found["plain"], simulated, same), flush=True)
+
+
+@torch.no_grad()
+def _probed(trace: Trace, model: PreTrainedModel, ids: torch.Tensor, probe: LinearProbe, exit_layer: int) -> Trace:
+    """The same text with what the probe makes of it."""
+    states = model(ids, output_hidden_states=True).hidden_states[exit_layer][0, PROMPT - 1 : -1]
+    return Trace(trace.accept, probe.scores(states).sigmoid()[None].double().numpy())
 
 
 def _short(rule) -> str:

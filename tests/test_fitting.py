@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import hf_selfspec
 from hf_selfspec import (
     Adapter,
     ConfidenceThreshold,
@@ -214,6 +218,31 @@ def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.Mo
     fit()
     assert max(calls) > 1
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
+    """The same adapter on both ranks, which is that of one process with batches twice as large."""
+    tests = Path(__file__).parent
+    paths = (str(Path(hf_selfspec.__file__).parents[1]), str(tests), os.environ.get("PYTHONPATH", ""))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launch, str(tests / "distributed_fitting.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    saved = Adapter.load(tmp_path / "adapter").state_dict()
+    args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=5, learning_rate=1e-2, seed=3)
+    alone = fit_adapter(tiny_llama(factor=2.0), None, rows(43), exit_layer=EXIT, block_size=32, args=args).state_dict()
+    start = adapter_of(tiny_llama(), exit_layer=EXIT).state_dict()
+    for name, value in one.items():
+        assert torch.equal(value, other[name])
+        assert torch.equal(value, saved[name])
+        torch.testing.assert_close(value, alone[name], atol=1e-5, rtol=1e-3)
+    assert not torch.allclose(one["output.weight"], torch.zeros_like(start["output.weight"]))
 
 
 def test_states_of_another_precision_are_other_states(tmp_path: Path) -> None:
