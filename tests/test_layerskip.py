@@ -546,7 +546,7 @@ def test_layerskip_is_an_early_exit_with_a_stop_rule():
         (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
         (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft) must be a whole number"),
         (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly(layer) must be at least 1, got 0"),
-        (lambda: SelfSpec.early_exit_only(None), SettingTypeError, "got None"),
+        (lambda: SelfSpec.early_exit_only(None), SettingError, "give one of the two"),
     ],
 )
 def test_wrong_settings(make, error, words):
