@@ -179,7 +179,7 @@ class SelfSpec:
     @classmethod
     def adaspeed(
         cls,
-        exit_layer: int | None = None,
+        exit_layer: int | str | os.PathLike[str] | LinearProbe | None = None,
         probe: Confidence | str | os.PathLike[str] | None = None,
         max_draft: int = 12,
     ) -> SelfSpec:
@@ -189,7 +189,7 @@ class SelfSpec:
 
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without one for the
-                fastest, see :meth:`layerskip`.
+                fastest, see :meth:`layerskip`. Or a probe, in the place of both.
             probe: what ``fit_probe`` gave, or the folder or Hub repository that holds it; or a function that says how
                 probable it is that a drafted token is accepted, from its logits ``[b, v]`` and the state ``[b, d]``
                 behind them. ``None`` for the top-1 probability.
@@ -198,6 +198,10 @@ class SelfSpec:
         Raises:
             SettingError, SettingTypeError: a setting is not allowed.
         """
+        if isinstance(exit_layer, (str, os.PathLike, LinearProbe)):
+            if probe is not None:
+                raise SettingError(f"SelfSpec.adaspeed({exit_layer!r}, {probe!r}): give one probe.")
+            exit_layer, probe = None, exit_layer
         found = LinearProbe.load(probe) if isinstance(probe, (str, os.PathLike)) else probe
         if isinstance(found, LinearProbe):
             if exit_layer not in (None, found.exit_layer):

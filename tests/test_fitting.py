@@ -441,7 +441,10 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     model = tiny_llama()
     args = arguments(tmp_path, max_steps=2)
     probe = fit_probe(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path)
-    spec = SelfSpec.adaspeed(probe=tmp_path)
+    spec = SelfSpec.adaspeed(tmp_path)
+    assert SelfSpec.adaspeed(probe=tmp_path).draft == SelfSpec.adaspeed(probe).draft == spec.draft
+    with pytest.raises(SettingError, match="give one probe"):
+        SelfSpec.adaspeed(tmp_path, probe)
     assert spec.draft == SelfSpec.layerskip(EXIT, 4).draft
     ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
     assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
