@@ -223,14 +223,17 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
     return float(torch.stack(scores).max())
 
 
-@pytest.mark.parametrize("tree", ["cost", "top-k"])
-@pytest.mark.parametrize("search", SEARCHES)
-def test_samples_have_the_models_distribution(
-    search: str, tree: str, trees: list[tuple[Any, Draft]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Timings decide which set drafts; these are always the same.
+@pytest.fixture
+def same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timings decide which set drafts; these are always the same."""
     costs = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.0, token=0.01, step=0.0, num_layers=6)
     monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: costs)
+
+
+@pytest.mark.usefixtures("same_costs")
+@pytest.mark.parametrize("tree", ["cost", "top-k"])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_samples_have_the_models_distribution(search: str, tree: str, trees: list[tuple[Any, Draft]]) -> None:
     model, spec = peaked(), spec_for(search, tree)
     sequences = sample(spec, model)
     found = spec._learned.latest(model)
@@ -242,10 +245,11 @@ def test_samples_have_the_models_distribution(
     assert largest_score(model, sequences) < LIMIT
 
 
+@pytest.mark.usefixtures("same_costs")
 @pytest.mark.parametrize("biased", [accepts_everything, does_not_take_siblings_out_of_q])
 def test_a_biased_rule_is_detected(
     biased: Callable[..., tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(walk, "choose_sampled", biased)
     model = peaked()
-    assert largest_score(model, sample(spec_for("swift", "top-k"), model)) > 1.5 * LIMIT
+    assert largest_score(model, sample(spec_for("swift", "top-k"), model)) > 1.3 * LIMIT
