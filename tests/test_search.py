@@ -1405,6 +1405,7 @@ def test_tries_that_overflow_say_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         search = search_of(spec, model)
         assert search.is_over
         assert all(value <= 0.2 for value in search.history)
+        assert all(np.isfinite(trace.confidence).all() for done in search.tries for trace in done.traces)
 
 
 STOPS: dict[str, Any] = {
