@@ -30,6 +30,9 @@ from transformers import (
 import hf_selfspec
 from hf_selfspec import (
     Adapter,
+    AdaptiveThreshold,
+    CalibratedEntropy,
+    ClosestLayers,
     ConfidenceThreshold,
     EarlyExit,
     EarlyExitAdapter,
@@ -437,6 +440,50 @@ def test_a_probe_ends_drafts() -> None:
     torch.testing.assert_close(probe(torch.zeros(3, 5), states), expected.detach())
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_probes_change_no_token(name: str) -> None:
+    model = build(name)
+    model.generation_config.eos_token_id = None
+    torch.manual_seed(0)
+    probe = LinearProbe(1, model.config.get_text_config(decoder=True).hidden_size)
+    torch.nn.init.normal_(probe.direction.weight, std=0.1)
+    spec = SelfSpec.adaspeed(probe)
+    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+            ids = model.generate(**inputs, **options, assistant=spec)
+        assert torch.equal(ids, model.generate(**inputs, **options))
+        assert spec.stats is not None
+        assert spec.stats.drafted
+
+
+RULES = {
+    "fixed": FixedLength(3),
+    "confidence": ConfidenceThreshold(0.02),
+    "product": ProductThreshold(0.001),
+    "adaptive": AdaptiveThreshold(ProductThreshold(0.001), step=0.001, threshold_memory=0.0),
+    "calibrated": CalibratedEntropy(0.3),
+}
+DRAFTS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "exit": lambda model: EarlyExit(EXIT),
+    "blocks": lambda model: SkipLayers(),
+    "search": lambda model: SkipLayers(search=ClosestLayers(context_window=8, budget=1.0)),
+    "adapter": lambda model: EarlyExitAdapter(adapter_of(model)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_rule_ends_every_draft(rule: str, draft: str) -> None:
+    model = tiny_llama()
+    spec = SelfSpec(DRAFTS[draft](model), RULES[rule], max_draft=5)
+    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+        for _ in range(2):  # with what the first call has learned
+            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+            assert torch.equal(ids, model.generate(**inputs, max_new_tokens=24, do_sample=False))
+
+
 def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     model = tiny_llama()
     args = arguments(tmp_path, max_steps=2)
@@ -448,6 +495,11 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     assert spec.draft == SelfSpec.layerskip(EXIT, 4).draft
     ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
     assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
+    again = SelfSpec.adaspeed(probe)
+    model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=again)
+    assert spec.stats is not None
+    assert again.stats is not None
+    assert again.stats.from_draft == spec.stats.from_draft
     with pytest.raises(SettingError, match="the probe was fitted to the states of exit layer 2"):
         SelfSpec.adaspeed(4, probe)
     with pytest.raises(SettingError, match="this probe was fitted to a model with other weights"):
