@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from .draft.adapter import EarlyExitAdapter
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.skip_layers import SkipLayers
 from .errors import SelfSpecError, SettingError
+from .files import written_whole
 from .model.fingerprint import Fingerprint
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch
 from .stop.adaptive import AdaptiveThreshold
@@ -112,15 +111,8 @@ def write(
 
 def replace(path: Path, content: Any) -> None:
     """Writes JSON beside a file and moves it there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}-{uuid4().hex}.tmp")
-    try:
-        with beside.open("x", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
+        json.dump(content, file)
 
 
 def read(path: Path) -> Saved:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,22 +14,18 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from . import pictures, saving
-from .checks import check_call, check_length
-from .decoding import Decoder, Record
+from .call import FIRST_SLOTS, Call
 from .draft.adapter import EarlyExitAdapter
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.partial import Limits, PartialDraft
 from .draft.skip_layers import SkipLayers
 from .drafting import Drafting
-from .errors import SettingError, SettingTypeError, UnsupportedOptionError
-from .learned import Findings, Learned
+from .errors import SettingError, SettingTypeError
+from .learned import Learned
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
-from .model.partial import LayerPlan
-from .model.prompt import Prompt, extra_arguments
 from .model.target import Target
-from .notices import say_once
 from .parts.adapter import Adapter
 from .parts.heads import ExitHeads
 from .parts.probe import LinearProbe
@@ -42,15 +36,12 @@ from .search.tries import SkipChoice
 from .settings import check_count
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
-from .types import GenerationStats, Text
+from .types import GenerationStats
 from .verify.scoring import Scorer
-from .verify.stopping import Stopper
 from .verify.tree import Tree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_FIRST_SLOTS = 1024
 
 
 @dataclass(frozen=True)
@@ -230,7 +221,7 @@ class SelfSpec:
         Raises:
             SettingError, SettingTypeError: there is no such adapter, or a setting is not allowed.
         """
-        draft = EarlyExitAdapter(os.fspath(adapter) if isinstance(adapter, os.PathLike) else adapter)
+        draft = EarlyExitAdapter(adapter)
         return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
 
     @classmethod
@@ -246,7 +237,7 @@ class SelfSpec:
         Raises:
             SettingError, SettingTypeError: there are no such heads, or a setting is not allowed.
         """
-        draft = DynamicExit(os.fspath(heads) if isinstance(heads, os.PathLike) else heads, epsilon)
+        draft = DynamicExit(heads, epsilon)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     @classmethod
@@ -279,7 +270,7 @@ class SelfSpec:
         if heads is None:
             assert layer is not None
             return cls(draft=EarlyExitOnly(layer), stop=None)
-        draft = DynamicExit(os.fspath(heads) if isinstance(heads, os.PathLike) else heads, epsilon, lossless=False)
+        draft = DynamicExit(heads, epsilon, lossless=False)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     def choice(self, model: Any) -> ExitChoice | SkipChoice | None:
@@ -381,7 +372,7 @@ class SelfSpec:
                 "only EarlyExit(layer) with a stop rule can draft on its own outside this package's loop, got "
                 f"{self.draft!r} and {self.stop!r}: other drafts read keys and values that only the full model writes."
             )
-        target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _FIRST_SLOTS))
+        target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, FIRST_SLOTS))
         scorer = Scorer(logits_processor or LogitsProcessorList(), 1, do_sample)
         return PartialDraft(target, plan, Limits(self.stop, self.max_draft), scorer)
 
@@ -397,119 +388,19 @@ class SelfSpec:
         **model_kwargs: Any,
     ) -> Any:
         """Decodes; called by ``generate`` with everything prepared (``custom_generate``)."""
-        anatomy = Anatomy.of(model)
-        self._learned.check(model)
-        check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
-        kind = bool(generation_config.do_sample), len(input_ids) > 1
-        known = self._learned.known(model, kind)
-        if known is not None and known.rests:
-            # The loop of transformers needs no part of ours to be as fast as it is.
-            begun = perf_counter()
-            output = type(model)._sample(
-                model,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                **model_kwargs,
-            )
-            eos_tokens = Stopper(stopping_criteria).eos_tokens
-            self._rested(known, output, input_ids.shape[1], eos_tokens, perf_counter() - begun, anatomy)
-            return output
-        plan = None if isinstance(self.draft, CandidateGenerator) else self.draft.plan(anatomy)
-        past = model_kwargs["past_key_values"]
-        own_cache = bool(getattr(past, "_is_user_defined", False))
-        partial = isinstance(self.draft, EarlyExitOnly)
-        if partial and own_cache:
-            raise UnsupportedOptionError(
-                "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
-                "used again. Leave out `past_key_values`."
-            )
-        prompt = Prompt.of(
-            input_ids,
-            model_kwargs.get("inputs_embeds"),
-            model_kwargs.get("attention_mask"),
-            model_kwargs.get("position_ids"),
-            past,
-            getattr(generation_config, "_mask_length", None),
-            anatomy.ragged,
-        )
-        batch_size, width = input_ids.shape
-        check_length(model, prompt, generation_config.max_length, width)
-        record = Record.of(generation_config, batch_size)
-        scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
-        stopper = Stopper(stopping_criteria)
-        new_tokens = _FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, _FIRST_SLOTS)
-        if self._window:
-            self._check_window(anatomy, None if stopper.max_length is None else stopper.max_length - width)
-        limits = Limits(
-            stop=self.stop or self._usual_stop,
-            max_draft=self.max_draft,
-            tree=self._usable_tree(anatomy, prompt),
-            eos_tokens=stopper.eos_tokens,
-            memory=self._learned.memory(model, kind),
-        )
-        room = new_tokens + max(limits.most_nodes, self._window, anatomy.num_layers)
-        target = Target(
-            model,
-            anatomy,
-            SpeculativeCache(len(past.layers), batch_size, prompt.width + room),
-            prompt.padding,
-            prompt.holes,
-            None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            extra_arguments(model_kwargs),
-            plan if partial else None,
-        )
         drafting = Drafting(
             self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
         )
-        draft = drafting.running(target, plan, limits, scorer)
-        decoder = Decoder(
-            target=target,
-            prompt=prompt,
-            text=Text.of(input_ids, prompt.base, room),
-            draft=draft,
-            scorer=scorer,
-            stopper=stopper,
-            record=record,
-            pad_token=_pad_token(generation_config),
-            streamer=streamer,
-            prefill_chunk=generation_config.prefill_chunk_size,
+        return Call(drafting, self.tree).run(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            streamer,
+            model_kwargs,
         )
-        if seen := past.get_seq_length():
-            target.cache.take_in(past, prompt.past_columns(seen))
-        returned = generation_config.return_dict_in_generate
-        with target.prepared():
-            ids = decoder.run()
-            if (returned or own_cache) and not partial:
-                decoder.hand_back(past, ids)
-        self._learned.add_call(decoder.stats)
-        return decoder.output(ids, None if partial else past) if returned else ids
-
-    def _rested(
-        self, known: Findings, output: Any, width: int, eos_tokens: frozenset[int], seconds: float, anatomy: Anatomy
-    ) -> None:
-        """Takes in a call without a draft."""
-        ids = output if isinstance(output, torch.Tensor) else output.sequences
-        counts = []
-        for row in ids[:, width:].tolist():
-            ends = (index for index, token in enumerate(row, start=1) if token in eos_tokens)
-            counts.append(next(ends, len(row)))
-        tokens, rounds = sum(counts), sum(counts) - len(counts)
-        known.rest(tokens, seconds)
-        stats = GenerationStats(
-            tokens=tokens,
-            rounds=rounds,
-            accepted_lengths=Counter({0: rounds}),
-            total_seconds=seconds,
-            from_draft=[[False] * count for count in counts],
-            plan=LayerPlan(anatomy.num_layers).picture(),
-            timeline=[(tokens, seconds)],
-        )
-        known.report(stats)
-        self._learned.add_call(stats)
 
     def _settings(self, checked: bool = False) -> dict[str, Any]:
         """What is saved of the settings; ``checked`` for an error where they cannot be."""
@@ -520,50 +411,5 @@ class SelfSpec:
         return settings
 
     @property
-    def _usual_stop(self) -> StopRule:
-        """When drafts end where nothing was given and nothing chosen yet."""
-        return FixedLength(2) if isinstance(self.draft, EarlyExit) else ConfidenceThreshold()
-
-    @property
     def _cache_folder(self) -> Path | None:
         return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
-
-    @property
-    def _window(self) -> int:
-        """Slots beyond the text that a search needs."""
-        search = self.draft.search if isinstance(self.draft, SkipLayers) else None
-        return 0 if search is None else search.context_window
-
-    def _check_window(self, anatomy: Anatomy, new_tokens: int | None) -> None:
-        """Refuses a window that no text of the model can have, and says so where this text is too short for it."""
-        assert isinstance(self.draft, SkipLayers)
-        name = f"{type(self.draft.search).__name__}(context_window={self._window})"
-        if anatomy.max_positions is not None and self._window >= anatomy.max_positions:
-            raise SettingError(
-                f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
-                "Give a shorter window; 32 is usual."
-            )
-        if isinstance(self.draft.search, OnTheFlySearch) and new_tokens is not None and new_tokens <= self._window:
-            say_once(
-                f"{name} is longer than texts of {new_tokens} new tokens: no set of blocks is tried on them. Generate "
-                "more, or give a shorter window."
-            )
-
-    def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
-        if prompt.padding is not None:
-            say_once(
-                f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
-                "shortest acceptance. The output is exact; small batches are faster."
-            )
-        if self.tree is None or (anatomy.tree and prompt.padding is None):
-            return self.tree
-        say_once(
-            f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
-            "is exact all the same."
-        )
-        return None
-
-
-def _pad_token(config: GenerationConfig) -> int:
-    pad = getattr(config, "_pad_token_tensor", None)
-    return 0 if pad is None else int(pad)

@@ -212,12 +212,12 @@ class _Tuning:
         """The best sets, each with the best rule, against each other and plain ``generate``, in turn."""
         runner = self.runner
         best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
-        chosen: list[StopRule | None] = [None]
+        chosen: Sequence[StopRule | None] = [None]
         if runner.stop is None:
             times: dict[Rule, float] = {
                 rule: runner.seconds(runner.spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)
             }
-            chosen = sorted(times, key=lambda rule: times[rule])[:2]  # type: ignore[assignment]
+            chosen = sorted(times, key=lambda rule: times[rule])[:2]
         specs = [runner.spec(plan, rule) for plan in best for rule in chosen]
         ways: list[SelfSpec | None] = [None, *specs]
         rounds = [[runner.seconds(way) for way in ways] for _ in range(_REPEATS)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -10,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_selfspec import GenerationStats, SelfSpec
 
 VOCABULARY = 97
 
@@ -74,6 +79,27 @@ def ragged_batch(
     for row, length in enumerate(lengths):
         mask[row, : width - length] = 0
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def check_lossless(model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24) -> list[GenerationStats]:
+    """One row and a ragged batch have the ids of plain ``generate``; returns the statistics of both."""
+    found = []
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what some models cannot do is said once
+            ids = model.generate(**inputs, **options, assistant=spec)
+        assert torch.equal(ids, model.generate(**inputs, **options))
+        assert spec.stats is not None
+        found.append(spec.stats)
+    return found
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    """For files whose tests call the model's forward by hand."""
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,7 @@ from hf_selfspec.search.skip_space import SkipSpace
 LAYERS = 8
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def generate(model: PreTrainedModel, spec: SelfSpec, tokens: int = 40) -> None:

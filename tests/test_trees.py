@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +38,7 @@ SEARCHES = {
 TREES = {"cost": CostTree(), "price given": CostTree(0.02, most=3), "top-k": TopKTree(((0.6, 3), (1.0, 2)))}
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(autouse=True)
@@ -223,14 +220,6 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
     return float(torch.stack(scores).max())
 
 
-@pytest.fixture
-def same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timings decide which set drafts; these are always the same."""
-    costs = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.0, token=0.01, step=0.0, num_layers=6)
-    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: costs)
-
-
-@pytest.mark.usefixtures("same_costs")
 @pytest.mark.parametrize("tree", ["cost", "top-k"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_samples_have_the_models_distribution(search: str, tree: str, trees: list[tuple[Any, Draft]]) -> None:
@@ -245,7 +234,6 @@ def test_samples_have_the_models_distribution(search: str, tree: str, trees: lis
     assert largest_score(model, sequences) < LIMIT
 
 
-@pytest.mark.usefixtures("same_costs")
 @pytest.mark.parametrize("biased", [accepts_everything, does_not_take_siblings_out_of_q])
 def test_a_biased_rule_is_detected(
     biased: Callable[..., tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.head import OwnHead
 from ..model.partial import LayerPlan
 from ..model.target import Target, Watched
 from ..parts.adapter import Adapter
-from ..parts.part import saved_at
+from ..parts.part import part_of
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import DraftStep, Limits, PartialDraft, tokens_before
@@ -32,16 +32,11 @@ class EarlyExitAdapter:
         SettingError, SettingTypeError: it is none.
     """
 
-    adapter: Adapter | str
+    adapter: Adapter | str | os.PathLike[str]
 
     def __post_init__(self) -> None:
-        if isinstance(self.adapter, (str, os.PathLike)):
-            object.__setattr__(self, "adapter", saved_at(self.adapter))
-        if not isinstance(self.adapter, (Adapter, str)):
-            raise SettingTypeError(
-                f"EarlyExitAdapter(adapter) must be an Adapter or the path of a saved one, got {self.adapter!r}."
-            )
-        module = Adapter.load(self.adapter) if isinstance(self.adapter, str) else self.adapter
+        kept, module = part_of("EarlyExitAdapter(adapter)", self.adapter, Adapter)
+        object.__setattr__(self, "adapter", kept)
         object.__setattr__(self, "_module", module)
 
     @property

@@ -14,7 +14,7 @@ from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..parts.heads import METRICS, ExitHeads
-from ..parts.part import saved_at
+from ..parts.part import part_of
 from ..settings import check_share
 from ..types import Draft, GenerationStats, Text
 from ..verify.scoring import Scorer
@@ -35,22 +35,17 @@ class DynamicExit:
         SettingError, SettingTypeError: there are none, or ``epsilon`` was not calibrated.
     """
 
-    heads: ExitHeads | str
+    heads: ExitHeads | str | os.PathLike[str]
     epsilon: float = 0.9
     lossless: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.heads, (str, os.PathLike)):
-            object.__setattr__(self, "heads", saved_at(self.heads))
-        if not isinstance(self.heads, (ExitHeads, str)):
-            raise SettingTypeError(
-                f"DynamicExit(heads) must be ExitHeads or the path of saved ones, got {self.heads!r}."
-            )
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
         if not isinstance(self.lossless, bool):
             raise SettingTypeError(f"DynamicExit(lossless) must be True or False, got {self.lossless!r}.")
-        module = ExitHeads.load(self.heads) if isinstance(self.heads, str) else self.heads
+        kept, module = part_of("DynamicExit(heads)", self.heads, ExitHeads)
         module.thresholds(self.epsilon)
+        object.__setattr__(self, "heads", kept)
         object.__setattr__(self, "_module", module)
 
     @property

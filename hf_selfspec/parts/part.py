@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn as nn
@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
-from ..errors import SettingError
+from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 
 _copying = threading.RLock()
+_P = TypeVar("_P", bound="Part")
 
 
 class Part(nn.Module, PyTorchModelHubMixin):
@@ -129,6 +130,20 @@ def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
 
 
-def saved_at(path: str | os.PathLike[str]) -> str:
+def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
+    """What is kept of a setting that is a part or the place of a saved one, and the part itself.
+
+    Raises:
+        SettingError, SettingTypeError: it is neither, or there is none there.
+    """
+    if isinstance(given, kind):
+        return given, given
+    if not isinstance(given, (str, os.PathLike)):
+        raise SettingTypeError(f"{name} must be {kind.__name__} or the path of a saved one, got {given!r}.")
+    path = _saved_at(given)
+    return path, kind.load(path)
+
+
+def _saved_at(path: str | os.PathLike[str]) -> str:
     """The whole path of a folder, so that it holds in another working directory; a Hub name as it is."""
     return str(Path(path).resolve()) if Path(path).is_dir() else os.fspath(path)

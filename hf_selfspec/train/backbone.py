@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.nn as nn
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
+from ..files import written_whole
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
@@ -192,10 +192,5 @@ def _read(file: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    beside = file.with_name(f".{file.name}-{uuid4().hex}.tmp")
-    try:
+    with written_whole(file) as beside:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
-        os.replace(beside, file)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
