@@ -21,7 +21,16 @@ from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
 from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
-from .train import EarlyExitLoss, Gradual, LayerDropout, Rotational, fit_adapter, fit_exit_heads, fit_probe
+from .train import (
+    EarlyExitLoss,
+    Gradual,
+    LayerDropout,
+    Rotational,
+    calibrate_exit_heads,
+    fit_adapter,
+    fit_exit_heads,
+    fit_probe,
+)
 from .tuning import OfflineSearch, tune
 from .types import GenerationStats
 from .verify import CostTree, TopKTree
@@ -64,6 +73,7 @@ __all__ = [
     "TopKTree",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "calibrate_exit_heads",
     "exit_report",
     "first_differences",
     "fit_adapter",

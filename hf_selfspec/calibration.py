@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 
 
@@ -30,6 +32,33 @@ def threshold(sure: torch.Tensor, right: torch.Tensor, epsilon: float) -> float 
     last[:-1] = sorted_sure[1:] != sorted_sure[:-1]
     enough = ((shares >= epsilon) & last).nonzero()
     return None if not len(enough) else sorted_sure[enough[-1, 0]].item()
+
+
+def drafts(sure: torch.Tensor, right: torch.Tensor, most: int) -> tuple[int, int]:
+    """Drafted and accepted tokens, had a text been written with drafts.
+
+    Drafts go on over tokens that are sure, past wrong ones too, whose continuation is taken to be the text's; after the
+    accepted ones there is one of the whole model.
+
+    Args:
+        sure: ``[n]`` whether each token would be drafted.
+        right: ``[n]`` whether it would be accepted after right ones.
+        most: tokens in a draft.
+    """
+    unsure, wrong = ((~flags).nonzero()[:, 0].tolist() for flags in (sure, right))
+    drafted = accepted = start = 0
+    while start < len(sure):
+        stop = min(_next(unsure, start, len(sure)), start + most)
+        kept = min(_next(wrong, start, len(sure)), stop)
+        drafted, accepted = drafted + stop - start, accepted + kept - start
+        start = kept + 1
+    return drafted, accepted
+
+
+def _next(places: list[int], start: int, end: int) -> int:
+    """The first of rising places from ``start`` on, ``end`` if there is none."""
+    index = bisect_left(places, start)
+    return places[index] if index < len(places) else end
 
 
 def roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:

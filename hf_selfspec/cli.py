@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .errors import SelfSpecError, SettingError
 from .parts.part import Part
-from .train.fitting import fit_adapter, fit_exit_heads, fit_probe, training_arguments
+from .train import fit_adapter, fit_exit_heads, fit_probe
+from .train.fitting import training_arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,7 +33,8 @@ def _parser() -> argparse.ArgumentParser:
     heads.add_argument("--layers", type=int, nargs="+", help="exit layers, spread over the depth by default")
     heads.add_argument("--heads", type=int, default=4, help="how many, where no layers are given")
     heads.add_argument("--rank", type=int, help="of the heads' linear layers, whole by default")
-    heads.add_argument("--metric", default="entropy", help="of confidence: entropy, probability or margin")
+    heads.add_argument("--copied", action="store_true", help="begin with the model's own head")
+    heads.add_argument("--metric", help="of confidence: entropy, probability or margin; the best one by default")
     probe = kinds.add_parser("probe", help="AdaSPEED's probe of acceptance")
     probe.add_argument("--exit-layer", type=int, required=True)
     probe.add_argument("--sample", action="store_true", help="for drawn tokens")
@@ -101,8 +103,9 @@ def _fit(args: argparse.Namespace) -> Part:
     if args.kind == "adapter":
         return fit_adapter(model, tokenizer, data, exit_layer=args.exit_layer, num_heads=args.heads, **common)
     if args.kind == "heads":
-        chosen = {"layers": args.layers, "num_heads": args.heads, "rank": args.rank, "metric": args.metric}
-        return fit_exit_heads(model, tokenizer, data, **chosen, **common)
+        chosen = {"layers": args.layers, "num_heads": args.heads, "metric": args.metric}
+        kind = {"rank": args.rank, "copied": args.copied}
+        return fit_exit_heads(model, tokenizer, data, **chosen, **kind, **common)
     sampling = {"do_sample": args.sample, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     return fit_probe(model, tokenizer, data, exit_layer=args.exit_layer, **sampling, **common)
 

@@ -225,19 +225,27 @@ class SelfSpec:
         return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
 
     @classmethod
-    def dssd(cls, heads: ExitHeads | str | os.PathLike[str], epsilon: float = 0.9, max_draft: int = 32) -> SelfSpec:
+    def dssd(
+        cls,
+        heads: ExitHeads | str | os.PathLike[str],
+        epsilon: float = 0.9,
+        metric: str | None = None,
+        max_draft: int = 32,
+    ) -> SelfSpec:
         """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
 
         Args:
             heads: what ``fit_exit_heads`` gave, or the folder or Hub repository that holds it.
-            epsilon: how often a head is to be right where it is believed; can be another one for each ``SelfSpec``
+            epsilon: the share of drafted tokens that is to be accepted; can be another one for each ``SelfSpec``
                 without calibrating again.
+            metric: how confidence is measured, see ``calibrate_exit_heads``; that of the heads by default.
             max_draft: most tokens in a draft (32 in the paper).
 
         Raises:
-            SettingError, SettingTypeError: there are no such heads, or a setting is not allowed.
+            SettingError, SettingTypeError: there are no such heads, they do not reach ``epsilon``, or a setting is not
+                allowed.
         """
-        draft = DynamicExit(heads, epsilon)
+        draft = DynamicExit(heads, epsilon, metric)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     @classmethod

@@ -23,11 +23,12 @@ from hf_selfspec import (
     SettingTypeError,
     TopKTree,
     UnsupportedModelError,
+    calibrate_exit_heads,
     fit_exit_heads,
 )
-from hf_selfspec.calibration import roc_auc, threshold
+from hf_selfspec.calibration import drafts, roc_auc, threshold
 from hf_selfspec.model.target import Target
-from hf_selfspec.parts.heads import METRICS, calibrate, default_layers
+from hf_selfspec.parts.heads import METRICS, Said, calibrate, default_layers
 
 LAYERS = (2, 4, 6)
 
@@ -44,8 +45,18 @@ def heads_of(model: PreTrainedModel, share: float, layers: tuple[int, ...] = LAY
         states = model(ids, output_hidden_states=True).hidden_states
         sure = [METRICS["entropy"](heads.logits(k, states[layer]).float()) for k, layer in enumerate(layers)]
     found = [[torch.quantile(values.flatten(), 1 - share).item()] for values in sure]
-    heads.about = {"calibration": {"metric": "entropy", "epsilons": [0.9], "thresholds": found}}
+    heads.about = {"calibration": calibrated(found)}
     return heads.eval()
+
+
+def calibrated(thresholds: list[list[float | None]], metric: str = "entropy") -> dict[str, Any]:
+    """As after a calibration for one accuracy, 0.9, that drafts have too."""
+    return {
+        "metric": metric,
+        "epsilons": [0.9],
+        "thresholds": {metric: thresholds},
+        "acceptance": {metric: [0.9]},
+    }
 
 
 # Calibration ----------------------------------------------------------------------------------------------------------
@@ -78,17 +89,52 @@ def test_metrics_by_hand() -> None:
     assert METRICS["margin"](logits).tolist() == pytest.approx([0.25, 0.7])
 
 
+def said(sure: list[list[float]], right: list[list[int]]) -> Said:
+    """The same by each metric, but for the least sure token of the first head, of which the margin is not sure."""
+    found = {name: torch.tensor(sure) for name in METRICS}
+    return Said(found, torch.tensor(right).float())
+
+
 def test_calibrations() -> None:
-    sure = {name: [torch.tensor([3.0, 2.0, 1.0]) + at] * 2 for at, name in enumerate(METRICS)}
-    right = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 0.0])]
-    found = calibrate(sure, right, [0.5, 0.9], "margin")
-    assert found["thresholds"] == [[3.0, 4.0], [None, None]]
-    assert found["auc"]["entropy"] == [1.0, None]
+    texts = [said([[3.0, 2.0], [3.0, 2.0]], [[1, 1], [0, 0]]), said([[1.0], [1.0]], [[0], [0]])]
+    texts[0].sure["entropy"] = -texts[0].sure["entropy"]
+    found = calibrate(texts, [0.5, 0.9])
+    assert found["tokens"] == 3
+    assert found["thresholds"]["margin"] == [[1.0, 2.0], [None, None]]
+    assert found["thresholds"]["entropy"] == [[-3.0, None], [None, None]]
+    assert found["auc"] == {"entropy": [0.0, None], "probability": [1.0, None], "margin": [1.0, None]}
+    assert found["acceptance"]["margin"] == [2 / 3, 1.0]
+    assert found["metric"] == "probability"  # the first of those that tell best
+    assert calibrate(texts, [0.5, 0.9], "margin")["metric"] == "margin"
     heads = ExitHeads([1, 2], 8, 5, about={"calibration": found})
-    assert heads.thresholds(0.4) == heads.thresholds(0.5) == [3.0, math.inf]
-    assert heads.thresholds(0.6) == [4.0, math.inf]
+    assert heads.thresholds(0.4) == heads.thresholds(0.5) == [1.0, math.inf]
+    assert heads.thresholds(0.6) == [2.0, math.inf]
+    assert heads.thresholds(0.5, "entropy") == [-3.0, math.inf]
+    assert heads.draft_thresholds(0.6) == [1.0, math.inf]
+    assert heads.draft_thresholds(0.7) == [2.0, math.inf]
     with pytest.raises(SettingError, match=r"above all accuracies that were calibrated, up to 0\.9"):
         heads.thresholds(0.95)
+    with pytest.raises(SettingError, match=r"epsilon=0\.7 is more than these exit heads reach: 0\.67 of"):
+        heads.draft_thresholds(0.7, "entropy")
+    with pytest.raises(SettingError, match="must be one of"):
+        heads.thresholds(0.5, "variance")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_texts_with_drafts_by_hand(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sure, right = (torch.rand(60, generator=generator) < share for share in (0.7, 0.8))
+    start, rounds = 0, []
+    while start < 60:
+        length = 0
+        while start + length < 60 and length < 5 and sure[start + length]:
+            length += 1
+        kept = 0
+        while kept < length and right[start + kept]:
+            kept += 1
+        rounds.append((length, kept))
+        start += kept + 1
+    assert drafts(sure, right, 5) == tuple(map(sum, zip(*rounds, strict=True)))
 
 
 def test_layers_of_heads() -> None:
@@ -131,9 +177,20 @@ class Counting:
         self.passes: dict[tuple[int, int], int] = {}
         run_layers, step = Target.run_layers, Target.step
 
-        def counted_layers(target: Target, tokens: Any, cursors: Any, start: int, stop: int, state: Any = None) -> Any:
-            self.count(cursors[0], tokens.shape[1], start, stop)
-            return run_layers(target, tokens, cursors, start, stop, state)
+        def counted_layers(
+            target: Target, tokens: Any, cursors: Any, start: int, stop: int, state: Any = None, until: Any = None
+        ) -> Any:
+            ended = [stop]
+
+            def watched(layer: int, states: Any) -> bool:
+                if not until(layer, states):
+                    return False
+                ended[0] = layer
+                return True
+
+            found = run_layers(target, tokens, cursors, start, stop, state, watched)
+            self.count(cursors[0], tokens.shape[1], start, ended[0])
+            return found
 
         def counted_step(target: Target, tokens: Any, cursors: Any, plan: Any = None, **options: Any) -> Any:
             layers = target.anatomy.num_layers
@@ -261,17 +318,66 @@ def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
     assert heads.num_parameters == 2 * each
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     calibration = heads.about["calibration"]
-    assert calibration["tokens"] == 4 * 32
-    assert set(calibration["auc"]) == set(METRICS)
+    assert calibration["tokens"] == 4 * 24  # what the model writes after a quarter of each row
+    assert set(calibration["auc"]) == set(calibration["thresholds"]) == set(calibration["acceptance"]) == set(METRICS)
     loaded = ExitHeads.load(tmp_path)
     assert loaded.about == heads.about
+    reached = [rate for rate in calibration["acceptance"][heads.metric] if rate is not None]
+    assert bool(reached) == (labels == 0)  # the text's next tokens are not what a model at random says
+    if not reached:
+        return
     found = []
-    for spec in (SelfSpec.dssd(heads, 0.5), SelfSpec.dssd(tmp_path, 0.5)):
+    for spec in (SelfSpec.dssd(heads, max(reached)), SelfSpec.dssd(tmp_path, max(reached))):
         ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
         assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
         assert spec.stats is not None
         found.append((spec.stats.from_draft, spec.stats.exit_layers))
     assert found[0] == found[1]
+
+
+def test_copies_begin_as_the_models_own_exits(tmp_path: Path) -> None:
+    model: LlamaForCausalLM = tiny_llama(factor=1.5)
+    args = arguments(tmp_path, max_steps=1, learning_rate=1e-9)
+    fits = [fit_exit_heads(model, None, rows(80), copied=copied, block_size=32, args=args) for copied in (True, False)]
+    with torch.no_grad():
+        output = model(torch.tensor([rows(1)[0]["input_ids"]]), output_hidden_states=True)
+        for head, layer in enumerate(fits[0].layers):
+            state = output.hidden_states[layer]
+            own = model.lm_head(model.model.norm(state))
+            torch.testing.assert_close(fits[0].logits(head, state), own, rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(fits[1].logits(head, state), own, atol=0.1)
+
+
+def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
+    """By hand; a text that ends counts up to its end."""
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.5)
+    given = rows(6)
+    prompts = torch.tensor([row["input_ids"][:8] for row in given])
+    written = model.generate(prompts, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    model.generation_config.eos_token_id = end = int(written[0, 15])
+    ends = [next((at for at in range(8, 32) if row[at] == end), 31) for row in written.tolist()]
+    assert min(ends) < 31
+    found = calibrate_exit_heads(
+        heads, model, None, given, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
+    )
+    sure: list[list[torch.Tensor]] = [[], [], []]
+    right: list[list[torch.Tensor]] = [[], [], []]
+    for row, at in zip(written, ends, strict=True):
+        with torch.no_grad():
+            output = model(row[None, : at + 1], output_hidden_states=True)
+        for head, layer in enumerate(LAYERS):
+            logits = heads.logits(head, output.hidden_states[layer][0, 7:-1])
+            sure[head].append(METRICS["entropy"](logits))
+            right[head].append((logits.argmax(-1) == output.logits[0, 7:-1].argmax(-1)).float())
+    calibration = found.about["calibration"]
+    assert calibration["tokens"] == sum(at - 7 for at in ends)
+    for head in range(3):
+        pair = torch.cat(sure[head]), torch.cat(right[head])
+        expected = [threshold(*pair, epsilon) for epsilon in (0.2, 0.9)]
+        assert calibration["thresholds"]["entropy"][head] == pytest.approx(expected, abs=1e-5)
+    assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
+    assert ExitHeads.load(tmp_path).about == found.about
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
@@ -282,8 +388,12 @@ def test_mistakes(tmp_path: Path) -> None:
     heads = heads_of(model, 0.5)
     with pytest.raises(SettingError, match="have no thresholds"):
         SelfSpec.dssd(ExitHeads([2], 64, 97))
-    with pytest.raises(SettingError, match=r"epsilon=0\.95 is above"):
+    with pytest.raises(SettingError, match=r"epsilon=0\.95 is more than these exit heads reach: 0\.90 of"):
         SelfSpec.dssd(heads, 0.95)
+    with pytest.raises(SettingError, match=r"epsilon=0\.95 is above"):
+        SelfSpec.early_exit_only(heads=heads, epsilon=0.95)
+    with pytest.raises(SettingError, match="must be one of"):
+        SelfSpec.dssd(heads, 0.9, "variance")
     with pytest.raises(SettingError, match=r"DynamicExit\(epsilon\) must lie between"):
         SelfSpec.dssd(heads, 0.0)
     with pytest.raises(SettingTypeError, match="must be ExitHeads or the path of a saved one"):
@@ -300,11 +410,21 @@ def test_mistakes(tmp_path: Path) -> None:
     shared = build("gemma3n_text")
     with pytest.raises(UnsupportedModelError, match="exit heads cannot draft"):
         shared.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads_of(model, 0.5, (1,))))
+    other = fit_exit_heads(model, None, rows(), num_heads=1, block_size=32, args=arguments(tmp_path, max_steps=1))
+    for options, words in (
+        ({"model": tiny_llama(8, factor=2.0)}, "was fitted to"),
+        ({"dataset": []}, "was given no text"),
+        ({"block_size": 1}, "leave nothing to write"),
+    ):
+        asked: dict[str, Any] = {"model": model, "dataset": rows(), "block_size": 32} | options
+        with pytest.raises(SettingError, match=words):
+            calibrate_exit_heads(other, asked.pop("model"), None, asked.pop("dataset"), **asked)
     for change, words in (
         ({"metric": "variance"}, "must be one of"),
         ({"epsilons": [0.9, 0.5]}, "must rise"),
         ({"labels": 2.0}, "must lie between"),
         ({"layers": [9]}, "between 1 and 7"),
+        ({"copied": True, "rank": 4}, "leave rank out"),
         ({"dataset": rows(3)}, "none can be held out"),
     ):
         given: dict[str, Any] = {"dataset": rows(), "block_size": 32, "args": arguments(tmp_path)} | change

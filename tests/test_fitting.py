@@ -507,7 +507,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "options", "spec"),
     [
         ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
-        ("heads", ["--heads", "2", "--rank", "4"], lambda out: SelfSpec.dssd(out, 0.5)),
+        ("heads", ["--heads", "2", "--copied"], lambda out: SelfSpec.dssd(out, 0.5)),
         ("probe", ["--exit-layer", "3"], lambda out: SelfSpec.adaspeed(probe=out)),
     ],
 )

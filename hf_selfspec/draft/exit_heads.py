@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,16 +28,19 @@ class DynamicExit:
 
     Args:
         heads: exit heads with thresholds, or the folder or Hub repository that holds them, see ``fit_exit_heads``.
-        epsilon: how often a head is to be right at its threshold.
+        epsilon: the share of drafted tokens that is to be accepted; how often a head is to be right where nothing is
+            verified.
+        metric: how confidence is measured, ``None`` for what the heads were calibrated to.
         lossless: whether the whole model verifies. Where it does not, it speaks where no head is sure, and the output
             is **not** the model's own (DSSD §3.4.2).
 
     Raises:
-        SettingError, SettingTypeError: there are none, or ``epsilon`` was not calibrated.
+        SettingError, SettingTypeError: there are none, or they do not reach ``epsilon``.
     """
 
     heads: ExitHeads | str | os.PathLike[str]
     epsilon: float = 0.9
+    metric: str | None = None
     lossless: bool = True
 
     def __post_init__(self) -> None:
@@ -44,7 +48,8 @@ class DynamicExit:
         if not isinstance(self.lossless, bool):
             raise SettingTypeError(f"DynamicExit(lossless) must be True or False, got {self.lossless!r}.")
         kept, module = part_of("DynamicExit(heads)", self.heads, ExitHeads)
-        module.thresholds(self.epsilon)
+        find = module.draft_thresholds if self.lossless else module.thresholds
+        object.__setattr__(self, "_thresholds", find(self.epsilon, self.metric))
         object.__setattr__(self, "heads", kept)
         object.__setattr__(self, "_module", module)
 
@@ -52,6 +57,12 @@ class DynamicExit:
     def module(self) -> ExitHeads:
         """The heads themselves."""
         found: ExitHeads = self.__dict__["_module"]
+        return found
+
+    @property
+    def thresholds(self) -> list[float]:
+        """For each head the least confidence at which it is believed."""
+        found: list[float] = self.__dict__["_thresholds"]
         return found
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
@@ -91,10 +102,12 @@ class HeadsDraft(PartialDraft):
         super().__init__(target, plan, limits, scorer)
         self.reuse_from = sys.maxsize
         self.heads = settings.module
-        self._thresholds = settings.module.thresholds(settings.epsilon)
-        self._sure = METRICS[settings.module.metric]
+        self._thresholds = settings.thresholds
+        self._sure = METRICS[settings.metric or settings.module.metric]
         self._bounds = (0, *settings.module.layers)
+        self._level_of = {layer: level for level, layer in enumerate(self._bounds)}
         self._trusted = not settings.lossless
+        # Of the tokens of a draft: ids [b, 1], what entered the layer that each has come to, and which that is.
         self._fed: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         self._levels: list[int] = []
@@ -106,11 +119,14 @@ class HeadsDraft(PartialDraft):
         draft = super().propose(text, room)
         if not self._states:
             return draft
-        deepest = self._levels[0]
-        for level in range(min(self._levels) + 1, deepest + 1):
-            self._raise(text, level)
-        states = torch.cat(self._states, 1)
-        return replace(draft, states=states, prefix=self._bounds[deepest], trusted=self._trusted)
+        while self._levels[-1] < self._levels[0]:
+            self._raise()
+        return replace(
+            draft,
+            states=torch.cat(self._states, 1),
+            prefix=self._bounds[self._levels[0]],
+            trusted=self._trusted,
+        )
 
     def report(self, stats: GenerationStats) -> None:
         """Adds where tokens were taken."""
@@ -118,37 +134,76 @@ class HeadsDraft(PartialDraft):
         stats.exit_layers = self.exits
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
-        b = text.batch_size
         self._fed.append(feed)
         self._states.append(feed.new_empty(0))
         self._levels.append(0)
-        decided = [not on for on in drafting]
-        logits: torch.Tensor | None = None
-        state = feed
-        for level in range(1, len(self._bounds)):
-            self._raise(text, level)
-            here = self._states[-1][:, -1]
-            said = self.heads.on(here.device).logits(level - 1, here).float()
-            if logits is None:
-                logits, state = said.clone(), here.clone()
-            sure = (self._sure(said) >= self._thresholds[level - 1]).tolist()
-            for row in range(b):
-                if not decided[row] and sure[row]:
-                    logits[row], state[row] = said[row].to(logits.device), here[row].to(state.device)
-                    decided[row] = True
-                    self.exits[self._bounds[level]] += 1
-            if all(decided):
-                break
-        assert logits is not None
-        return DraftStep(logits, state, self._states[-1], says=decided)
+        asked = _Asked([not on for on in drafting])
 
-    def _raise(self, text: Text, level: int) -> None:
-        """Takes all tokens that are at the level below through the next stretch of layers."""
-        first = self._levels.index(level - 1)
-        start, stop = self._bounds[level - 1], self._bounds[level]
-        tokens = torch.cat(self._fed[first:], 1)
-        before = None if start == 0 else torch.cat(self._states[first:], 1)
-        cursors = [root + first for root in self.target.roots]
-        after = self.target.run_layers(tokens, cursors, start, stop, before)
+        def decide(level: int, here: torch.Tensor) -> bool:
+            said = self.heads.on(here.device).logits(level - 1, here).float()
+            sure = (self._sure(said) >= self._thresholds[level - 1]).tolist()
+            if fresh := asked.take(said, here, sure):
+                self.exits[self._bounds[level]] += fresh
+            return all(asked.decided)
+
+        while self._levels[-1] < len(self._bounds) - 1 and not all(asked.decided):
+            self._raise(decide)
+        assert asked.logits is not None
+        assert asked.state is not None
+        return DraftStep(asked.logits, asked.state, self._states[-1], says=asked.decided)
+
+    def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
+        """Takes the tokens that have come least deep to where others are, or to the first head with which all decide.
+
+        Args:
+            decide: asked at each head with its number from 1 on and what it sees of the last token, ``[b, d]``.
+        """
+        level = self._levels[-1]
+        first = self._levels.index(level)
+        reached = self._levels[first - 1] if first else len(self._bounds) - 1
+
+        def until(layer: int, states: torch.Tensor) -> bool:
+            nonlocal reached
+            at = self._level_of.get(layer)
+            if at is None or decide is None or not decide(at, states[:, -1]):
+                return False
+            reached = at
+            return True
+
+        after = self.target.run_layers(
+            torch.cat(self._fed[first:], 1),
+            [root + first for root in self.target.roots],
+            self._bounds[level],
+            self._bounds[reached],
+            torch.cat(self._states[first:], 1) if level else None,
+            until,
+        )
         self._states[first:] = after.split(1, 1)
-        self._levels[first:] = [level] * (len(self._levels) - first)
+        self._levels[first:] = [reached] * (len(self._levels) - first)
+
+
+class _Asked:
+    """What heads have said of one token of each row.
+
+    Attributes:
+        decided: for each row whether a head was sure, or none is asked for it.
+        logits: ``[b, v]`` of the head that was, or of the last one that was asked.
+        state: ``[b, d]`` what it saw.
+    """
+
+    def __init__(self, decided: list[bool]) -> None:
+        self.decided = decided
+        self.logits: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
+
+    def take(self, logits: torch.Tensor, state: torch.Tensor, sure: list[bool]) -> int:
+        """Takes what a head says for rows that are undecided; how many of them it decides."""
+        if self.logits is None or self.state is None or not any(self.decided):
+            self.logits, self.state = logits, state
+        else:
+            kept = torch.tensor(self.decided, device=logits.device)[:, None]
+            self.logits = torch.where(kept, self.logits.to(logits.device), logits)
+            self.state = torch.where(kept, self.state.to(state.device), state)
+        fresh = sum(found and not before for found, before in zip(sure, self.decided, strict=True))
+        self.decided = [found or before for found, before in zip(sure, self.decided, strict=True)]
+        return fresh

@@ -83,6 +83,8 @@ class LayerPlan:
 
 # (layer, state that entered it, state that left it), both [b, s, d], to what goes on from there.
 AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+# (layer, state [b, s, d] that enters it) to whether the forward ends there.
+Until = Callable[[int, torch.Tensor], bool]
 
 
 @dataclass
@@ -96,6 +98,7 @@ class ForwardPass:
         stop: layers from here on are passed through (``L`` for none).
         capture: layer whose entering hidden state is kept, or -1.
         after_layer: decides what each layer hands to the next, ``None`` for what left it.
+        until: asked from layer ``start + 1`` to ``stop`` whether the forward ends there, until it does.
         captured: ``[b, s, d]`` that state, after the forward.
         exit_state: ``[b, s, d]`` what left the last layer, after the forward.
     """
@@ -106,6 +109,7 @@ class ForwardPass:
     stop: int | None = None
     capture: int = -1
     after_layer: AfterLayer | None = None
+    until: Until | None = None
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
     passed: frozenset[int] = field(init=False)
@@ -117,6 +121,14 @@ class ForwardPass:
         else:
             outside = (*range(self.start), *range(stop, self.plan.num_layers))
             self.passed = self.plan.skipped_layers.union(outside)
+
+    def asks(self, layer: int, state: torch.Tensor) -> None:
+        """Asks whether the forward ends with what enters ``layer``; the layers from there on pass it on then."""
+        if self.start < layer and (self.stop is None or layer <= self.stop):
+            assert self.until is not None
+            if self.until(layer, state):
+                self.stop, self.until = layer, None
+                self.passed = self.passed.union(range(layer, self.plan.num_layers))
 
 
 class _Current(threading.local):
@@ -184,6 +196,8 @@ class _Installation:
                     kwargs["hidden_states"] = hidden
             if index == current.capture:
                 current.captured = hidden
+            if current.until is not None:
+                current.asks(index, hidden)
             if index in current.passed:
                 output = _with_arity(hidden, arity.get(kind))
             else:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .masks import Geometry, at_positions, speculative_attention
-from .partial import AfterLayer, ForwardPass, LayerPlan, obeying, partial_forwards
+from .partial import AfterLayer, ForwardPass, LayerPlan, Until, obeying, partial_forwards
 from .prompt import Holes
 
 _NO_END = 1 << 62
@@ -217,20 +217,27 @@ class Target:
         return Step(output.logits if head else None, run.captured, run.exit_state)
 
     def run_layers(
-        self, tokens: torch.Tensor, cursors: list[int], start: int, stop: int, state: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        cursors: list[int],
+        start: int,
+        stop: int,
+        state: torch.Tensor | None = None,
+        until: Until | None = None,
     ) -> torch.Tensor:
-        """Runs layers ``start .. stop-1`` over a line of tokens.
+        """Runs layers ``start .. stop-1`` over a line of tokens, or fewer of them.
 
         Args:
             tokens: ``[b, s]``.
             cursors: slot of each row's first one.
             start, stop: layers, ``stop`` below ``L``.
             state: ``[b, s, d]`` what enters layer ``start``, ``None`` where that is 0.
+            until: asked with each layer from ``start + 1`` to ``stop`` and what enters it, whether to end there.
 
         Returns:
-            ``[b, s, d]`` what enters layer ``stop``.
+            ``[b, s, d]`` what enters layer ``stop``, or the one at which it ended.
         """
-        run = ForwardPass(self.full_plan, start=start, state=state, stop=stop, capture=stop)
+        run = ForwardPass(self.full_plan, start=start, state=state, stop=stop, capture=stop, until=until)
         module = self.model if self.extra else self._decoder
         _, run = self._call(module, tokens, cursors, self.full_plan, run=run)
         assert run.captured is not None

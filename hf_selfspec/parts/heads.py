@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ..calibration import entropy, roc_auc, threshold
+from ..calibration import drafts, entropy, roc_auc, threshold
 from ..errors import SettingError
 from ..settings import check_count, check_share
 from .part import Part
+
+# Most tokens of a draft (DSSD §4.1).
+_LONGEST = 32
 
 
 def _top(logits: torch.Tensor) -> torch.Tensor:
@@ -70,6 +75,7 @@ class ExitHeads(Part):
         if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1:
             raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on that rise, got {layers!r}.")
         self.layers = tuple(layers)
+        self.vocabulary = vocabulary
         self.about = about or {}
 
         def linear() -> nn.Module:
@@ -87,58 +93,126 @@ class ExitHeads(Part):
 
     @property
     def metric(self) -> str:
-        """By what confidence is measured."""
+        """By what confidence is measured unless something else is asked for."""
         return str(self._calibration["metric"])
 
     @property
     def _calibration(self) -> dict[str, Any]:
         found = self.about.get("calibration")
         if not found:
-            raise SettingError("these exit heads have no thresholds: calibrate them, see fit_exit_heads.")
+            raise SettingError("these exit heads have no thresholds: calibrate them, see calibrate_exit_heads.")
         return dict(found)
 
-    def thresholds(self, epsilon: float) -> list[float]:
-        """For each head the least confidence at which it was right often enough.
+    def thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
+        """For each head the least confidence at which it was right often enough (DSSD §3.4).
 
         Args:
             epsilon: how often, from 0 to 1; the next higher accuracy that was calibrated counts.
+            metric: of confidence, :attr:`metric` by default.
 
         Returns:
-            Confidences by :attr:`metric`; infinite for a head that never was.
+            Confidences; infinite for a head that never was.
 
         Raises:
-            SettingError: no accuracy as high was calibrated.
+            SettingError: no accuracy as high was calibrated, or there is no such metric.
         """
         check_share("epsilon", epsilon, zero=False, one=True)
-        calibration = self._calibration
-        known = calibration["epsilons"]
+        known = self._calibration["epsilons"]
         index = next((index for index, value in enumerate(known) if value >= epsilon - 1e-9), None)
         if index is None:
             raise SettingError(f"epsilon={epsilon} is above all accuracies that were calibrated, up to {known[-1]}.")
-        return [math.inf if head[index] is None else head[index] for head in calibration["thresholds"]]
+        return self._at(index, metric)
+
+    def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
+        """As :meth:`thresholds`, the loosest at which drafted tokens were accepted often enough.
+
+        A draft is accepted up to its first wrong token, so this is more than each head being right as often.
+
+        Args:
+            epsilon: the wanted acceptance rate, from 0 to 1.
+            metric: see there.
+
+        Raises:
+            SettingError: it was never reached, or there is no such metric.
+        """
+        check_share("epsilon", epsilon, zero=False, one=True)
+        rates = self._calibration["acceptance"][self._known(metric)]
+        index = next((index for index, rate in enumerate(rates) if rate is not None and rate >= epsilon - 1e-9), None)
+        if index is None:
+            most = max((rate for rate in rates if rate is not None), default=0.0)
+            raise SettingError(
+                f"epsilon={epsilon} is more than these exit heads reach: {most:.2f} of what they drafted was accepted "
+                "at best when they were calibrated. Ask for less, or fit them on more text."
+            )
+        return self._at(index, metric)
+
+    def _at(self, index: int, metric: str | None) -> list[float]:
+        heads = self._calibration["thresholds"][self._known(metric)]
+        return [math.inf if head[index] is None else head[index] for head in heads]
+
+    def _known(self, metric: str | None) -> str:
+        check_metric("exit heads", metric)
+        return metric or self.metric
 
 
-def calibrate(
-    sure: dict[str, list[torch.Tensor]], right: list[torch.Tensor], epsilons: list[float], metric: str
-) -> dict[str, Any]:
-    """Thresholds of each head, and how well each metric tells right from wrong.
+def check_metric(name: str, metric: str | None) -> None:
+    """Checks that confidence can be measured so.
+
+    Raises:
+        SettingError: it cannot.
+    """
+    if metric is not None and metric not in METRICS:
+        raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What heads say of one text.
+
+    Attributes:
+        sure: by each metric ``[K, n]`` how sure each head is of each token.
+        right: ``[K, n]`` whether its first choice is the whole model's.
+    """
+
+    sure: dict[str, torch.Tensor]
+    right: torch.Tensor
+
+
+def calibrate(texts: Sequence[Said], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
+    """Thresholds of each head by each metric, how drafts with them fare, and how well metrics tell right from wrong.
 
     Args:
-        sure: for each metric and head ``[n]`` confidences.
-        right: for each head ``[n]`` whether each token is the whole model's first choice.
+        texts: what the heads say of each text.
         epsilons: accuracies, rising.
-        metric: the one that thresholds are for.
+        metric: the one to use by default; ``None`` for the one that tells best, by its mean ROC AUC (DSSD §3.4.1).
     """
-    return {
-        "metric": metric,
-        "epsilons": epsilons,
-        "thresholds": [
-            [threshold(confidences, correct, epsilon) for epsilon in epsilons]
-            for confidences, correct in zip(sure[metric], right, strict=True)
-        ],
-        "auc": {
-            name: [roc_auc(confidences, correct) for confidences, correct in zip(heads, right, strict=True)]
-            for name, heads in sure.items()
-        },
-        "tokens": len(right[0]),
-    }
+    right = torch.cat([text.right for text in texts], 1)
+    found: dict[str, Any] = {"epsilons": list(epsilons), "tokens": right.shape[1]}
+    thresholds: dict[str, list[list[float | None]]] = {}
+    acceptance: dict[str, list[float | None]] = {}
+    auc: dict[str, list[float | None]] = {}
+    for name in METRICS:
+        sure = torch.cat([text.sure[name] for text in texts], 1)
+        pairs = list(zip(sure, right, strict=True))
+        thresholds[name] = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
+        acceptance[name] = [_acceptance(texts, name, limits) for limits in zip(*thresholds[name], strict=True)]
+        auc[name] = [roc_auc(*pair) for pair in pairs]
+
+    def telling(name: str) -> float:
+        known = [value for value in auc[name] if value is not None]
+        return mean(known) if known else 0.0
+
+    chosen = metric or max(METRICS, key=telling)
+    return {**found, "metric": chosen, "thresholds": thresholds, "acceptance": acceptance, "auc": auc}
+
+
+def _acceptance(texts: Sequence[Said], metric: str, limits: Sequence[float | None]) -> float | None:
+    """Acceptance rate, had the texts been drafted with these thresholds; ``None`` where nothing would be."""
+    bounds = torch.tensor([math.inf if limit is None else limit for limit in limits])[:, None]
+    drafted = accepted = 0
+    for text in texts:
+        sure = text.sure[metric] >= bounds.to(text.right.device)
+        first = sure.byte().argmax(0, keepdim=True)
+        more, kept = drafts(sure.any(0), text.right.bool().gather(0, first)[0], _LONGEST)
+        drafted, accepted = drafted + more, accepted + kept
+    return accepted / drafted if drafted else None

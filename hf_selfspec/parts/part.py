@@ -44,7 +44,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
     def on(self, device: torch.device) -> Self:
         """Itself where it is on that device already, and otherwise a copy there, made once."""
-        if all(parameter.device == device for parameter in self.parameters()):
+        if next(self.parameters()).device == device:
             return self
         with _copying:
             copies = self.__dict__.setdefault("_copies", {})

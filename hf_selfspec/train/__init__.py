@@ -1,15 +1,18 @@
 """Training models whose early layers predict, and fitting small modules to frozen ones, with the stock ``Trainer``."""
 
+from .adapter import fit_adapter
 from .curriculum import Gradual, Rotational
 from .early_exit_loss import EarlyExitLoss, even, loss_scale
-from .fitting import fit_adapter, fit_exit_heads, fit_probe
+from .heads import calibrate_exit_heads, fit_exit_heads
 from .layer_dropout import LayerDropout, constant, exponential
+from .probe import fit_probe
 
 __all__ = [
     "EarlyExitLoss",
     "Gradual",
     "LayerDropout",
     "Rotational",
+    "calibrate_exit_heads",
     "constant",
     "even",
     "exponential",

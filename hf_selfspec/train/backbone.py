@@ -89,6 +89,23 @@ class Backbone:
             )
         return device
 
+    @property
+    def width(self) -> int:
+        """``d`` of the states.
+
+        Raises:
+            UnsupportedModelError: the head takes states of another width.
+        """
+        with self.frozen():
+            seen = self._forward(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        width, final = seen[f"states_{self.layers[0]}"].shape[-1], seen["final"].shape[-1]
+        if width != final:
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} sends states of width {final} to its head and has {width} between its "
+                "layers: nothing can be fitted to go from there to the head."
+            )
+        return width
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Eval mode, no gradients, hooks for the exits; all as before afterwards."""

@@ -1,0 +1,90 @@
+"""Fitting an adapter behind a shallow exit (Kangaroo §3.1)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from ..parts.adapter import Adapter
+from .backbone import Backbone, Observed
+from .fitting import (
+    Fitting,
+    Pair,
+    agreement,
+    check_exit,
+    cross_entropy,
+    finished,
+    measured,
+    norm_like_the_models,
+    per_token,
+    prepared,
+    seeded,
+    train,
+)
+
+
+def fit_adapter(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dataset: Iterable[Any],
+    *,
+    exit_layer: int | None = None,
+    blocks: Sequence[str] = ("attention",),
+    num_heads: int | None = None,
+    block_size: int = 256,
+    args: TrainingArguments | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> Adapter:
+    """Fits Kangaroo's adapter (§3.1): cross entropy against the whole model's distribution, no labels needed.
+
+    Args:
+        model: a causal LM of transformers, or a PEFT model around one; it stays as it is.
+        tokenizer: its tokenizer; ``None`` where the rows have ``input_ids``.
+        dataset: texts, or rows with a ``text`` or with ``input_ids``; 5 % at the end are held out.
+        exit_layer: the exit layer ``E``; 2 by default, 3 from 40 layers on, as in the paper.
+        blocks: of the adapter, see :class:`Adapter`.
+        num_heads: its attention heads; the model's by default.
+        block_size: tokens of a row.
+        args: of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by default.
+        cache_dir: keeps the model's states for further fits, see :class:`Backbone`.
+        output_dir: folder in which the adapter is saved, with a model card.
+
+    Returns:
+        The adapter, for ``SelfSpec.kangaroo(adapter)``.
+
+    Raises:
+        SettingError, SettingTypeError: there is no text, or a setting is not allowed.
+        UnsupportedModelError: the model's layers were not found, or are not of the kind that can be served.
+    """
+    name = "fit_adapter"
+    inner, rows, held_out = prepared(name, model, tokenizer, dataset, block_size, args)
+    config = inner.config.get_text_config(decoder=True)
+    layers = config.num_hidden_layers
+    chosen = (3 if layers >= 40 else 2) if exit_layer is None else exit_layer
+    check_exit(name, chosen, layers)
+    backbone = Backbone(inner, (chosen,), cache_dir)
+    width = backbone.width
+    heads = num_heads or next(count for count in range(config.num_attention_heads, 0, -1) if width % (2 * count) == 0)
+    with seeded(args):
+        adapter = Adapter(chosen, width, heads, tuple(blocks), norm_eps=1e-6).to(backbone.device)
+
+    def logits_of(what: Pair, observed: Observed) -> torch.Tensor:
+        hidden = adapter(observed.states[chosen])
+        head, final = backbone.own_head, observed.final
+        return per_token(what, head, hidden.to(final.dtype), head, final, config.vocab_size)
+
+    with backbone.frozen():
+        norm_like_the_models(adapter.norm, backbone, chosen)
+        fitted = train(
+            Fitting(adapter, backbone, lambda observed: logits_of(cross_entropy, observed).mean()),
+            rows, args, backbone.device,
+        )  # fmt: skip
+        adapter.eval()
+        figures = measured(backbone, held_out, {"agreement with the whole model": lambda o: logits_of(agreement, o)})
+    recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads}
+    return finished(adapter, inner, recipe, fitted, figures, output_dir)

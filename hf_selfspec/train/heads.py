@@ -1,0 +1,251 @@
+"""Fitting exit heads and calibrating them (DSSD §3.2-3.4)."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from ..errors import SettingError, UnsupportedModelError
+from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers
+from ..settings import check_share
+from .backbone import Backbone, Observed
+from .fitting import (
+    HELD_OUT,
+    MOST_HELD_OUT,
+    Fitting,
+    Pair,
+    agreement,
+    check_exit,
+    check_fingerprint,
+    finished,
+    keep,
+    measured,
+    norm_like_the_models,
+    per_token,
+    prepared,
+    seeded,
+    train,
+)
+
+# Every hundredth from a half on, and closer at the end: a draft needs all of its tokens to be right.
+EPSILONS = (*(step / 100 for step in range(50, 100)), *(step / 1000 for step in range(991, 1000)))
+# Share of a row that is given where the model goes on by itself, and rows that are written at once.
+_GIVEN, _AT_ONCE = 4, 16
+
+
+def fit_exit_heads(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dataset: Iterable[Any],
+    *,
+    layers: Sequence[int] | None = None,
+    num_heads: int = 4,
+    rank: int | None = None,
+    copied: bool = False,
+    labels: float = 0.0,
+    metric: str | None = None,
+    epsilons: Sequence[float] = EPSILONS,
+    block_size: int = 256,
+    args: TrainingArguments | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> ExitHeads:
+    """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates them, see :func:`calibrate_exit_heads`.
+
+    A head learns the whole model's distribution, or the next token, or both.
+
+    Args:
+        model, tokenizer, dataset, block_size, args, cache_dir, output_dir: see :func:`fit_adapter`.
+        layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``.
+        num_heads: ``K``, where no layers are given (4 in the paper).
+        rank: of the heads' linear layers: ``rank (d + v)`` numbers a head instead of ``d v``; ``None`` for whole ones.
+        copied: whether heads begin as the model's own norm and head; at random by default, which the paper found to be
+            better after long fits (copies stay over-confident).
+        labels: weight ``α`` of the cross entropy on the text's own next tokens; ``1 - α`` is that of the divergence
+            from the whole model (0 is the paper's best).
+        metric, epsilons: see :func:`calibrate_exit_heads`.
+
+    Returns:
+        The heads, for ``SelfSpec.dssd(heads, epsilon)``.
+
+    Raises:
+        SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
+            hold any out.
+    """
+    name = "fit_exit_heads"
+    inner, rows, held_out = prepared(name, model, tokenizer, dataset, block_size, args)
+    config = inner.config.get_text_config(decoder=True)
+    check_share(f"{name}(labels)", labels, zero=True, one=True)
+    _check(name, metric, epsilons)
+    if copied and rank is not None:
+        raise SettingError(f"{name}(copied=True, rank={rank}): the model's own head is a whole one, so leave rank out.")
+    if not len(held_out):
+        raise SettingError(
+            f"{name} was given {len(rows)} rows of {block_size} tokens, of which none can be held out to calibrate on: "
+            f"give at least {HELD_OUT} rows."
+        )
+    chosen = default_layers(config.num_hidden_layers, num_heads) if layers is None else list(layers)
+    for layer in chosen:
+        check_exit(name, layer, config.num_hidden_layers)
+    backbone = Backbone(inner, chosen, cache_dir)
+    with seeded(args):
+        heads = ExitHeads(chosen, backbone.width, config.vocab_size, rank).to(backbone.device)
+
+    def divergence(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return F.kl_div(drafted.log_softmax(-1), whole.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+
+    def loss(observed: Observed) -> torch.Tensor:
+        losses = []
+        for head, layer in enumerate(chosen):
+            found = torch.zeros((), device=observed.final.device)
+            if labels < 1:
+                found = (1 - labels) * _of_head(divergence, backbone, heads, head, observed).mean()
+            if labels:
+                said = heads.logits(head, observed.states[layer][:, :-1]).float()
+                found = found + labels * F.cross_entropy(said.flatten(0, 1), observed.ids[:, 1:].flatten())
+            losses.append(found)
+        return torch.stack(losses).mean()
+
+    with backbone.frozen():
+        if copied:
+            _copy_own_head(heads, backbone)
+        fitted = train(Fitting(heads, backbone, loss), rows, args, backbone.device)
+        heads.eval()
+        figures = measured(
+            backbone,
+            held_out,
+            {
+                f"agreement at layer {layer}": partial(_of_head, agreement, backbone, heads, head)
+                for head, layer in enumerate(chosen)
+            },
+        )
+        calibration = calibrate(_said(backbone, heads, held_out), epsilons, metric)
+    recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
+    return finished(heads, inner, recipe, fitted, figures, output_dir, calibration=calibration)
+
+
+def calibrate_exit_heads(
+    heads: ExitHeads,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dataset: Iterable[Any],
+    *,
+    metric: str | None = None,
+    epsilons: Sequence[float] = EPSILONS,
+    block_size: int = 256,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> ExitHeads:
+    """Calibrates exit heads on other text (DSSD §3.4), as :func:`fit_exit_heads` does on what it holds out.
+
+    The model goes on by itself, greedily, after the first quarter of each row: what it writes is what heads draft.
+
+    Args:
+        heads: what was fitted to the model; they stay as they are.
+        model, tokenizer: see :func:`fit_adapter`.
+        dataset: texts like those that will be asked for, of which the first 64 rows are used.
+        metric: how confidence is measured by default, ``"entropy"`` (the paper's best), ``"probability"`` or
+            ``"margin"``; ``None`` for the one with the greatest mean ROC AUC. Thresholds are kept for all three.
+        epsilons: accuracies for which thresholds are kept, rising.
+        block_size: tokens of a row.
+        output_dir: folder in which the heads are saved.
+
+    Returns:
+        A copy with the new thresholds.
+
+    Raises:
+        SettingError, SettingTypeError: there is no text, a setting is not allowed, or the heads are another model's.
+    """
+    name = "calibrate_exit_heads"
+    inner, rows, _ = prepared(name, model, tokenizer, dataset, block_size, None)
+    _check(name, metric, epsilons)
+    check_fingerprint(heads, inner)
+    backbone = Backbone(inner, heads.layers)
+    found = copy.deepcopy(heads.on(backbone.device)).eval()
+    with backbone.frozen():
+        calibration = calibrate(_said(backbone, found, rows.rows[:MOST_HELD_OUT]), epsilons, metric)
+    return keep(found, {**heads.about, "calibration": calibration}, output_dir)
+
+
+def _check(name: str, metric: str | None, epsilons: Sequence[float]) -> None:
+    check_metric(name, metric)
+    for epsilon in epsilons:
+        check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
+    if not epsilons or list(epsilons) != sorted(set(epsilons)):
+        raise SettingError(f"{name}(epsilons) must rise, got {list(epsilons)!r}.")
+
+
+def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observed: Observed) -> torch.Tensor:
+    """``what`` of a head's logits and the whole model's, see :func:`per_token`."""
+    states = observed.states[heads.layers[head]].float()
+    own = partial(heads.logits, head)
+    return per_token(what, own, states, backbone.own_head, observed.final, heads.vocabulary)
+
+
+@torch.no_grad()
+def _said(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> list[Said]:
+    """What heads say of what the model writes after the beginnings of rows."""
+
+    def both(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return torch.stack([agreement(drafted, whole), *(metric(drafted) for metric in METRICS.values())], -1)
+
+    found = []
+    for ids, given in _written(backbone, rows):
+        observed = backbone.observe(ids[None])
+        said = [_of_head(both, backbone, heads, head, observed) for head in range(len(heads.layers))]
+        right, *sure = torch.stack(said)[:, given - 1 : -1].cpu().unbind(-1)
+        found.append(Said(dict(zip(METRICS, sure, strict=True)), right))
+    return found
+
+
+def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Ids of rows as the model goes on with them, and how many of these were given."""
+    length = rows.shape[1]
+    given = max(1, length // _GIVEN)
+    if given == length:
+        raise SettingError(f"rows of block_size={length} leave nothing to write: give at least 2 tokens.")
+    config = backbone.model.generation_config
+    ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id or ())
+    pad = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
+    found = []
+    for some in rows.to(backbone.device).split(_AT_ONCE):
+        written = backbone.model.generate(
+            some[:, :given],
+            attention_mask=torch.ones_like(some[:, :given]),
+            max_new_tokens=length - given,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=pad,
+        )
+        for ids in written:
+            end = next((at for at, token in enumerate(ids[given:].tolist(), given) if token in ends), length - 1)
+            found.append((ids[: end + 1], given))
+    return found
+
+
+@torch.no_grad()
+def _copy_own_head(heads: ExitHeads, backbone: Backbone) -> None:
+    """Heads become the model's own norm, as far as that only scales, and its head.
+
+    Raises:
+        UnsupportedModelError: the model's head is no matrix of the same shape.
+    """
+    own = backbone.model.get_output_embeddings()
+    weight = getattr(own, "weight", None)
+    for head, layer in enumerate(heads.layers):
+        behind = cast(nn.Sequential, heads.heads[head])
+        norm, linear = cast(nn.RMSNorm, behind[0]), cast(nn.Linear, behind[1])
+        if weight is None or weight.shape != linear.weight.shape:
+            raise UnsupportedModelError(
+                f"{backbone.anatomy.model_name} has no output head of {tuple(linear.weight.shape)} numbers to copy: "
+                "leave copied out."
+            )
+        linear.weight.copy_(weight)
+        norm_like_the_models(norm, backbone, layer)

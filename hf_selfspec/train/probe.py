@@ -1,0 +1,102 @@
+"""Fitting a probe of acceptance (AdaSPEED §II.B)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TrainingArguments,
+)
+
+from ..parts.probe import LinearProbe
+from .backbone import Backbone, Observed
+from .fitting import Fitting, agreement, check_exit, finished, measured, per_token, prepared, train
+
+
+def fit_probe(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dataset: Iterable[Any],
+    *,
+    exit_layer: int,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    block_size: int = 256,
+    args: TrainingArguments | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> LinearProbe:
+    """Fits AdaSPEED's probe (§II.B): whether the token that an early exit drafts is accepted, from its state.
+
+    Labels follow the decoding mode: the exit's first choice is the whole model's (greedy); or, where tokens are drawn,
+    the probability ``Σ min(p, q)`` with which a token drawn from the exit's distribution is accepted.
+
+    Args:
+        model, tokenizer, dataset, block_size, args, cache_dir, output_dir: see :func:`fit_adapter`.
+        exit_layer: the exit layer ``E``.
+        do_sample: whether tokens are drawn, with ``temperature``, ``top_k`` and ``top_p`` as in ``generate``.
+
+    Returns:
+        The probe, for ``SelfSpec.adaspeed(probe=probe)``.
+
+    Raises:
+        SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`.
+    """
+    name = "fit_probe"
+    inner, rows, held_out = prepared(name, model, tokenizer, dataset, block_size, args)
+    config = inner.config.get_text_config(decoder=True)
+    check_exit(name, exit_layer, config.num_hidden_layers)
+    backbone = Backbone(inner, (exit_layer,), cache_dir)
+    probe = LinearProbe(exit_layer, backbone.width, do_sample).to(backbone.device)
+    warpers = _warpers(temperature, top_k, top_p)
+
+    def accepted(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        if not do_sample:
+            return agreement(drafted, whole)
+        ids = torch.zeros(len(drafted), 0, dtype=torch.long, device=drafted.device)
+        q, p = (warpers(ids, logits).softmax(-1) for logits in (drafted, whole))
+        return torch.minimum(p, q).sum(-1)
+
+    def labels(observed: Observed) -> torch.Tensor:
+        with torch.no_grad():
+            head, exits = backbone.own_head, observed.exits[exit_layer]
+            return per_token(accepted, head, exits, head, observed.final, config.vocab_size)
+
+    def scores(observed: Observed) -> torch.Tensor:
+        return probe.scores(observed.states[exit_layer].flatten(0, 1).float())
+
+    def right(observed: Observed) -> torch.Tensor:
+        sure, label = scores(observed).sigmoid(), labels(observed)
+        return (sure > 0.5) * label + (sure <= 0.5) * (1 - label)
+
+    with backbone.frozen():
+        fitted = train(
+            Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o))),
+            rows, args, backbone.device,
+        )  # fmt: skip
+        probe.eval()
+        figures = measured(backbone, held_out, {"accuracy": right, "accepted": labels})
+    mode = f"drawn, temperature {temperature}, top-k {top_k}, top-p {top_p}" if do_sample else "greedy"
+    return finished(probe, inner, {"exit layer": exit_layer, "decoding": mode}, fitted, figures, output_dir)
+
+
+def _warpers(temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    if temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers
