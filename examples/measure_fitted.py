@@ -10,6 +10,7 @@ each and 128 new ones, float32; every way is timed on each prompt in turn.
 """
 
 import argparse
+import copy
 import json
 import math
 import sys
@@ -42,6 +43,7 @@ from hf_selfspec.bench.measure import machine
 from hf_selfspec.bench.trained import Asked, Speed, Way, _traces, compare, forward_costs
 from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.search.replay import Trace, replays, rules
+from hf_selfspec.parts.heads import METRICS
 from hf_selfspec.train.fitting import training_arguments
 
 LENGTHS = (1, 2, 3, 4, 5, 6)
@@ -85,7 +87,7 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
         exit_layer=exit_layer, do_sample=sampled, top_p=top_p,
     )  # fmt: skip
     asked = Asked(model, options)
-    texts = [asked.plain()(ids) for ids in prompts[::2]]
+    texts = [asked.plain()(ids) for ids in prompts]
     warpers = LogitsProcessorList([TopPLogitsWarper(top_p)]) if sampled else None
     traces = [_traces(model, ids, PROMPT, [exit_layer], warpers)[exit_layer] for ids in texts]
     costs = forward_costs(model, texts[0])
@@ -140,12 +142,16 @@ def _short(rule) -> str:
 
 def adapters(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: int, repeats: int) -> None:
     """Kangaroo's Table 2: what is behind the exit, beside the exit alone."""
-    variants = {"attention": ("attention",), "attention and MLP": ("attention", "mlp"), "MLP": ("mlp",)}
+    variants = {
+        "attention": (("attention",), False),
+        "attention and a head": (("attention",), True),
+        "attention and MLP": (("attention", "mlp"), False),
+        "MLP and a head": (("mlp",), True),
+    }
     specs = {}
-    for name, blocks in variants.items():
-        part = fits(
-            fit_adapter, Adapter, f"adapter-{exit_layer}-{'-'.join(blocks)}", exit_layer=exit_layer, blocks=blocks
-        )
+    for name, (blocks, own_head) in variants.items():
+        kept = f"adapter-{exit_layer}-{'-'.join(blocks)}{'-head' * own_head}"
+        part = fits(fit_adapter, Adapter, kept, exit_layer=exit_layer, blocks=blocks, own_head=own_head)
         specs[f"{name}, {part.num_parameters:,} parameters"] = SelfSpec.kangaroo(part)
     specs["exit alone (LayerSkip), the same rule"] = SelfSpec.layerskip(
         exit_layer, stop=ConfidenceThreshold(0.6), max_draft=6
@@ -153,15 +159,16 @@ def adapters(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer:
     _table(fits, prompts, options, specs, repeats)
 
 
-def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, repeats: int) -> None:
+def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, rank: int | None, repeats: int) -> None:
     """DSSD's Figure 4, §4.3, and its Table 1 and Figure 2."""
-    part = fits(fit_exit_heads, ExitHeads, "heads")
+    part = fits(fit_exit_heads, ExitHeads, "heads" if rank is None else f"heads-{rank}", rank=rank)
     auc = part.about["calibration"]["auc"]
     print("\n| ROC AUC | " + " | ".join(f"layer {layer}" for layer in part.layers) + " |")
     print("|---" * (len(part.layers) + 1) + "|")
     for metric, values in auc.items():
         print(f"| {metric} | " + " | ".join("-" if value is None else f"{value:.3f}" for value in values) + " |")
     specs = {f"DSSD, ε = {epsilon}": SelfSpec.dssd(part, epsilon) for epsilon in EPSILONS}
+    specs |= {f"DSSD, ε = 0.9, by {metric}": SelfSpec.dssd(part, 0.9, metric) for metric in METRICS}
     for index, layer in enumerate(part.layers):
         for length in (2, 4, 6, 8, 10, 12):
             draft = DynamicExit(_only(part, index), 0.9)
@@ -176,9 +183,15 @@ def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, repeats: int) 
 def _only(part: ExitHeads, index: int) -> ExitHeads:
     """The same heads, of which one is always believed and the others never."""
     thresholds = [[-1e9 if head == index else None] for head in range(len(part.layers))]
-    found = ExitHeads(part.layers, part.heads[0][0].weight.shape[0], part.heads[0][1].weight.shape[0])
-    found.load_state_dict(part.state_dict())
-    found.about = {"calibration": {"metric": "entropy", "epsilons": [0.9], "thresholds": thresholds}}
+    found = copy.deepcopy(part)
+    found.about = {
+        "calibration": {
+            "metric": "entropy",
+            "epsilons": [0.9],
+            "thresholds": {"entropy": thresholds},
+            "acceptance": {"entropy": [1.0]},
+        }
+    }
     return found
 
 
@@ -232,25 +245,26 @@ def main() -> None:
     parser.add_argument("what", choices=("stops", "adapters", "heads"))
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "demo_model")
     parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl")
+    parser.add_argument("--gsm8k", type=Path, help="gsm8k_train.jsonl, for prompts of a third kind")
     parser.add_argument("--exit-layer", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each kind")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--top-p", type=float, help="tokens are drawn with this top-p (stops)")
-    parser.add_argument("--files", type=int, default=100, help="files to learn from")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--files", type=int, default=250, help="files to learn from")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--rank", type=int, help="of the heads (heads)")
     parser.add_argument("--out", type=Path, default=Path("fitted"), help="where what was fitted is kept")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tasks = [json.loads(line)["prompt"] for line in options.humaneval.read_text().splitlines()]
-    pairs = zip(
-        prompts_of(tasks, tokenizer, options.prompts),
-        prompts_of(held_out_texts(), tokenizer, options.prompts),
-        strict=True,
-    )
-    prompts = [ids for pair in pairs for ids in pair]
+    kinds = [tasks, held_out_texts()]
+    if options.gsm8k is not None:
+        kinds.append([json.loads(line)["question"] for line in options.gsm8k.read_text().splitlines()])
+    found = [prompts_of(texts, tokenizer, options.prompts) for texts in kinds]
+    prompts = [ids for together in zip(*found, strict=True) for ids in together]
     print(f"{machine(torch.device('cpu'))}, float32; {len(prompts)} prompts, {options.tokens} new tokens")
     print(f"\n`python examples/measure_fitted.py {' '.join(sys.argv[1:])}`\n", flush=True)
     model = load(options.model)
@@ -264,7 +278,7 @@ def main() -> None:
     elif options.what == "adapters":
         adapters(fits, prompts, asked, options.exit_layer, options.repeats)
     else:
-        heads(fits, prompts, asked, options.repeats)
+        heads(fits, prompts, asked, options.rank, options.repeats)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
         "exit layer": 2,
         "blocks": "attention",
         "heads": 4,
+        "own head": False,
         "tokens": 57 * 32,
     }
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -386,6 +387,43 @@ def test_parts_stay_where_they_were_loaded() -> None:
     copied = adapter.on(torch.device("meta"))
     assert copied is adapter.on(torch.device("meta")) is not adapter
     assert adapter.norm.weight.device.type == "cpu"
+
+
+def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
+    """It begins as the exit itself, learns all of its weights, and drafts with its own head."""
+    model: LlamaForCausalLM = tiny_llama(factor=2.0)
+    args = arguments(tmp_path, max_steps=1, learning_rate=1e-9)
+    ids = torch.tensor([row["input_ids"] for row in rows(4)])
+    fresh = fit_adapter(model, None, rows(), exit_layer=EXIT, own_head=True, block_size=32, args=args)
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states[EXIT]
+        assert fresh.head is not None
+        own = model.lm_head(model.model.norm(states))
+        torch.testing.assert_close(fresh.head(fresh(states)), own, atol=1e-3, rtol=1e-3)
+    args = arguments(tmp_path, num_train_epochs=5, learning_rate=1e-2)
+    adapter = fit_adapter(
+        model, None, rows(), exit_layer=EXIT, own_head=True, block_size=32, args=args, output_dir=tmp_path
+    )
+    figures = adapter.about["figures"]
+    assert figures["last loss"] < figures["first loss"] - 0.01
+    assert (
+        adapter.num_parameters
+        == fit_adapter(
+            model, None, rows(), exit_layer=EXIT, block_size=32, args=arguments(tmp_path, max_steps=1)
+        ).num_parameters
+        + model.lm_head.weight.numel()
+    )
+    assert adapter.head is not None
+    assert not torch.allclose(adapter.head.weight, model.lm_head.weight, atol=1e-3)
+    rule = Recording()
+    spec = SelfSpec.kangaroo(tmp_path, rule)
+    inputs = ragged_batch((9,))
+    found = model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec)
+    assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+    with torch.no_grad():
+        for text, logits, _ in rule.calls:
+            states = model(text[:, :-1], output_hidden_states=True).hidden_states[EXIT]
+            torch.testing.assert_close(logits, adapter.head(adapter(states))[:, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_chat_goes_on_with_an_adapter() -> None:

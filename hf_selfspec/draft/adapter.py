@@ -101,11 +101,13 @@ class AdapterDraft(PartialDraft):
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
             starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1)
         exit_layer = self.adapter.exit_layer
-        with nullcontext() if self._head.has_seen else self._head.seeing():
+        with nullcontext() if self._head.has_seen or self.adapter.head is not None else self._head.seeing():
             states = self.target.run_layers(feed, starts, 0, exit_layer)
-        hidden = self._adapted(states, starts)
+        hidden = self._adapted(states, starts)[:, -1:]
         self._seen = [cursor + 1 for cursor in cursors]
-        return DraftStep(self._head(hidden[:, -1:])[:, -1], states[:, -1], states[:, -1:])
+        own = self.adapter.on(hidden.device).head
+        logits = self._head(hidden.to(states.dtype)) if own is None else own(hidden)
+        return DraftStep(logits[:, -1], states[:, -1], states[:, -1:])
 
     def _see_prompt(self, states: torch.Tensor, cursors: list[int], lengths: list[int]) -> None:
         if states.dim() != 3:
@@ -134,5 +136,5 @@ class AdapterDraft(PartialDraft):
             mask[:, :, : real.shape[1]] &= real[:, None]
             mask |= keys == positions[:, :, None]  # a padded token sees itself, so that no row is empty
         with torch.no_grad():
-            hidden = self.adapter.on(device)(states, positions, self._cache, mask[:, None])
-        return hidden.to(states.dtype)
+            hidden: torch.Tensor = self.adapter.on(device)(states, positions, self._cache, mask[:, None])
+        return hidden

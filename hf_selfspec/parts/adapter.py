@@ -24,6 +24,7 @@ class Adapter(Part):
         num_heads: attention heads, a divisor of ``d``.
         blocks: ``("attention",)`` as in the paper; with ``"mlp"`` a whole transformer layer, or ``("mlp",)`` alone
             (its Table 2, where both are slower).
+        vocabulary: ``v`` of a head of its own (slower there, too); ``None`` for the model's own head.
         rope_theta: base of the rotary positions.
         norm_eps: of the norms.
         about: see :class:`Part`.
@@ -40,6 +41,7 @@ class Adapter(Part):
         hidden_size: int,
         num_heads: int,
         blocks: list[str] | tuple[str, ...] = ("attention",),
+        vocabulary: int | None = None,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-6,
         about: dict[str, Any] | None = None,
@@ -72,6 +74,7 @@ class Adapter(Part):
             down = nn.Linear(4 * hidden_size, hidden_size, bias=False)
             nn.init.zeros_(down.weight)
             self.mlp = nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), up, nn.SiLU(), down)
+        self.head = None if vocabulary is None else nn.Linear(hidden_size, vocabulary, bias=False)
 
     def forward(
         self,
@@ -80,7 +83,7 @@ class Adapter(Part):
         cache: Any = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What goes into the model's head.
+        """What goes into the head.
 
         Args:
             states: ``[b, s, d]`` that left layer ``E - 1``.
@@ -105,14 +108,14 @@ class Adapter(Part):
         if positions is None:
             positions = torch.arange(s, device=hidden.device)[None]
         query, key, value = self.qkv(hidden).view(b, s, 3, self.num_heads, self.head_width).permute(2, 0, 3, 1, 4)
-        query, key = (self._rotated(vectors, positions) for vectors in (query, key))
+        query, key = self._rotated(torch.stack([query, key]), positions)
         if cache is not None:
             key, value = cache.update(key, value, 0)
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None and s > 1)
         return self.output(found.transpose(1, 2).reshape(b, s, d))
 
     def _rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[b, k, s, h]`` turned by their positions."""
+        """``[2, b, k, s, h]`` turned by their positions."""
         half = self.head_width // 2
         speeds = self.rope_theta ** (-torch.arange(half, device=vectors.device, dtype=torch.float32) / half)
         angles = (positions[:, None, :, None].float() * speeds).to(torch.float32)

@@ -16,6 +16,7 @@ from .fitting import (
     Pair,
     agreement,
     check_exit,
+    copy_head,
     cross_entropy,
     finished,
     measured,
@@ -35,6 +36,7 @@ def fit_adapter(
     exit_layer: int | None = None,
     blocks: Sequence[str] = ("attention",),
     num_heads: int | None = None,
+    own_head: bool = False,
     block_size: int = 256,
     args: TrainingArguments | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -49,6 +51,7 @@ def fit_adapter(
         exit_layer: the exit layer ``E``; 2 by default, 3 from 40 layers on, as in the paper.
         blocks: of the adapter, see :class:`Adapter`.
         num_heads: its attention heads; the model's by default.
+        own_head: whether the adapter has a head of its own, which begins as a copy of the model's.
         block_size: tokens of a row.
         args: of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by default.
         cache_dir: keeps the model's states for further fits, see :class:`Backbone`.
@@ -71,12 +74,17 @@ def fit_adapter(
     width = backbone.width
     heads = num_heads or next(count for count in range(config.num_attention_heads, 0, -1) if width % (2 * count) == 0)
     with seeded(args):
-        adapter = Adapter(chosen, width, heads, tuple(blocks), norm_eps=1e-6).to(backbone.device)
+        vocabulary = config.vocab_size if own_head else None
+        adapter = Adapter(chosen, width, heads, tuple(blocks), vocabulary, norm_eps=1e-6).to(backbone.device)
+    if adapter.head is not None:
+        copy_head(adapter.head, backbone)
 
     def logits_of(what: Pair, observed: Observed) -> torch.Tensor:
-        hidden = adapter(observed.states[chosen])
-        head, final = backbone.own_head, observed.final
-        return per_token(what, head, hidden.to(final.dtype), head, final, config.vocab_size)
+        hidden, whole = adapter(observed.states[chosen]), backbone.own_head
+        head = whole if adapter.head is None else adapter.head
+        if adapter.head is None:
+            hidden = hidden.to(observed.final.dtype)
+        return per_token(what, head, hidden, whole, observed.final, config.vocab_size)
 
     with backbone.frozen():
         norm_like_the_models(adapter.norm, backbone, chosen)
@@ -86,5 +94,5 @@ def fit_adapter(
         )  # fmt: skip
         adapter.eval()
         figures = measured(backbone, held_out, {"agreement with the whole model": lambda o: logits_of(agreement, o)})
-    recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads}
+    recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads, "own head": own_head}
     return finished(adapter, inner, recipe, fitted, figures, output_dir)

@@ -22,7 +22,7 @@ from transformers import (
     default_data_collator,
 )
 
-from ..errors import SettingError, SettingTypeError
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
 from ..model.fingerprint import Fingerprint
@@ -276,6 +276,23 @@ def norm_like_the_models(norm: nn.RMSNorm, backbone: Backbone, layer: int) -> No
     if states.shape == normed.shape:
         unit = states / states.pow(2).mean(-1, keepdim=True).sqrt()
         norm.weight.copy_((unit * normed).sum((0, 1)) / (unit * unit).sum((0, 1)))
+
+
+@torch.no_grad()
+def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
+    """A linear layer becomes a copy of the model's own head.
+
+    Raises:
+        UnsupportedModelError: that is no matrix of the same shape.
+    """
+    own = backbone.model.get_output_embeddings()
+    weight = getattr(own, "weight", None)
+    if weight is None or weight.shape != linear.weight.shape:
+        raise UnsupportedModelError(
+            f"{backbone.anatomy.model_name} has no output head of {tuple(linear.weight.shape)} numbers that could be "
+            "copied: begin without it."
+        )
+    linear.weight.copy_(weight)
 
 
 def check_fingerprint(part: Part, model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from ..errors import SettingError, UnsupportedModelError
+from ..errors import SettingError
 from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers
 from ..settings import check_share
 from .backbone import Backbone, Observed
@@ -25,6 +25,7 @@ from .fitting import (
     agreement,
     check_exit,
     check_fingerprint,
+    copy_head,
     finished,
     keep,
     measured,
@@ -232,20 +233,8 @@ def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor,
 
 @torch.no_grad()
 def _copy_own_head(heads: ExitHeads, backbone: Backbone) -> None:
-    """Heads become the model's own norm, as far as that only scales, and its head.
-
-    Raises:
-        UnsupportedModelError: the model's head is no matrix of the same shape.
-    """
-    own = backbone.model.get_output_embeddings()
-    weight = getattr(own, "weight", None)
+    """Heads become the model's own norm, as far as that only scales, and its head."""
     for head, layer in enumerate(heads.layers):
         behind = cast(nn.Sequential, heads.heads[head])
-        norm, linear = cast(nn.RMSNorm, behind[0]), cast(nn.Linear, behind[1])
-        if weight is None or weight.shape != linear.weight.shape:
-            raise UnsupportedModelError(
-                f"{backbone.anatomy.model_name} has no output head of {tuple(linear.weight.shape)} numbers to copy: "
-                "leave copied out."
-            )
-        linear.weight.copy_(weight)
-        norm_like_the_models(norm, backbone, layer)
+        copy_head(cast(nn.Linear, behind[1]), backbone)
+        norm_like_the_models(cast(nn.RMSNorm, behind[0]), backbone, layer)
