@@ -16,7 +16,7 @@ import math
 import sys
 import sysconfig
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 import torch
 from measure_demo_model import PROMPT, held_out_texts, load, prompts_of
@@ -42,8 +42,8 @@ from hf_selfspec import (
 from hf_selfspec.bench.measure import machine
 from hf_selfspec.bench.trained import Asked, Speed, Way, _traces, compare, forward_costs
 from hf_selfspec.model.partial import LayerPlan
-from hf_selfspec.search.replay import Trace, replays, rules
 from hf_selfspec.parts.heads import METRICS
+from hf_selfspec.search.replay import Replay, Trace, replays, rules
 from hf_selfspec.train.fitting import training_arguments
 
 LENGTHS = (1, 2, 3, 4, 5, 6)
@@ -94,20 +94,18 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
     plan = LayerPlan.early_exit(costs.num_layers, exit_layer)
     candidates = rules(12)
     runs = dict(zip(candidates, replays(traces, candidates, plan, costs, 12), strict=True))
-    speeds = {rule: costs.plain() * run.tokens / run.seconds for rule, run in runs.items()}
 
     def best(kind: type) -> object:
-        return max((rule for rule in speeds if type(rule) is kind), key=lambda rule: speeds[rule])
+        return max(
+            (rule for rule in runs if type(rule) is kind), key=lambda rule: runs[rule].tokens / runs[rule].seconds
+        )
 
     product = best(ProductThreshold)
     # The probe's probabilities are others, so another threshold is best.
     probed = [_probed(trace, model, ids, probe, exit_layer) for trace, ids in zip(traces, texts, strict=True)]
     products = [rule for rule in candidates if isinstance(rule, ProductThreshold)]
-    by_probe = {
-        rule: costs.plain() * run.tokens / run.seconds
-        for rule, run in zip(products, replays(probed, products, plan, costs, 12), strict=True)
-    }
-    with_probe = max(by_probe, key=lambda rule: by_probe[rule])
+    by_probe = dict(zip(products, replays(probed, products, plan, costs, 12), strict=True))
+    with_probe = max(by_probe, key=lambda rule: _speed(by_probe[rule]))
     chosen = {
         **{f"fixed, {length}": FixedLength(length) for length in LENGTHS},
         "confidence, best simulated": best(ConfidenceThreshold),
@@ -117,13 +115,17 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
         "probe, product, best simulated": ProductThreshold(with_probe.threshold, probe),
         "AdaSPEED with the probe": AdaptiveThreshold(ProductThreshold(0.8, probe)),
     }
-    speeds[chosen["probe, product, best simulated"]] = by_probe[with_probe]
+    runs[chosen["probe, product, best simulated"]] = by_probe[with_probe]
     specs = {name: SelfSpec(EarlyExit(exit_layer), rule, max_draft=12) for name, rule in chosen.items()}
     ways: dict[str, Way] = {"plain": asked.plain(), **{n: asked.plain(assistant=spec) for n, spec in specs.items()}}
     found = compare(ways, prompts, repeats, specs)
+    # What is measured has the prompts' forwards in it.
+    prefill = len(texts) * median(run.prefill_seconds for speed in found.values() for run in speed.runs)
     print("| rule | speed-up | mean over prompts, 95 % | α | M | simulated | same ids |\n|---|---|---|---|---|---|---|")
     for name, spec in specs.items():
-        simulated = f"{speeds[spec.stop]:.3f}" if spec.stop in speeds else ""
+        simulated = ""
+        if (run := runs.get(spec.stop)) is not None:
+            simulated = f"{(prefill + costs.plain() * run.tokens) / (prefill + run.seconds):.3f}"
         same = "" if sampled else f"{sum(found[name].same)}/{len(prompts)}"
         print(row(f"{name}: {_short(spec.stop)}", found[name], found["plain"], simulated, same), flush=True)
 
@@ -133,6 +135,10 @@ def _probed(trace: Trace, model: PreTrainedModel, ids: torch.Tensor, probe: Line
     """The same text with what the probe makes of it."""
     states = model(ids, output_hidden_states=True).hidden_states[exit_layer][0, PROMPT - 1 : -1]
     return Trace(trace.accept, probe.scores(states).sigmoid()[None].double().numpy())
+
+
+def _speed(run: Replay) -> float:
+    return run.tokens / run.seconds
 
 
 def _short(rule) -> str:

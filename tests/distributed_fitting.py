@@ -1,28 +1,43 @@
-"""A fit in several processes, which ``torchrun`` starts."""
+"""Fits in several processes, which ``torchrun`` starts."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from conftest import tiny_llama
 from test_fitting import EXIT, rows
+from transformers import TrainingArguments
 
-from hf_selfspec import fit_adapter
+from hf_selfspec import fit_adapter, fit_exit_heads, fit_probe
+from hf_selfspec.parts.part import Part
 from hf_selfspec.train.fitting import training_arguments
 
 
-def main(folder: Path) -> None:
-    """Fits an adapter on all processes; rank 0 keeps it, every rank its weights."""
-    torch.set_num_threads(1)
+def fit_all(args: TrainingArguments, folder: Path | None = None) -> dict[str, Part]:
+    """An adapter, heads and a probe, fitted to the same model."""
     model = tiny_llama(factor=2.0)
+    found: dict[str, Part] = {}
+    for name, fit, options in (
+        ("adapter", fit_adapter, {"exit_layer": EXIT}),
+        ("heads", fit_exit_heads, {"num_heads": 2}),
+        ("probe", fit_probe, {"exit_layer": EXIT}),
+    ):
+        out = None if folder is None else folder / name
+        given: dict[str, Any] = {"block_size": 32, "args": args, "output_dir": out, **options}
+        found[name] = fit(model, None, rows(43), **given)
+    return found
+
+
+def main(folder: Path) -> None:
+    """Fits on all processes; rank 0 keeps what was fitted, every rank its weights."""
+    torch.set_num_threads(1)
     args = training_arguments(
         str(folder / "trash"), torch.device("cpu"), disable_tqdm=True, logging_steps=1, warmup_steps=0,
         per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2, seed=3,
     )  # fmt: skip
-    adapter = fit_adapter(
-        model, None, rows(43), exit_layer=EXIT, block_size=32, args=args, output_dir=folder / "adapter"
-    )
-    torch.save(adapter.state_dict(), folder / f"{args.process_index}.pt")
+    weights = {name: part.state_dict() for name, part in fit_all(args, folder).items()}
+    torch.save(weights, folder / f"{args.process_index}.pt")
 
 
 if __name__ == "__main__":

@@ -225,7 +225,9 @@ def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
-    """The same adapter on both ranks, which is that of one process with batches twice as large."""
+    """The same parts on both ranks, which are those of one process with batches twice as large."""
+    from distributed_fitting import fit_all
+
     tests = Path(__file__).parent
     paths = (str(Path(hf_selfspec.__file__).parents[1]), str(tests), os.environ.get("PYTHONPATH", ""))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -238,15 +240,18 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    saved = Adapter.load(tmp_path / "adapter").state_dict()
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=5, learning_rate=1e-2, seed=3)
-    alone = fit_adapter(tiny_llama(factor=2.0), None, rows(43), exit_layer=EXIT, block_size=32, args=args).state_dict()
-    start = adapter_of(tiny_llama(), exit_layer=EXIT).state_dict()
-    for name, value in one.items():
-        assert torch.equal(value, other[name])
-        assert torch.equal(value, saved[name])
-        torch.testing.assert_close(value, alone[name], atol=1e-5, rtol=1e-3)
-    assert not torch.allclose(one["output.weight"], torch.zeros_like(start["output.weight"]))
+    begun = fit_all(arguments(tmp_path, max_steps=1, learning_rate=1e-9, seed=3))
+    for name, part in fit_all(args).items():
+        saved = type(part).load(tmp_path / name)
+        for key, value in part.state_dict().items():
+            found = one[name][key]
+            assert torch.equal(found, other[name][key])
+            assert torch.equal(found, saved.state_dict()[key])
+            torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-3)
+        start = begun[name].state_dict()
+        assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
+        assert saved.about.get("calibration") == part.about.get("calibration")
 
 
 def test_states_of_another_precision_are_other_states(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from hf_selfspec import (
     register_architecture,
 )
 from hf_selfspec.model import anatomy as anatomy_module
+from hf_selfspec.model import linear
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.linear import few_token_forward, is_served
+from hf_selfspec.model.linear import FewTokenLinear, few_token_forward, is_served
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 from hf_selfspec.model.target import Nodes, Target
 
@@ -247,3 +248,24 @@ def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
     hooked = torch.nn.Linear(**large)
     hooked.forward = hooked.forward
     assert not is_served(hooked)
+
+
+@pytest.mark.parametrize("shape", [(1, 1024), (3, 1024), (2, 4, 1024), (2, 40, 1024)])
+def test_few_token_layers_of_our_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are linear layers; the other kernel serves few tokens without gradients alone."""
+    torch.manual_seed(0)
+    layer, plain = FewTokenLinear(1024, 768, bias=False), torch.nn.Linear(1024, 768, bias=False)
+    plain.load_state_dict(layer.state_dict())
+    input, served = torch.randn(shape), []
+    of_few = linear._of_few
+    monkeypatch.setattr(linear, "_of_few", lambda *args: served.append(1) or of_few(*args))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
+    assert bool(served) == (input.numel() <= 32 * 1024)
+    served.clear()
+    layer(input).sum().backward()
+    plain(input).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.double()(input.double()), plain.double()(input.double()))
+    assert not served

@@ -25,10 +25,7 @@ def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
         type(module) is nn.Linear
         and "forward" not in module.__dict__
         and type(module.weight) is nn.Parameter
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype is torch.float32
-        and module.weight.numel() >= _LARGE
-        and torch.backends.mkldnn.is_available()
+        and _is_large(module.weight)
     )
 
 
@@ -37,11 +34,34 @@ def few_token_forward(module: nn.Linear, is_active: Callable[[], bool]) -> Calla
     original = module.forward
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        tokens = input.shape[0] * input.shape[1] if input.dim() == 3 else _MOST_TOKENS + 1
-        weight, bias = module.weight, module.bias
-        fits = tokens <= _MOST_TOKENS and input.dtype is torch.float32 and weight.is_cpu and input.is_cpu
-        if not fits or not is_active() or torch.is_autocast_enabled("cpu"):
-            return original(input)
-        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+        if input.dim() == 3 and is_active() and _are_few(input, module.weight):
+            return _of_few(input, module)
+        return original(input)
 
     return forward
+
+
+class FewTokenLinear(nn.Linear):
+    """A linear layer that is faster over few tokens where no gradients are wanted."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``[..., v]`` of ``[..., d]``."""
+        weight = self.weight
+        if not torch.is_grad_enabled() and _is_large(weight) and _are_few(input, weight):
+            return _of_few(input, self)
+        return super().forward(input)
+
+
+def _is_large(weight: torch.Tensor) -> bool:
+    cpu = weight.is_cpu and weight.dtype is torch.float32
+    return cpu and weight.numel() >= _LARGE and torch.backends.mkldnn.is_available()
+
+
+def _are_few(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    fits = input.numel() <= _MOST_TOKENS * weight.shape[1] and input.dtype is torch.float32
+    return fits and weight.is_cpu and input.is_cpu and not torch.is_autocast_enabled("cpu")
+
+
+def _of_few(input: torch.Tensor, module: nn.Linear) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, module.weight, module.bias, "none", [], "")
+    return found

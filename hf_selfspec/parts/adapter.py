@@ -9,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..errors import SettingError
+from ..model.linear import FewTokenLinear
 from ..settings import check_count
 from .part import Part
 
@@ -74,7 +75,7 @@ class Adapter(Part):
             down = nn.Linear(4 * hidden_size, hidden_size, bias=False)
             nn.init.zeros_(down.weight)
             self.mlp = nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), up, nn.SiLU(), down)
-        self.head = None if vocabulary is None else nn.Linear(hidden_size, vocabulary, bias=False)
+        self.head = None if vocabulary is None else FewTokenLinear(hidden_size, vocabulary, bias=False)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from ..calibration import drafts, entropy, roc_auc, threshold
 from ..errors import SettingError
+from ..model.linear import FewTokenLinear
 from ..settings import check_count, check_share
 from .part import Part
 
@@ -80,8 +81,9 @@ class ExitHeads(Part):
 
         def linear() -> nn.Module:
             if rank is None:
-                return nn.Linear(hidden_size, vocabulary, bias=False)
-            return nn.Sequential(nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, vocabulary, bias=False))
+                return FewTokenLinear(hidden_size, vocabulary, bias=False)
+            up = FewTokenLinear(rank, vocabulary, bias=False)
+            return nn.Sequential(nn.Linear(hidden_size, rank, bias=False), up)
 
         self.heads = nn.ModuleList(nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), linear()) for _ in layers)
 
