@@ -176,8 +176,8 @@ def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, rank: int | No
     specs = {f"DSSD, ε = {epsilon}": SelfSpec.dssd(part, epsilon) for epsilon in EPSILONS}
     specs |= {f"DSSD, ε = 0.9, by {metric}": SelfSpec.dssd(part, 0.9, metric) for metric in METRICS}
     for index, layer in enumerate(part.layers):
+        draft = DynamicExit(_only(part, index), 0.9)
         for length in (2, 4, 6, 8, 10, 12):
-            draft = DynamicExit(_only(part, index), 0.9)
             specs[f"head at {layer}, {length} tokens"] = SelfSpec(draft, FixedLength(length))
     print()
     _table(fits, prompts, options, specs, 1)

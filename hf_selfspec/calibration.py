@@ -35,7 +35,7 @@ def threshold(sure: torch.Tensor, right: torch.Tensor, epsilon: float) -> float 
 
 
 def drafts(sure: torch.Tensor, right: torch.Tensor, most: int) -> tuple[int, int]:
-    """Drafted and accepted tokens, had a text been written with drafts.
+    """Drafted and accepted tokens, had a text been written with drafts from its second token on.
 
     Drafts go on over tokens that are sure, past wrong ones too, whose continuation is taken to be the text's; after the
     accepted ones there is one of the whole model.
@@ -46,7 +46,8 @@ def drafts(sure: torch.Tensor, right: torch.Tensor, most: int) -> tuple[int, int
         most: tokens in a draft.
     """
     unsure, wrong = ((~flags).nonzero()[:, 0].tolist() for flags in (sure, right))
-    drafted = accepted = start = 0
+    drafted = accepted = 0
+    start = 1  # the first token comes with the prompt
     while start < len(sure):
         stop = min(_next(unsure, start, len(sure)), start + most)
         kept = min(_next(wrong, start, len(sure)), stop)

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .errors import SelfSpecError, SettingError
+from .parts.adapter import BLOCKS
+from .parts.heads import METRICS
 from .parts.part import Part
 from .train import fit_adapter, fit_exit_heads, fit_probe
 from .train.fitting import training_arguments
@@ -29,12 +31,14 @@ def _parser() -> argparse.ArgumentParser:
     adapter = kinds.add_parser("adapter", help="Kangaroo's adapter behind a shallow exit")
     adapter.add_argument("--exit-layer", type=int, help="2 by default, 3 from 40 layers on")
     adapter.add_argument("--heads", type=int, help="attention heads, the model's by default")
+    adapter.add_argument("--blocks", nargs="+", choices=BLOCKS, default=["attention"], help="attention by default")
+    adapter.add_argument("--own-head", action="store_true", help="a head of its own in the place of the model's")
     heads = kinds.add_parser("heads", help="DSSD's exit heads with calibrated thresholds")
     heads.add_argument("--layers", type=int, nargs="+", help="exit layers, spread over the depth by default")
     heads.add_argument("--heads", type=int, default=4, help="how many, where no layers are given")
     heads.add_argument("--rank", type=int, help="of the heads' linear layers, whole by default")
     heads.add_argument("--copied", action="store_true", help="begin with the model's own head")
-    heads.add_argument("--metric", help="of confidence: entropy, probability or margin; the best one by default")
+    heads.add_argument("--metric", choices=sorted(METRICS), help="of confidence; the one that tells best by default")
     probe = kinds.add_parser("probe", help="AdaSPEED's probe of acceptance")
     probe.add_argument("--exit-layer", type=int, required=True)
     probe.add_argument("--sample", action="store_true", help="for drawn tokens")
@@ -101,7 +105,8 @@ def _fit(args: argparse.Namespace) -> Part:
     }
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.kind == "adapter":
-        return fit_adapter(model, tokenizer, data, exit_layer=args.exit_layer, num_heads=args.heads, **common)
+        kind = {"blocks": args.blocks, "num_heads": args.heads, "own_head": args.own_head}
+        return fit_adapter(model, tokenizer, data, exit_layer=args.exit_layer, **kind, **common)
     if args.kind == "heads":
         chosen = {"layers": args.layers, "num_heads": args.heads, "metric": args.metric}
         kind = {"rank": args.rank, "copied": args.copied}

@@ -236,8 +236,9 @@ class SelfSpec:
 
         Args:
             heads: what ``fit_exit_heads`` gave, or the folder or Hub repository that holds it.
-            epsilon: the share of drafted tokens that is to be accepted; can be another one for each ``SelfSpec``
-                without calibrating again.
+            epsilon: the share of drafted tokens that is to be accepted, as far as the heads' calibration with drafts of
+                at most 32 tokens tells; can be another one for each ``SelfSpec`` without calibrating again. (DSSD's is
+                how often single heads are right; of a draft, less is accepted.)
             metric: how confidence is measured, see ``calibrate_exit_heads``; that of the heads by default.
             max_draft: most tokens in a draft (32 in the paper).
 
@@ -255,6 +256,7 @@ class SelfSpec:
         *,
         heads: ExitHeads | str | os.PathLike[str] | None = None,
         epsilon: float = 0.9,
+        metric: str | None = None,
         max_draft: int = 32,
     ) -> SelfSpec:
         """Generation with a part of the model alone. **The output is not the model's own.**
@@ -264,8 +266,9 @@ class SelfSpec:
 
         Args:
             layer: the exit layer ``E``.
-            heads, epsilon, max_draft: in the place of a layer, see :meth:`dssd`; the whole model runs over what was
+            heads, metric, max_draft: in the place of a layer, see :meth:`dssd`; the whole model runs over what was
                 taken early at the next token that is its own, and after ``max_draft`` tokens at the latest.
+            epsilon: how often each head is to be right where it is believed (DSSD §3.4).
 
         Raises:
             SettingError, SettingTypeError: both or neither is given, or one is not allowed.
@@ -278,7 +281,7 @@ class SelfSpec:
         if heads is None:
             assert layer is not None
             return cls(draft=EarlyExitOnly(layer), stop=None)
-        draft = DynamicExit(heads, epsilon, lossless=False)
+        draft = DynamicExit(heads, epsilon, metric, lossless=False)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     def choice(self, model: Any) -> ExitChoice | SkipChoice | None:

@@ -28,7 +28,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.calibration import drafts, roc_auc, threshold
 from hf_selfspec.model.target import Target
-from hf_selfspec.parts.heads import METRICS, Said, calibrate, default_layers
+from hf_selfspec.parts.heads import METRICS, Said, calibrate, default_layers, figures_of
 
 LAYERS = (2, 4, 6)
 
@@ -43,20 +43,19 @@ def heads_of(model: PreTrainedModel, share: float, layers: tuple[int, ...] = LAY
     ids = torch.randint(2, config.vocab_size, (4, 30))
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
-        sure = [METRICS["entropy"](heads.logits(k, states[layer]).float()) for k, layer in enumerate(layers)]
-    found = [[torch.quantile(values.flatten(), 1 - share).item()] for values in sure]
+        said = [heads.logits(k, states[layer]).float() for k, layer in enumerate(layers)]
+    found = {
+        name: [[torch.quantile(metric(logits).flatten(), 1 - share).item()] for logits in said]
+        for name, metric in METRICS.items()
+    }
     heads.about = {"calibration": calibrated(found)}
     return heads.eval()
 
 
-def calibrated(thresholds: list[list[float | None]], metric: str = "entropy") -> dict[str, Any]:
-    """As after a calibration for one accuracy, 0.9, that drafts have too."""
-    return {
-        "metric": metric,
-        "epsilons": [0.9],
-        "thresholds": {metric: thresholds},
-        "acceptance": {metric: [0.9]},
-    }
+def calibrated(thresholds: dict[str, list[list[float]]], rate: float = 0.9) -> dict[str, Any]:
+    """As after a calibration for one accuracy, 0.9, that drafts reach, too, or something else."""
+    acceptance = {metric: [rate] for metric in thresholds}
+    return {"metric": "entropy", "epsilons": [0.9], "thresholds": thresholds, "acceptance": acceptance}
 
 
 # Calibration ----------------------------------------------------------------------------------------------------------
@@ -90,41 +89,67 @@ def test_metrics_by_hand() -> None:
 
 
 def said(sure: list[list[float]], right: list[list[int]]) -> Said:
-    """The same by each metric, but for the least sure token of the first head, of which the margin is not sure."""
+    """The same by each metric."""
     found = {name: torch.tensor(sure) for name in METRICS}
     return Said(found, torch.tensor(right).float())
 
 
 def test_calibrations() -> None:
-    texts = [said([[3.0, 2.0], [3.0, 2.0]], [[1, 1], [0, 0]]), said([[1.0], [1.0]], [[0], [0]])]
+    texts = [
+        said([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]], [[0, 1, 1], [0, 0, 0]]),
+        said([[0.0, 1.0], [0.0, 1.0]], [[0, 0], [0, 0]]),
+    ]
     texts[0].sure["entropy"] = -texts[0].sure["entropy"]
-    found = calibrate(texts, [0.5, 0.9])
-    assert found["tokens"] == 3
-    assert found["thresholds"]["margin"] == [[1.0, 2.0], [None, None]]
-    assert found["thresholds"]["entropy"] == [[-3.0, None], [None, None]]
+    found = calibrate(texts, [0.4, 0.5, 0.9])
+    assert found["tokens"] == 5
+    assert found["thresholds"]["margin"] == [[0.0, 1.0, 2.0], [None, None, None]]
+    assert found["thresholds"]["entropy"] == [[-3.0, None, None], [None, None, None]]
     assert found["auc"] == {"entropy": [0.0, None], "probability": [1.0, None], "margin": [1.0, None]}
-    assert found["acceptance"]["margin"] == [2 / 3, 1.0]
+    # First tokens come with the prompts, so three are drafted, or two.
+    assert found["acceptance"] == {
+        "margin": [2 / 3, 2 / 3, 1.0],
+        "probability": [2 / 3, 2 / 3, 1.0],
+        "entropy": [2 / 3, None, None],
+    }
     assert found["metric"] == "probability"  # the first of those that tell best
     assert calibrate(texts, [0.5, 0.9], "margin")["metric"] == "margin"
     heads = ExitHeads([1, 2], 8, 5, about={"calibration": found})
-    assert heads.thresholds(0.4) == heads.thresholds(0.5) == [1.0, math.inf]
+    assert heads.thresholds(0.45) == heads.thresholds(0.5) == [1.0, math.inf]
     assert heads.thresholds(0.6) == [2.0, math.inf]
-    assert heads.thresholds(0.5, "entropy") == [-3.0, math.inf]
-    assert heads.draft_thresholds(0.6) == [1.0, math.inf]
+    assert heads.thresholds(0.4, "entropy") == [-3.0, math.inf]
+    assert heads.draft_thresholds(0.6) == [0.0, math.inf]
     assert heads.draft_thresholds(0.7) == [2.0, math.inf]
     with pytest.raises(SettingError, match=r"above all accuracies that were calibrated, up to 0\.9"):
         heads.thresholds(0.95)
-    with pytest.raises(SettingError, match=r"epsilon=0\.7 is more than these exit heads reach: 0\.67 of"):
+    with pytest.raises(SettingError, match=r"epsilon=0\.7 is more than these exit heads reach: .* at best 0\.666 of"):
         heads.draft_thresholds(0.7, "entropy")
     with pytest.raises(SettingError, match="must be one of"):
         heads.thresholds(0.5, "variance")
+    del found["thresholds"]["margin"]
+    with pytest.raises(SettingError, match="were not calibrated by 'margin'"):
+        heads.thresholds(0.5, "margin")
+    figures = figures_of(calibrate(texts, [0.4]))
+    assert figures == {"ROC AUC of probability": 1.0, "ROC AUC of margin": 1.0, "ROC AUC of entropy": 0.0} | {
+        "drafts accepted at best": 0.666
+    }
+
+
+def test_drafts_of_a_calibration() -> None:
+    """The first head that is sure speaks, and a draft has at most 32 tokens."""
+    text = said([[0.0, 5.0, 1.0], [0.0, 5.0, 5.0]], [[0, 1, 0], [0, 0, 1]])
+    found = calibrate([text], [0.5], "margin")
+    assert found["thresholds"]["margin"] == [[1.0], [5.0]]
+    assert found["acceptance"]["margin"] == [0.5]
+    right = [[1] * 41]
+    right[0][33] = 0  # behind a draft of 32 tokens the whole model speaks
+    assert calibrate([said([[1.0] * 41], right)], [0.9], "margin")["acceptance"]["margin"] == [1.0]
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_texts_with_drafts_by_hand(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sure, right = (torch.rand(60, generator=generator) < share for share in (0.7, 0.8))
-    start, rounds = 0, []
+    start, rounds = 1, []
     while start < 60:
         length = 0
         while start + length < 60 and length < 5 and sure[start + length]:
@@ -223,13 +248,14 @@ def test_no_token_goes_through_a_layer_twice(monkeypatch: pytest.MonkeyPatch, sh
     assert len(spec.stats.exit_layers) > 1  # tokens of one draft are taken at different depths
 
 
-def test_each_token_is_taken_at_the_first_head_that_is_sure() -> None:
+@pytest.mark.parametrize("metric", [None, "margin", "probability"])
+def test_each_token_is_taken_at_the_first_head_that_is_sure(metric: str | None) -> None:
     """By hand, from the states of the whole text, for the first draft; it ends where no head is sure."""
     model = tiny_llama(8)
     heads = heads_of(model, 0.35)
-    limits = heads.thresholds(0.9)
+    limits, confidence = heads.thresholds(0.9, metric), METRICS[metric or "entropy"]
     inputs = ragged_batch((12,))
-    spec = SelfSpec.dssd(heads, max_draft=6)
+    spec = SelfSpec.dssd(heads, metric=metric, max_draft=6)
     model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec)
     assert spec.stats is not None
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
@@ -241,7 +267,7 @@ def test_each_token_is_taken_at_the_first_head_that_is_sure() -> None:
             while drafted < min(6, 24 - text.shape[1] - 1):
                 states = model(draft, output_hidden_states=True).hidden_states
                 said = [heads.logits(k, states[layer][:, -1]).float() for k, layer in enumerate(LAYERS)]
-                sure = [k for k in range(3) if METRICS["entropy"](said[k]).item() >= limits[k]]
+                sure = [k for k in range(3) if confidence(said[k]).item() >= limits[k]]
                 if not sure:
                     break
                 expected.append(LAYERS[sure[0]])
@@ -355,9 +381,14 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
     given = rows(6)
     prompts = torch.tensor([row["input_ids"][:8] for row in given])
     written = model.generate(prompts, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    model.generation_config.eos_token_id = end = int(written[0, 15])
-    ends = [next((at for at in range(8, 32) if row[at] == end), 31) for row in written.tolist()]
+    end = [int(written[0, 15]), 96]
+    ends = [next((at for at in range(8, 32) if row[at] in end), 31) for row in written.tolist()]
     assert min(ends) < 31
+    # What the model usually does when it writes plays no part.
+    usual = {"num_return_sequences": 2, "return_dict_in_generate": True, "repetition_penalty": 3.0, "max_time": 1e-6}
+    for name, value in (usual | {"eos_token_id": end}).items():
+        setattr(model.generation_config, name, value)
+    before = model.generation_config
     found = calibrate_exit_heads(
         heads, model, None, given, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
     )
@@ -370,6 +401,7 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
             logits = heads.logits(head, output.hidden_states[layer][0, 7:-1])
             sure[head].append(METRICS["entropy"](logits))
             right[head].append((logits.argmax(-1) == output.logits[0, 7:-1].argmax(-1)).float())
+    assert model.generation_config is before
     calibration = found.about["calibration"]
     assert calibration["tokens"] == sum(at - 7 for at in ends)
     for head in range(3):
@@ -378,6 +410,9 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
         assert calibration["thresholds"]["entropy"][head] == pytest.approx(expected, abs=1e-5)
     assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
     assert ExitHeads.load(tmp_path).about == found.about
+    model.generation_config.eos_token_id = None
+    again = calibrate_exit_heads(tmp_path, model, None, rows(70), epsilons=[0.2], block_size=32)
+    assert again.about["calibration"]["tokens"] == 64 * 24
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
@@ -388,8 +423,15 @@ def test_mistakes(tmp_path: Path) -> None:
     heads = heads_of(model, 0.5)
     with pytest.raises(SettingError, match="have no thresholds"):
         SelfSpec.dssd(ExitHeads([2], 64, 97))
-    with pytest.raises(SettingError, match=r"epsilon=0\.95 is more than these exit heads reach: 0\.90 of"):
-        SelfSpec.dssd(heads, 0.95)
+    heads.about = {"calibration": calibrated(heads.about["calibration"]["thresholds"], 0.8979)}
+    with pytest.raises(SettingError, match=r"epsilon=0\.9 is more than these exit heads reach: .* at best 0\.897 of"):
+        SelfSpec.dssd(heads)
+    earlier = ExitHeads(
+        [2], 64, 97, about={"calibration": {"metric": "entropy", "epsilons": [0.9], "thresholds": [[1]]}}
+    )
+    for make in (SelfSpec.dssd, lambda heads: SelfSpec.early_exit_only(heads=heads)):
+        with pytest.raises(SettingError, match="were not calibrated by 'entropy': calibrate them"):
+            make(earlier)
     with pytest.raises(SettingError, match=r"epsilon=0\.95 is above"):
         SelfSpec.early_exit_only(heads=heads, epsilon=0.95)
     with pytest.raises(SettingError, match="must be one of"):
@@ -406,7 +448,7 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="exit layers from 1 on that rise"):
         ExitHeads([4, 2], 64, 97)
     with pytest.raises(SettingError, match="but LlamaForCausalLM has 6 layers"):
-        tiny_llama(6).generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads))
+        tiny_llama(6).generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads, 0.8))
     shared = build("gemma3n_text")
     with pytest.raises(UnsupportedModelError, match="exit heads cannot draft"):
         shared.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads_of(model, 0.5, (1,))))
@@ -414,16 +456,22 @@ def test_mistakes(tmp_path: Path) -> None:
     for options, words in (
         ({"model": tiny_llama(8, factor=2.0)}, "was fitted to"),
         ({"dataset": []}, "was given no text"),
-        ({"block_size": 1}, "leave nothing to write"),
+        ({"block_size": 1}, "leaves the model nothing to write"),
+        ({"heads": tmp_path / "none"}, "there is no saved set of exit heads"),
     ):
-        asked: dict[str, Any] = {"model": model, "dataset": rows(), "block_size": 32} | options
+        asked: dict[str, Any] = {"heads": other, "model": model, "dataset": rows(), "block_size": 32} | options
         with pytest.raises(SettingError, match=words):
-            calibrate_exit_heads(other, asked.pop("model"), None, asked.pop("dataset"), **asked)
+            calibrate_exit_heads(tokenizer=None, **asked)
     for change, words in (
         ({"metric": "variance"}, "must be one of"),
         ({"epsilons": [0.9, 0.5]}, "must rise"),
         ({"labels": 2.0}, "must lie between"),
+        ({"metric": ["entropy"]}, "must be one of"),
         ({"layers": [9]}, "between 1 and 7"),
+        ({"layers": []}, "needs at least one exit layer"),
+        ({"num_heads": 0}, "num_heads. must be at least 1"),
+        ({"rank": 0}, "rank. must be at least 1"),
+        ({"block_size": 1}, "leaves the model nothing to write"),
         ({"copied": True, "rank": 4}, "leave rank out"),
         ({"dataset": rows(3)}, "none can be held out"),
     ):

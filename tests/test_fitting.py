@@ -36,6 +36,7 @@ from hf_selfspec import (
     ConfidenceThreshold,
     EarlyExit,
     EarlyExitAdapter,
+    ExitHeads,
     FixedLength,
     LinearProbe,
     ProductThreshold,
@@ -251,7 +252,6 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
             torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-3)
         start = begun[name].state_dict()
         assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
-        assert saved.about.get("calibration") == part.about.get("calibration")
 
 
 def test_states_of_another_precision_are_other_states(tmp_path: Path) -> None:
@@ -273,7 +273,10 @@ def test_rows_of_text() -> None:
 
     found = Blocks(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
     assert found.rows.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
-    assert found.without(1).rows.tolist() == [[97, 98, 99, 1]]
+    many = Blocks(None, rows(40), 32)
+    training, held_out = many.split()
+    assert torch.equal(torch.cat([training.rows, held_out]), many.rows)
+    assert len(held_out) == 2
 
 
 # Drafts with adapters -------------------------------------------------------------------------------------------------
@@ -550,6 +553,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "options", "spec"),
     [
         ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
+        ("adapter", ["--exit-layer", "2", "--blocks", "mlp", "--own-head"], SelfSpec.kangaroo),
         ("heads", ["--heads", "2", "--copied"], lambda out: SelfSpec.dssd(out, 0.5)),
         ("probe", ["--exit-layer", "3"], lambda out: SelfSpec.adaspeed(probe=out)),
     ],
@@ -566,6 +570,16 @@ def test_command_line(
     inputs = ragged_batch((5,))
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec(tmp_path / "out"))
     assert torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
+
+
+def test_command_line_of_heads_of_low_rank(saved_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("def f(x): return x + 1 " * 40)
+    given = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
+    assert main(["fit", "heads", *given, "--layers", "1", "3", "--rank", "4", "--metric", "margin"]) == 0
+    heads = ExitHeads.load(tmp_path / "out")
+    assert (heads.layers, heads.metric) == ((1, 3), "margin")
+    assert heads.num_parameters == 2 * (64 + 4 * (64 + VOCABULARY))
 
 
 @pytest.mark.parametrize(

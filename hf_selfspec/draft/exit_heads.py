@@ -28,8 +28,8 @@ class DynamicExit:
 
     Args:
         heads: exit heads with thresholds, or the folder or Hub repository that holds them, see ``fit_exit_heads``.
-        epsilon: the share of drafted tokens that is to be accepted; how often a head is to be right where nothing is
-            verified.
+        epsilon: the share of drafted tokens that is to be accepted; where nothing is verified, how often each head is
+            to be right. (The latter is DSSD's for both; of a draft of several tokens less than that is accepted.)
         metric: how confidence is measured, ``None`` for what the heads were calibrated to.
         lossless: whether the whole model verifies. Where it does not, it speaks where no head is sure, and the output
             is **not** the model's own (DSSD §3.4.2).

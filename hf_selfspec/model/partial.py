@@ -122,7 +122,7 @@ class ForwardPass:
             outside = (*range(self.start), *range(stop, self.plan.num_layers))
             self.passed = self.plan.skipped_layers.union(outside)
 
-    def asks(self, layer: int, state: torch.Tensor) -> None:
+    def ask(self, layer: int, state: torch.Tensor) -> None:
         """Asks whether the forward ends with what enters ``layer``; the layers from there on pass it on then."""
         if self.start < layer and (self.stop is None or layer <= self.stop):
             assert self.until is not None
@@ -197,7 +197,7 @@ class _Installation:
             if index == current.capture:
                 current.captured = hidden
             if current.until is not None:
-                current.asks(index, hidden)
+                current.ask(index, hidden)
             if index in current.passed:
                 output = _with_arity(hidden, arity.get(kind))
             else:

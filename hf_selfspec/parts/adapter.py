@@ -50,6 +50,8 @@ class Adapter(Part):
         super().__init__()
         for name, value in (("exit_layer", exit_layer), ("hidden_size", hidden_size), ("num_heads", num_heads)):
             check_count(f"Adapter({name})", value)
+        if vocabulary is not None:
+            check_count("Adapter(vocabulary)", vocabulary)
         if not blocks or not set(blocks) <= set(BLOCKS):
             raise SettingError(f"Adapter(blocks) takes some of {BLOCKS}, got {blocks!r}.")
         if hidden_size % (2 * num_heads):

@@ -53,7 +53,7 @@ class ExitHeads(Part):
         rank: of the linear layer as a product of two; ``None`` for a whole one, ``d v`` numbers a head instead of
             ``rank (d + v)``.
         norm_eps: of the norms.
-        about: see :class:`Part`; ``about["calibration"]`` is what :meth:`calibrate` found.
+        about: see :class:`Part`; ``about["calibration"]`` is what :func:`calibrate` found.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -71,8 +71,9 @@ class ExitHeads(Part):
         about: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("hidden_size", hidden_size), ("vocabulary", vocabulary), ("rank", rank or 1)):
-            check_count(f"ExitHeads({name})", value)
+        for name, value in (("hidden_size", hidden_size), ("vocabulary", vocabulary), ("rank", rank)):
+            if name != "rank" or value is not None:
+                check_count(f"ExitHeads({name})", value)
         if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1:
             raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on that rise, got {layers!r}.")
         self.layers = tuple(layers)
@@ -138,23 +139,29 @@ class ExitHeads(Part):
             SettingError: it was never reached, or there is no such metric.
         """
         check_share("epsilon", epsilon, zero=False, one=True)
-        rates = self._calibration["acceptance"][self._known(metric)]
-        index = next((index for index, rate in enumerate(rates) if rate is not None and rate >= epsilon - 1e-9), None)
+        rates = [rate or 0.0 for rate in self._found("acceptance", metric)]
+        index = next((index for index, rate in enumerate(rates) if rate >= epsilon - 1e-9), None)
         if index is None:
-            most = max((rate for rate in rates if rate is not None), default=0.0)
             raise SettingError(
-                f"epsilon={epsilon} is more than these exit heads reach: {most:.2f} of what they drafted was accepted "
-                "at best when they were calibrated. Ask for less, or fit them on more text."
+                f"epsilon={epsilon} is more than these exit heads reach: when they were calibrated, at best "
+                f"{_down(max(rates))} of what they drafted was accepted. Ask for less, fit them on more text, or "
+                "calibrate them on text that is nearer to what they are used for."
             )
         return self._at(index, metric)
 
     def _at(self, index: int, metric: str | None) -> list[float]:
-        heads = self._calibration["thresholds"][self._known(metric)]
-        return [math.inf if head[index] is None else head[index] for head in heads]
+        return [math.inf if head[index] is None else head[index] for head in self._found("thresholds", metric)]
 
-    def _known(self, metric: str | None) -> str:
+    def _found(self, what: str, metric: str | None) -> list[Any]:
         check_metric("exit heads", metric)
-        return metric or self.metric
+        found = self._calibration.get(what, {})
+        asked = metric or self.metric
+        if not isinstance(found, dict) or asked not in found:
+            raise SettingError(
+                f"these exit heads were not calibrated by {asked!r}: calibrate them, see calibrate_exit_heads."
+            )
+        by_metric: list[Any] = found[asked]
+        return by_metric
 
 
 def check_metric(name: str, metric: str | None) -> None:
@@ -163,7 +170,7 @@ def check_metric(name: str, metric: str | None) -> None:
     Raises:
         SettingError: it cannot.
     """
-    if metric is not None and metric not in METRICS:
+    if metric is not None and (not isinstance(metric, str) or metric not in METRICS):
         raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
 
 
@@ -213,8 +220,23 @@ def _acceptance(texts: Sequence[Said], metric: str, limits: Sequence[float | Non
     bounds = torch.tensor([math.inf if limit is None else limit for limit in limits])[:, None]
     drafted = accepted = 0
     for text in texts:
-        sure = text.sure[metric] >= bounds.to(text.right.device)
+        sure = text.sure[metric] >= bounds
         first = sure.byte().argmax(0, keepdim=True)
         more, kept = drafts(sure.any(0), text.right.bool().gather(0, first)[0], _LONGEST)
         drafted, accepted = drafted + more, accepted + kept
     return accepted / drafted if drafted else None
+
+
+def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
+    """What the model card says of a calibration."""
+    figures = {}
+    for metric, values in calibration["auc"].items():
+        if known := [value for value in values if value is not None]:
+            figures[f"ROC AUC of {metric}"] = round(mean(known), 4)
+    if rates := [rate for rate in calibration["acceptance"][calibration["metric"]] if rate is not None]:
+        figures["drafts accepted at best"] = _down(max(rates))
+    return figures
+
+
+def _down(rate: float) -> float:
+    return math.floor(1000 * rate) / 1000

@@ -51,7 +51,8 @@ def fit_adapter(
         exit_layer: the exit layer ``E``; 2 by default, 3 from 40 layers on, as in the paper.
         blocks: of the adapter, see :class:`Adapter`.
         num_heads: its attention heads; the model's by default.
-        own_head: whether the adapter has a head of its own, which begins as a copy of the model's.
+        own_head: whether the adapter has a head of its own, which begins with the weights of the model's (not with a
+            bias, scale or soft-cap of it).
         block_size: tokens of a row.
         args: of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by default.
         cache_dir: keeps the model's states for further fits, see :class:`Backbone`.
@@ -65,7 +66,8 @@ def fit_adapter(
         UnsupportedModelError: the model's layers were not found, or are not of the kind that can be served.
     """
     name = "fit_adapter"
-    inner, rows, held_out = prepared(name, model, tokenizer, dataset, block_size, args)
+    inner, blocks_of_text = prepared(name, model, tokenizer, dataset, block_size, args)
+    rows, held_out = blocks_of_text.split()
     config = inner.config.get_text_config(decoder=True)
     layers = config.num_hidden_layers
     chosen = (3 if layers >= 40 else 2) if exit_layer is None else exit_layer

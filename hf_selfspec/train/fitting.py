@@ -84,11 +84,12 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.rows[index]}
 
-    def without(self, rows: int) -> Blocks:
-        """All but the last ``rows`` rows."""
+    def split(self) -> tuple[Blocks, torch.Tensor]:
+        """The rows to train on, and those at the end that are held out."""
+        held = min(MOST_HELD_OUT, len(self) // HELD_OUT)
         part = Blocks.__new__(Blocks)
-        part.rows = self.rows[: len(self.rows) - rows]
-        return part
+        part.rows = self.rows[: len(self) - held]
+        return part, self.rows[len(self) - held :]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase | None, text: Any, name: str) -> list[int]:
@@ -219,17 +220,15 @@ def agreement(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def prepared(
     name: str, model: Any, tokenizer: Any, dataset: Iterable[Any], block_size: int, args: Any
-) -> tuple[Any, Blocks, torch.Tensor]:
-    """The model, the rows to train on and the held-out ones."""
+) -> tuple[Any, Blocks]:
+    """The model and the text."""
     inner = causal_lm(model, name)
     if args is not None and not isinstance(args, TrainingArguments):
         raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
     most = Anatomy.of(inner).max_positions
     if most is not None and isinstance(block_size, int) and block_size > most:
         raise SettingError(f"{name}(block_size={block_size}) is more than the {most} positions of the model.")
-    blocks = Blocks(tokenizer, dataset, block_size, name)
-    held = min(MOST_HELD_OUT, len(blocks) // HELD_OUT)
-    return inner, blocks.without(held), blocks.rows[len(blocks) - held :]
+    return inner, Blocks(tokenizer, dataset, block_size, name)
 
 
 def check_exit(name: str, layer: int, layers: int) -> None:
@@ -280,7 +279,7 @@ def norm_like_the_models(norm: nn.RMSNorm, backbone: Backbone, layer: int) -> No
 
 @torch.no_grad()
 def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
-    """A linear layer becomes a copy of the model's own head.
+    """A linear layer gets the weights of the model's own head; a bias, scale or soft-cap of it are left out.
 
     Raises:
         UnsupportedModelError: that is no matrix of the same shape.
@@ -290,7 +289,7 @@ def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
     if weight is None or weight.shape != linear.weight.shape:
         raise UnsupportedModelError(
             f"{backbone.anatomy.model_name} has no output head of {tuple(linear.weight.shape)} numbers that could be "
-            "copied: begin without it."
+            "copied: leave copied=True or own_head=True out."
         )
     linear.weight.copy_(weight)
 

@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainingArguments
 
-from ..errors import SettingError
-from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers
-from ..settings import check_share
+from ..errors import SettingError, SettingTypeError
+from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers, figures_of
+from ..parts.part import part_of
+from ..settings import check_count, check_share
 from .backbone import Backbone, Observed
 from .fitting import (
     HELD_OUT,
@@ -37,7 +38,7 @@ from .fitting import (
 )
 
 # Every hundredth from a half on, and closer at the end: a draft needs all of its tokens to be right.
-EPSILONS = (*(step / 100 for step in range(50, 100)), *(step / 1000 for step in range(991, 1000)))
+_EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
 # Share of a row that is given where the model goes on by itself, and rows that are written at once.
 _GIVEN, _AT_ONCE = 4, 16
 
@@ -53,7 +54,7 @@ def fit_exit_heads(
     copied: bool = False,
     labels: float = 0.0,
     metric: str | None = None,
-    epsilons: Sequence[float] = EPSILONS,
+    epsilons: Sequence[float] = _EPSILONS,
     block_size: int = 256,
     args: TrainingArguments | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -68,8 +69,9 @@ def fit_exit_heads(
         layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``.
         num_heads: ``K``, where no layers are given (4 in the paper).
         rank: of the heads' linear layers: ``rank (d + v)`` numbers a head instead of ``d v``; ``None`` for whole ones.
-        copied: whether heads begin as the model's own norm and head; at random by default, which the paper found to be
-            better after long fits (copies stay over-confident).
+        copied: whether heads begin with the weights of the model's own norm and head (not with a bias, scale or
+            soft-cap of it); at random by default, which the paper found to be better after long fits (copies stay
+            over-confident).
         labels: weight ``α`` of the cross entropy on the text's own next tokens; ``1 - α`` is that of the divergence
             from the whole model (0 is the paper's best).
         metric, epsilons: see :func:`calibrate_exit_heads`.
@@ -82,10 +84,12 @@ def fit_exit_heads(
             hold any out.
     """
     name = "fit_exit_heads"
-    inner, rows, held_out = prepared(name, model, tokenizer, dataset, block_size, args)
+    inner, blocks = prepared(name, model, tokenizer, dataset, block_size, args)
+    rows, held_out = blocks.split()
     config = inner.config.get_text_config(decoder=True)
     check_share(f"{name}(labels)", labels, zero=True, one=True)
-    _check(name, metric, epsilons)
+    check_count(f"{name}(num_heads)", num_heads)
+    _check(name, metric, epsilons, block_size)
     if copied and rank is not None:
         raise SettingError(f"{name}(copied=True, rank={rank}): the model's own head is a whole one, so leave rank out.")
     if not len(held_out):
@@ -94,6 +98,8 @@ def fit_exit_heads(
             f"give at least {HELD_OUT} rows."
         )
     chosen = default_layers(config.num_hidden_layers, num_heads) if layers is None else list(layers)
+    if not chosen:
+        raise SettingError(f"{name}(layers) needs at least one exit layer, got {layers!r}.")
     for layer in chosen:
         check_exit(name, layer, config.num_hidden_layers)
     backbone = Backbone(inner, chosen, cache_dir)
@@ -129,18 +135,19 @@ def fit_exit_heads(
             },
         )
         calibration = calibrate(_said(backbone, heads, held_out), epsilons, metric)
+    figures |= figures_of(calibration)
     recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
     return finished(heads, inner, recipe, fitted, figures, output_dir, calibration=calibration)
 
 
 def calibrate_exit_heads(
-    heads: ExitHeads,
+    heads: ExitHeads | str | os.PathLike[str],
     model: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     dataset: Iterable[Any],
     *,
     metric: str | None = None,
-    epsilons: Sequence[float] = EPSILONS,
+    epsilons: Sequence[float] = _EPSILONS,
     block_size: int = 256,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> ExitHeads:
@@ -149,7 +156,7 @@ def calibrate_exit_heads(
     The model goes on by itself, greedily, after the first quarter of each row: what it writes is what heads draft.
 
     Args:
-        heads: what was fitted to the model; they stay as they are.
+        heads: what was fitted to the model, or the folder or Hub repository that holds it; it stays as it is.
         model, tokenizer: see :func:`fit_adapter`.
         dataset: texts like those that will be asked for, of which the first 64 rows are used.
         metric: how confidence is measured by default, ``"entropy"`` (the paper's best), ``"probability"`` or
@@ -165,18 +172,23 @@ def calibrate_exit_heads(
         SettingError, SettingTypeError: there is no text, a setting is not allowed, or the heads are another model's.
     """
     name = "calibrate_exit_heads"
-    inner, rows, _ = prepared(name, model, tokenizer, dataset, block_size, None)
-    _check(name, metric, epsilons)
-    check_fingerprint(heads, inner)
-    backbone = Backbone(inner, heads.layers)
-    found = copy.deepcopy(heads.on(backbone.device)).eval()
+    inner, blocks = prepared(name, model, tokenizer, dataset, block_size, None)
+    _check(name, metric, epsilons, block_size)
+    _, given = part_of(f"{name}(heads)", heads, ExitHeads)
+    check_fingerprint(given, inner)
+    backbone = Backbone(inner, given.layers)
+    found = copy.deepcopy(given.on(backbone.device)).eval()
     with backbone.frozen():
-        calibration = calibrate(_said(backbone, found, rows.rows[:MOST_HELD_OUT]), epsilons, metric)
-    return keep(found, {**heads.about, "calibration": calibration}, output_dir)
+        calibration = calibrate(_said(backbone, found, blocks.rows[:MOST_HELD_OUT]), epsilons, metric)
+    return keep(found, {**given.about, "calibration": calibration}, output_dir)
 
 
-def _check(name: str, metric: str | None, epsilons: Sequence[float]) -> None:
+def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
     check_metric(name, metric)
+    if block_size < 2:
+        raise SettingError(f"{name}(block_size={block_size}) leaves the model nothing to write: at least 2 tokens.")
+    if not isinstance(epsilons, Sequence):
+        raise SettingTypeError(f"{name}(epsilons) must be a list of accuracies, got {epsilons!r}.")
     for epsilon in epsilons:
         check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
     if not epsilons or list(epsilons) != sorted(set(epsilons)):
@@ -208,26 +220,27 @@ def _said(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> list[Said
 
 def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
     """Ids of rows as the model goes on with them, and how many of these were given."""
-    length = rows.shape[1]
+    length, model = rows.shape[1], backbone.model
     given = max(1, length // _GIVEN)
-    if given == length:
-        raise SettingError(f"rows of block_size={length} leave nothing to write: give at least 2 tokens.")
-    config = backbone.model.generation_config
-    ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id or ())
-    pad = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
+    usual = model.generation_config
+    ends = {usual.eos_token_id} if isinstance(usual.eos_token_id, int) else set(usual.eos_token_id or ())
     found = []
-    for some in rows.to(backbone.device).split(_AT_ONCE):
-        written = backbone.model.generate(
-            some[:, :given],
-            attention_mask=torch.ones_like(some[:, :given]),
+    try:
+        # Settings of the model's own (penalties, several sequences, a time limit) would change or end the text.
+        model.generation_config = GenerationConfig(
             max_new_tokens=length - given,
-            do_sample=False,
-            num_beams=1,
-            pad_token_id=pad,
+            bos_token_id=usual.bos_token_id,
+            eos_token_id=usual.eos_token_id,
+            pad_token_id=min(ends, default=0),
         )
-        for ids in written:
-            end = next((at for at, token in enumerate(ids[given:].tolist(), given) if token in ends), length - 1)
-            found.append((ids[: end + 1], given))
+        for some in rows.to(backbone.device).split(_AT_ONCE):
+            texts = model.generate(some[:, :given], attention_mask=torch.ones_like(some[:, :given]))
+            for ids in texts:
+                written = enumerate(ids[given:].tolist(), given)
+                end = next((at for at, token in written if token in ends), len(ids) - 1)
+                found.append((ids[: end + 1], given))
+    finally:
+        model.generation_config = usual
     return found
 
 
