@@ -344,6 +344,7 @@ def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
     assert heads.num_parameters == 2 * each
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     calibration = heads.about["calibration"]
+    assert figures_of(calibration).items() <= figures.items()
     assert calibration["tokens"] == 4 * 24  # what the model writes after a quarter of each row
     assert set(calibration["auc"]) == set(calibration["thresholds"]) == set(calibration["acceptance"]) == set(METRICS)
     loaded = ExitHeads.load(tmp_path)
@@ -413,6 +414,7 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = None
     again = calibrate_exit_heads(tmp_path, model, None, rows(70), epsilons=[0.2], block_size=32)
     assert again.about["calibration"]["tokens"] == 64 * 24
+    assert again.about["figures"] == figures_of(again.about["calibration"]) != found.about["figures"]
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
-from ..model.head import OwnHead
 from ..model.partial import LayerPlan
 from ..model.target import Target, Watched
 from ..parts.adapter import Adapter
@@ -72,7 +70,6 @@ class AdapterDraft(PartialDraft):
         super().__init__(target, plan, limits, scorer)
         self.adapter = adapter
         rows = len(target.cache.cursors)
-        self._head = OwnHead(target.model, target.anatomy)
         self._cache = SpeculativeCache(1, rows, target.cache.capacity)
         # Slots that the adapter has seen, of each row: from the first to before the second.
         self._seen = [0] * rows
@@ -100,13 +97,20 @@ class AdapterDraft(PartialDraft):
         starts = cursors
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
             starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1)
-        exit_layer = self.adapter.exit_layer
-        with nullcontext() if self._head.has_seen or self.adapter.head is not None else self._head.seeing():
-            states = self.target.run_layers(feed, starts, 0, exit_layer)
-        hidden = self._adapted(states, starts)[:, -1:]
         self._seen = [cursor + 1 for cursor in cursors]
-        own = self.adapter.on(hidden.device).head
-        logits = self._head(hidden.to(states.dtype)) if own is None else own(hidden)
+        if self.adapter.head is None:
+            step = self.target.step(
+                feed, starts, self.plan, instead=lambda states: self._adapted(states, starts).to(states.dtype)
+            )
+            assert step.logits is not None
+            assert step.exit_state is not None
+            logits, states = step.logits, step.exit_state
+        else:
+            states = self.target.run_layers(feed, starts, 0, self.adapter.exit_layer)
+            hidden = self._adapted(states, starts)[:, -1:]
+            head = self.adapter.on(hidden.device).head
+            assert head is not None
+            logits = head(hidden)
         return DraftStep(logits[:, -1], states[:, -1], states[:, -1:])
 
     def _see_prompt(self, states: torch.Tensor, cursors: list[int], lengths: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 Forward = Callable[..., Any]
@@ -33,3 +34,16 @@ class InstanceForwards:
             else:
                 module.__dict__["forward"] = forward
         self.saved.clear()
+
+
+def states_of(output: Any) -> torch.Tensor:
+    """``[b, s, d]`` the states in what a stack of layers returns."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return states
+
+
+def with_states(output: Any, states: torch.Tensor) -> Any:
+    """What a stack of layers returns, with other states."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    return type(output)(**{**output, "last_hidden_state": states})

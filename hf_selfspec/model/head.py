@@ -12,7 +12,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
-from .forwards import InstanceForwards
+from .forwards import InstanceForwards, states_of, with_states
 
 _head_lock = threading.Lock()
 
@@ -56,8 +56,7 @@ class OwnHead:
 
     def see(self, output: Any) -> None:
         """Takes the form of an output of the stack, and the autocast that is on."""
-        states = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        kind = states.device.type
+        kind = states_of(output).device.type
         self._output = output
         self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
@@ -70,7 +69,7 @@ class OwnHead:
         def see(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == thread:
                 self.see(output)
-                found.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+                found.append(states_of(output))
 
         handle = self._stack.register_forward_hook(see)
         try:
@@ -93,12 +92,8 @@ class OwnHead:
         """
         output = self._output
         assert output is not None, "a forward has to be seen first"
-        seen = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        batch = (states[None] if states.dim() == 2 else states).to(seen.device)
-        if isinstance(output, tuple):
-            instead: Any = (batch, *output[1:])
-        else:
-            instead = type(output)(**{**output, "last_hidden_state": batch})
+        batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
+        instead = with_states(output, batch)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         # The class's forward, without what others have wrapped around the instance's: of that, autocast is kept.
         with self._as_then(), _returning(self._stack, instead):

@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
-from .forwards import Forward, InstanceForwards
+from .forwards import Forward, InstanceForwards, with_states
 from .linear import few_token_forward, is_served
 
 
@@ -99,6 +99,7 @@ class ForwardPass:
         capture: layer whose entering hidden state is kept, or -1.
         after_layer: decides what each layer hands to the next, ``None`` for what left it.
         until: asked from layer ``start + 1`` to ``stop`` whether the forward ends there, until it does.
+        instead: makes of ``exit_state`` what goes into the head, in the place of the stack's final norm.
         captured: ``[b, s, d]`` that state, after the forward.
         exit_state: ``[b, s, d]`` what left the last layer, after the forward.
     """
@@ -110,6 +111,7 @@ class ForwardPass:
     capture: int = -1
     after_layer: AfterLayer | None = None
     until: Until | None = None
+    instead: Callable[[torch.Tensor], torch.Tensor] | None = None
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
     passed: frozenset[int] = field(init=False)
@@ -166,6 +168,7 @@ class _Installation:
         for module in model.modules():
             if is_served(module):
                 self.forwards.replace(module, few_token_forward(module, _is_speculating))
+        self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
         for index, layer in enumerate(self.anatomy.layers):
             self.forwards.replace(layer, self._layer_forward(index, layer))
             attention = self.anatomy.attention[index]
@@ -178,6 +181,19 @@ class _Installation:
                 self.forwards.replace(
                     module, self._block_forward(module, _is_skipped_mlp(index), silent=module is mlp[-1])
                 )
+
+    def _stack_forward(self, stack: nn.Module) -> Forward:
+        original = stack.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            current = _current.forward_pass
+            if current is None or current.instead is None:
+                return output
+            assert current.exit_state is not None
+            return with_states(output, current.instead(current.exit_state))
+
+        return forward
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
         original, arity, kind = layer.forward, self.arity, type(layer)

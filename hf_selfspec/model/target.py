@@ -184,6 +184,7 @@ class Target:
         capture: int = -1,
         head: bool = True,
         after_layer: AfterLayer | None = None,
+        instead: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Step:
         """One forward over a few tokens at the end of each row.
 
@@ -197,6 +198,7 @@ class Target:
             capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
             head: whether logits are wanted.
             after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
+            instead: makes what goes into the head, see there.
 
         Returns:
             The :class:`Step`.
@@ -210,6 +212,7 @@ class Target:
             stop=None if head else capture,
             capture=-1 if replay else capture,
             after_layer=after_layer,
+            instead=instead,
         )
         # Arguments of the user's own are the whole model's.
         module = self.model if head or self.extra else self._decoder

@@ -304,14 +304,14 @@ def check_fingerprint(part: Part, model: PreTrainedModel) -> None:
 
 
 def finished(
-    part: _P, model: Any, recipe: dict[str, Any], fitted: Fitted, figures: dict[str, float], folder: Any, **more: Any
+    part: _P, model: Any, recipe: dict[str, Any], fitted: Fitted, figures: dict[str, float], folder: Any
 ) -> _P:
     """The part with what is to be known of it, saved if there is a folder."""
     recipe = {**recipe, "tokens": fitted.tokens, "steps": fitted.steps}
     if fitted.losses:
         figures = {"first loss": fitted.losses[0], "last loss": fitted.losses[-1], **figures}
     figures["seconds of training"] = round(fitted.seconds, 1)
-    return keep(part, about(model, recipe, figures) | more, folder)
+    return keep(part, about(model, recipe, figures), folder)
 
 
 def keep(part: _P, known: dict[str, Any], folder: Any) -> _P:

@@ -134,10 +134,9 @@ def fit_exit_heads(
                 for head, layer in enumerate(chosen)
             },
         )
-        calibration = calibrate(_said(backbone, heads, held_out), epsilons, metric)
-    figures |= figures_of(calibration)
     recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
-    return finished(heads, inner, recipe, fitted, figures, output_dir, calibration=calibration)
+    finished(heads, inner, recipe, fitted, figures, output_dir)
+    return _calibrated(heads, backbone, held_out, epsilons, metric, output_dir)
 
 
 def calibrate_exit_heads(
@@ -178,9 +177,7 @@ def calibrate_exit_heads(
     check_fingerprint(given, inner)
     backbone = Backbone(inner, given.layers)
     found = copy.deepcopy(given.on(backbone.device)).eval()
-    with backbone.frozen():
-        calibration = calibrate(_said(backbone, found, blocks.rows[:MOST_HELD_OUT]), epsilons, metric)
-    return keep(found, {**given.about, "calibration": calibration}, output_dir)
+    return _calibrated(found, backbone, blocks.rows[:MOST_HELD_OUT], epsilons, metric, output_dir)
 
 
 def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
@@ -193,6 +190,20 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
         check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
     if not epsilons or list(epsilons) != sorted(set(epsilons)):
         raise SettingError(f"{name}(epsilons) must rise, got {list(epsilons)!r}.")
+
+
+def _calibrated(
+    heads: ExitHeads,
+    backbone: Backbone,
+    rows: torch.Tensor,
+    epsilons: Sequence[float],
+    metric: str | None,
+    folder: str | os.PathLike[str] | None,
+) -> ExitHeads:
+    with backbone.frozen():
+        calibration = calibrate(_said(backbone, heads, rows), epsilons, metric)
+    figures = heads.about.get("figures", {}) | figures_of(calibration)
+    return keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
 
 
 def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observed: Observed) -> torch.Tensor:
