@@ -165,9 +165,10 @@ def adapters(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer:
     _table(fits, prompts, options, specs, repeats)
 
 
-def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, rank: int | None, repeats: int) -> None:
+def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, rank: int | None, copied: bool, repeats: int) -> None:
     """DSSD's Figure 4, §4.3, and its Table 1 and Figure 2."""
-    part = fits(fit_exit_heads, ExitHeads, "heads" if rank is None else f"heads-{rank}", rank=rank)
+    kept = "heads-copied" if copied else "heads" if rank is None else f"heads-{rank}"
+    part = fits(fit_exit_heads, ExitHeads, kept, rank=rank, copied=copied)
     auc = part.about["calibration"]["auc"]
     print("\n| ROC AUC | " + " | ".join(f"layer {layer}" for layer in part.layers) + " |")
     print("|---" * (len(part.layers) + 1) + "|")
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=250, help="files to learn from")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--rank", type=int, help="of the heads (heads)")
+    parser.add_argument("--copied", action="store_true", help="heads begin as the model's own (heads)")
     parser.add_argument("--out", type=Path, default=Path("fitted"), help="where what was fitted is kept")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -284,7 +286,7 @@ def main() -> None:
     elif options.what == "adapters":
         adapters(fits, prompts, asked, options.exit_layer, options.repeats)
     else:
-        heads(fits, prompts, asked, options.rank, options.repeats)
+        heads(fits, prompts, asked, options.rank, options.copied, options.repeats)
 
 
 if __name__ == "__main__":
