@@ -17,6 +17,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from statistics import mean, median, stdev
+from time import perf_counter
 
 import torch
 from measure_demo_model import PROMPT, held_out_texts, load, prompts_of
@@ -119,13 +120,15 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
     specs = {name: SelfSpec(EarlyExit(exit_layer), rule, max_draft=12) for name, rule in chosen.items()}
     ways: dict[str, Way] = {"plain": asked.plain(), **{n: asked.plain(assistant=spec) for n, spec in specs.items()}}
     found = compare(ways, prompts, repeats, specs)
-    # What is measured has the prompts' forwards in it.
+    # What is measured has the prompts' forwards in it, and the warpers of each token that is drafted or generated.
+    warping = 0.0 if warpers is None else _seconds_of(warpers, model.config.vocab_size)
     prefill = len(texts) * median(run.prefill_seconds for speed in found.values() for run in speed.runs)
     print("| rule | speed-up | mean over prompts, 95 % | α | M | simulated | same ids |\n|---|---|---|---|---|---|---|")
     for name, spec in specs.items():
         simulated = ""
         if (run := runs.get(spec.stop)) is not None:
-            simulated = f"{(prefill + costs.plain() * run.tokens) / (prefill + run.seconds):.3f}"
+            plain = prefill + (costs.plain() + warping) * run.tokens
+            simulated = f"{plain / (prefill + run.seconds + warping * (run.tokens + run.drafted)):.3f}"
         same = "" if sampled else f"{sum(found[name].same)}/{len(prompts)}"
         print(row(f"{name}: {_short(spec.stop)}", found[name], found["plain"], simulated, same), flush=True)
 
@@ -135,6 +138,15 @@ def _probed(trace: Trace, model: PreTrainedModel, ids: torch.Tensor, probe: Line
     """The same text with what the probe makes of it."""
     states = model(ids, output_hidden_states=True).hidden_states[exit_layer][0, PROMPT - 1 : -1]
     return Trace(trace.accept, probe.scores(states).sigmoid()[None].double().numpy())
+
+
+def _seconds_of(warpers: LogitsProcessorList, vocabulary: int) -> float:
+    logits, ids, found = 3 * torch.randn(1, vocabulary), torch.zeros(1, 0, dtype=torch.long), []
+    for _ in range(100):
+        begun = perf_counter()
+        warpers(ids, logits)
+        found.append(perf_counter() - begun)
+    return median(found)
 
 
 def _speed(run: Replay) -> float:

@@ -34,8 +34,10 @@ def verify(
     Returns:
         A verdict for each row.
     """
-    # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones moved at once.
-    scores = scorer.everywhere(logits) if scorer.prefix_free else None
+    # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones moved at once. A CPU
+    # computes those to draw from one by one: top-p sorts the vocabulary for each, and none is needed behind a rejection.
+    at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
+    scores = scorer.everywhere(logits) if at_once else None
     best = scores.argmax(-1).tolist() if scores is not None and not scorer.do_sample else None
     drafted = draft.tokens.tolist()
     choose = choose_sampled if scorer.do_sample else choose_greedy
@@ -59,6 +61,8 @@ def verify(
             else:
                 if scores is not None:
                     at_node = scores[row, node]
+                elif scorer.prefix_free:
+                    at_node = scorer.everywhere(logits[row, node])
                 else:
                     at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits[row, node])
                 q = draft.q[row, node] if draft.q is not None and children else None
