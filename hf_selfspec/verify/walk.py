@@ -35,7 +35,7 @@ def verify(
         A verdict for each row.
     """
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones moved at once. A CPU
-    # computes those to draw from one by one: top-p sorts the vocabulary for each, and none is needed behind a rejection.
+    # computes those to draw from one by one: top-p sorts the vocabulary for each; none is needed behind a rejection.
     at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
     best = scores.argmax(-1).tolist() if scores is not None and not scorer.do_sample else None
