@@ -1,4 +1,4 @@
-"""``hf-selfspec``: fitting from the command line."""
+"""``hf-selfspec``: fitting from the command line. What it prints is its output; the library itself prints nothing."""
 
 from __future__ import annotations
 

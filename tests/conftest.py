@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +17,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+import hf_selfspec
 from hf_selfspec import GenerationStats, SelfSpec
 
 VOCABULARY = 97
@@ -110,3 +114,17 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def llama() -> LlamaForCausalLM:
     return tiny_llama()
+
+
+def in_two_processes(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script of this folder, which gets ``folder``, as torchrun does."""
+    here = Path(__file__).parent
+    paths = (str(Path(hf_selfspec.__file__).parents[1]), str(here), os.environ.get("PYTHONPATH", ""))
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", here / script, folder],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )

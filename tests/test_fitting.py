@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, check_lossless, ragged_batch, tiny_gpt2, tiny_llama
+from conftest import VOCABULARY, check_lossless, in_two_processes, ragged_batch, tiny_gpt2, tiny_llama
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -27,7 +24,6 @@ from transformers import (
     TrainingArguments,
 )
 
-import hf_selfspec
 from hf_selfspec import (
     Adapter,
     AdaptiveThreshold,
@@ -229,16 +225,7 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     """The same parts on both ranks, which are those of one process with batches twice as large."""
     from distributed_fitting import fit_all
 
-    tests = Path(__file__).parent
-    paths = (str(Path(hf_selfspec.__file__).parents[1]), str(tests), os.environ.get("PYTHONPATH", ""))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launch, str(tests / "distributed_fitting.py"), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = in_two_processes("distributed_fitting.py", tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=5, learning_rate=1e-2, seed=3)

@@ -680,6 +680,7 @@ for turn in range(8):
     time.sleep(0.15 + 0.2 * chance.random())
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    # the answer to the process that runs this
     print(*(path.read_text() for path in folder.rglob("*.json")), flush=True)
 """
 
@@ -690,7 +691,7 @@ def endless(cache: Path) -> SelfSpec:
     return SelfSpec(SkipLayers(search=search, ratio=0.4), cache_dir=cache)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked child; no os.fork here (Windows)")
 def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path, first_draft: FirstDraft) -> None:
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path)],

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import in_two_processes
 from distributed_training import CASES, WRAPPERS, tiny, trainer, weights
 from test_training import ByHand, assert_close, assert_equal, history, rotational_shares, stays
 
-import hf_selfspec
-
-HERE = Path(__file__).parent
 Results = dict[tuple[str, str, int], dict[str, Any]]
 
 
@@ -23,15 +18,7 @@ Results = dict[tuple[str, str, int], dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What two processes found, by wrapper, case and rank; both wrappers in one launch, for its start takes longest."""
     folder = tmp_path_factory.mktemp("distributed")
-    paths = (str(Path(hf_selfspec.__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launch, str(HERE / "distributed_training.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = in_two_processes("distributed_training.py", folder)
     found = {
         (wrapper, case, rank): torch.load(path)
         for wrapper in WRAPPERS
