@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from . import saving
 from .errors import SettingError
-from .model.anatomy import Anatomy
 from .model.fingerprint import Fingerprint
 from .notices import say_once
 from .saving import Kind
@@ -108,7 +107,7 @@ class Learned:
         """The fingerprint, taken once."""
         with self._lock:
             if model not in self._fingerprints:
-                self._fingerprints[model] = Fingerprint.of(model, Anatomy.of(model).num_layers)
+                self._fingerprints[model] = Fingerprint.of_decoder(model)
             return self._fingerprints[model]
 
     def check(self, model: PreTrainedModel) -> None:

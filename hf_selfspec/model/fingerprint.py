@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from .anatomy import Anatomy
+
 _SAMPLES = 8
 
 
@@ -27,6 +29,11 @@ class Fingerprint:
     num_layers: int
     shapes: str
     weights: str | None
+
+    @classmethod
+    def of_decoder(cls, model: PreTrainedModel) -> Fingerprint:
+        """The fingerprint of a decoder-only causal LM."""
+        return cls.of(model, Anatomy.of(model).num_layers)
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_layers: int) -> Fingerprint:

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from ..errors import SettingError, SettingTypeError
-from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 
 _copying = threading.RLock()
@@ -126,7 +125,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
     """What is kept beside the weights, as JSON has it."""
-    fingerprint = Fingerprint.of(model, Anatomy.of(model).num_layers)
+    fingerprint = Fingerprint.of_decoder(model)
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
 
 

@@ -66,8 +66,8 @@ def fit_adapter(
         UnsupportedModelError: the model's layers were not found, or are not of the kind that can be served.
     """
     name = "fit_adapter"
-    inner, blocks_of_text = prepared(name, model, tokenizer, dataset, block_size, args)
-    rows, held_out = blocks_of_text.split()
+    inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
+    rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
     layers = config.num_hidden_layers
     chosen = (3 if layers >= 40 else 2) if exit_layer is None else exit_layer

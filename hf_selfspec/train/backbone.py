@@ -72,7 +72,7 @@ class Backbone:
         self.own_head = OwnHead(model, self.anatomy)
         self._folder: Path | None = None
         if cache_dir is not None:
-            self._folder = Path(cache_dir) / _name(model, Fingerprint.of(model, self.anatomy.num_layers))
+            self._folder = Path(cache_dir) / _name(model, Fingerprint.of_decoder(model))
             self._folder.mkdir(parents=True, exist_ok=True)
 
     @property

@@ -15,7 +15,6 @@ from accelerate import PartialState
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import (
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
@@ -25,7 +24,6 @@ from transformers import (
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
-from ..model.fingerprint import Fingerprint
 from ..parts.part import Part, about
 from ..settings import check_count
 from .backbone import Backbone, Observed
@@ -292,15 +290,6 @@ def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
             "copied: leave copied=True or own_head=True out."
         )
     linear.weight.copy_(weight)
-
-
-def check_fingerprint(part: Part, model: PreTrainedModel) -> None:
-    """Checks that a part was fitted to this model.
-
-    Raises:
-        SettingError: it was fitted to another one.
-    """
-    part.check(lambda: Fingerprint.of(model, Anatomy.of(model).num_layers))
 
 
 def finished(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainingArguments
 
 from ..errors import SettingError, SettingTypeError
+from ..model.fingerprint import Fingerprint
 from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers, figures_of
 from ..parts.part import part_of
 from ..settings import check_count, check_share
@@ -25,7 +26,6 @@ from .fitting import (
     Pair,
     agreement,
     check_exit,
-    check_fingerprint,
     copy_head,
     finished,
     keep,
@@ -84,8 +84,8 @@ def fit_exit_heads(
             hold any out.
     """
     name = "fit_exit_heads"
-    inner, blocks = prepared(name, model, tokenizer, dataset, block_size, args)
-    rows, held_out = blocks.split()
+    inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
+    rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
     check_share(f"{name}(labels)", labels, zero=True, one=True)
     check_count(f"{name}(num_heads)", num_heads)
@@ -171,13 +171,13 @@ def calibrate_exit_heads(
         SettingError, SettingTypeError: there is no text, a setting is not allowed, or the heads are another model's.
     """
     name = "calibrate_exit_heads"
-    inner, blocks = prepared(name, model, tokenizer, dataset, block_size, None)
+    inner, text = prepared(name, model, tokenizer, dataset, block_size, None)
     _check(name, metric, epsilons, block_size)
     _, given = part_of(f"{name}(heads)", heads, ExitHeads)
-    check_fingerprint(given, inner)
+    given.check(lambda: Fingerprint.of_decoder(inner))
     backbone = Backbone(inner, given.layers)
     found = copy.deepcopy(given.on(backbone.device)).eval()
-    return _calibrated(found, backbone, blocks.rows[:MOST_HELD_OUT], epsilons, metric, output_dir)
+    return _calibrated(found, backbone, text.rows[:MOST_HELD_OUT], epsilons, metric, output_dir)
 
 
 def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:

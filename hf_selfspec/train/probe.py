@@ -54,8 +54,8 @@ def fit_probe(
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`.
     """
     name = "fit_probe"
-    inner, blocks_of_text = prepared(name, model, tokenizer, dataset, block_size, args)
-    rows, held_out = blocks_of_text.split()
+    inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
+    rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
     check_exit(name, exit_layer, config.num_hidden_layers)
     backbone = Backbone(inner, (exit_layer,), cache_dir)
