@@ -34,6 +34,7 @@ from .train import (
 from .tuning import OfflineSearch, tune
 from .types import GenerationStats
 from .verify import CostTree, TopKTree
+from .verify.stateless import register_stateless
 
 __version__ = "0.1.0"
 
@@ -81,6 +82,7 @@ __all__ = [
     "fit_probe",
     "install",
     "register_architecture",
+    "register_stateless",
     "tune",
     "uninstall",
 ]

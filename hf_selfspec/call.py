@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from .checks import check_call, check_length
+from .checks import check_call, check_length, check_lossy
 from .decoding import Decoder, Record
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.partial import Limits
@@ -63,7 +63,7 @@ class Call:
         """What ``generate`` returns; arguments are those of a ``custom_generate`` callable."""
         anatomy = Anatomy.of(model)
         self.drafting.learned.check(model)
-        check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+        check_call(model, input_ids, generation_config, synced_gpus, model_kwargs)
         kind = bool(generation_config.do_sample), len(input_ids) > 1
         known = self.drafting.learned.known(model, kind)
         if known is not None and known.rests:
@@ -98,6 +98,8 @@ class Call:
         record = Record.of(generation_config, batch_size)
         scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
         stopper = Stopper(stopping_criteria)
+        if not getattr(self.drafting.draft, "lossless", True):
+            check_lossy(logits_processor)
         new_tokens = FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, FIRST_SLOTS)
         if self._window:
             self._check_window(anatomy, None if stopper.max_length is None else stopper.max_length - width)
@@ -119,7 +121,7 @@ class Call:
             extra_arguments(model_kwargs),
             plan if partial else None,
         )
-        draft = self.drafting.running(target, plan, limits, scorer)
+        draft = self.drafting.running(target, plan, limits, scorer.for_drafts)
         decoder = Decoder(
             target=target,
             prompt=prompt,

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.generation import logits_process as lp
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.cache import check_cache
 from .model.masks import SERVED_ATTENTION
 from .model.prompt import Prompt
 from .settings import check_count
+from .verify.stateless import is_stateless
 
 # Options of the generation config, the values that leave them off, and what to do instead.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -25,15 +25,11 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("prompt_lookup_num_tokens", (None,), "it is another way of drafting; choose one of the two"),
     ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
     ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
-    ("guidance_scale", (None, 1, 1.0), "classifier-free guidance keeps a cache of its own; leave it out"),
     ("cache_implementation", (None, "dynamic"), "only the dynamic cache can take tokens back; leave it out"),
     ("use_cache", (None, True), "drafting lives on the KV cache; leave it out"),
     ("output_attentions", (None, False), "drafted blocks do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
-    ("watermarking_config", (None,), "watermarks depend on state that drafting would disturb; leave it out"),
 )
-
-_STATEFUL_PROCESSORS = (lp.UnbatchedClassifierFreeGuidanceLogitsProcessor, lp.SynthIDTextWatermarkLogitsProcessor)
 
 
 def check_options(config: GenerationConfig) -> None:
@@ -56,7 +52,6 @@ def check_options(config: GenerationConfig) -> None:
 def check_call(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    processors: LogitsProcessorList,
     config: GenerationConfig,
     synced_gpus: bool,
     model_kwargs: dict[str, Any],
@@ -68,12 +63,6 @@ def check_call(
     """
     check_options(config)
     name = type(model).__name__
-    for processor in processors:
-        if isinstance(processor, _STATEFUL_PROCESSORS):
-            raise UnsupportedOptionError(
-                f"{type(processor).__name__} keeps a state from step to step that drafted tokens would disturb. Leave "
-                "it out, or call generate without `assistant`."
-            )
     if synced_gpus:
         raise UnsupportedOptionError(
             "synced_gpus (DeepSpeed ZeRO-3, FSDP over several processes) needs the same number of forwards on every "
@@ -91,6 +80,21 @@ def check_call(
         raise SettingError(
             "the prompt is empty. Pass at least one token to go on from, e.g. the tokenizer's bos token."
         )
+
+
+def check_lossy(processors: LogitsProcessorList) -> None:
+    """Checks that no processor has to see each token before it is taken.
+
+    Raises:
+        UnsupportedOptionError: one may keep a state.
+    """
+    for processor in processors:
+        if not is_stateless(processor):
+            raise UnsupportedOptionError(
+                f"{type(processor).__name__} may keep a state from token to token, but exit heads with lossless=False "
+                "(SelfSpec.early_exit_only) take tokens without the whole model and without it. Use lossless heads "
+                "(SelfSpec.dssd), or declare it with `is_stateless = True` if its scores follow from its arguments."
+            )
 
 
 def check_length(model: PreTrainedModel, prompt: Prompt, max_length: int | None, width: int) -> None:

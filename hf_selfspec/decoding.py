@@ -13,7 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from .model.prompt import Prompt
 from .model.target import Nodes, Target
-from .types import Draft, GenerationStats, Text, Verdict
+from .types import Draft, GenerationStats, Text, Verdict, by_step
+from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_logits
 from .verify.stopping import Stopper
 from .verify.walk import verify
@@ -83,6 +84,7 @@ class Decoder:
         b = self.text.batch_size
         self._ended: list[int | None] = [None] * b
         self._streamed = 0
+        self._in_step = self.scorer.is_in_step or self.stopper.is_in_step
         self.stats.from_draft = [[] for _ in range(b)]
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -174,10 +176,11 @@ class Decoder:
 
     def _judge(self, draft: Draft, logits: torch.Tensor) -> list[Verdict]:
         done = [self._is_done(row) for row in range(self.text.batch_size)]
-        return verify(self.text, draft, logits, self.scorer, self.stopper, done, self.record.scores)
+        given = (self.text, draft, logits, self.scorer, self.stopper, done, self.record.scores)
+        return verify_in_step(*given, self.pad_token) if self._in_step else verify(*given)
 
     def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        together = self.target.padding is not None
+        together = self._in_step or self.target.padding is not None
         # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is drawn
         # again, so this is exact too.
         shortest = min((len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0)
@@ -284,8 +287,8 @@ class Decoder:
         steps = ids.shape[1] - self.text.prompt_width
         return GenerateDecoderOnlyOutput(
             sequences=ids,
-            scores=_by_step(self.record.scores, steps),
-            logits=_by_step(self.record.logits, steps),
+            scores=by_step(self.record.scores, steps),
+            logits=by_step(self.record.logits, steps),
             past_key_values=cache,
         )
 
@@ -299,10 +302,3 @@ class Decoder:
                 self.text.last_tokens(), self.text.roots(), head=False, capture=self.target.anatomy.num_layers
             )
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
-
-
-def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
-    if rows is None:
-        return None
-    empty = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

@@ -385,7 +385,7 @@ class SelfSpec:
             )
         target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, FIRST_SLOTS))
         scorer = Scorer(logits_processor or LogitsProcessorList(), 1, do_sample)
-        return PartialDraft(target, plan, Limits(self.stop, self.max_draft), scorer)
+        return PartialDraft(target, plan, Limits(self.stop, self.max_draft), scorer.for_drafts)
 
     def __call__(
         self,

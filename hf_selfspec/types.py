@@ -157,6 +157,20 @@ class Verdict:
     sources: list[int]
     scores: list[torch.Tensor] = field(default_factory=list)
 
+    def add(self, token: int, node: int, source: int) -> None:
+        """Appends a token, the draft node that it confirms (-1 for none) and the node whose logits chose it."""
+        self.tokens.append(token)
+        self.nodes.append(node)
+        self.sources.append(source)
+
+
+def by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    """For each step ``[b, ...]`` of what rows have for their tokens, zeros behind a row's end."""
+    if rows is None:
+        return None
+    empty = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))
+
 
 @dataclass
 class GenerationStats:

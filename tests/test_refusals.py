@@ -19,12 +19,9 @@ from transformers import (
     PreTrainedModel,
     QuantizedCache,
     StaticCache,
-    SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
-    WatermarkingConfig,
 )
-from transformers.generation import logits_process as lp
 
 from hf_selfspec import (
     ConfidenceThreshold,
@@ -93,15 +90,12 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("dola_layers", "high", "leave it out"),
     ("prompt_lookup_num_tokens", 3, "choose one of the two"),
     ("assistant_early_exit", 2, "SelfSpec(draft=EarlyExit(layer))"),
-    ("guidance_scale", 1.5, "leave it out"),
     ("cache_implementation", "static", "leave it out"),
     ("cache_implementation", "quantized", "leave it out"),
     ("cache_implementation", "offloaded", "leave it out"),
     ("use_cache", False, "leave it out"),
     ("output_attentions", True, "leave it out"),
     ("output_hidden_states", True, "leave it out"),
-    ("watermarking_config", WatermarkingConfig(bias=2.0), "leave it out"),
-    ("watermarking_config", SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2]), "leave it out"),
 ]
 OPTION_IDS = [f"{name}={value!r:.12}" for name, value, _ in OPTIONS]
 
@@ -158,12 +152,6 @@ def test_stop_strings_without_tokenizer(llama: LlamaForCausalLM, refused: Refuse
 def test_prefill_chunk_size(llama: LlamaForCausalLM, refused: Refused, size: int) -> None:
     words = ("generate(prefill_chunk_size)", "at least 1", f"got {size}")
     refused(llama, SettingError, words, prefill_chunk_size=size)
-
-
-def test_stateful_processor(llama: LlamaForCausalLM, refused: Refused) -> None:
-    processor = lp.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, llama)
-    words = ("UnbatchedClassifierFreeGuidance", "Leave it out")
-    refused(llama, UnsupportedOptionError, words, logits_processor=[processor])
 
 
 CACHES: dict[str, Callable[[LlamaForCausalLM], Any]] = {

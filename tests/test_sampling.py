@@ -91,10 +91,15 @@ def p_value(sequences: torch.Tensor, joint: torch.Tensor) -> float:
 
 
 def sample(
-    spec: SelfSpec, model: PreTrainedModel | None = None, rows: int = SAMPLES, calls: int = 1, **options: object
+    spec: SelfSpec,
+    model: PreTrainedModel | None = None,
+    rows: int = SAMPLES,
+    calls: int = 1,
+    seed: int = 0,
+    **options: object,
 ) -> tuple[torch.Tensor, float]:
     """``[calls * rows, s + NEW_TOKENS]`` samples, ``rows`` in one batch, and the acceptance rate."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sequences, accepted, drafted = [], 0, 0
     for _ in range(calls):
         sequences.append(

@@ -7,6 +7,7 @@ from transformers.generation import logits_process as lp
 
 from ..errors import NumericalError
 from ..types import Text
+from .stateless import is_stateless
 
 # These look at the scores alone, so that any number of positions can be processed in one call.
 _PREFIX_FREE = (
@@ -42,10 +43,16 @@ class Scorer:
         processors: the list that ``generate`` prepared.
         batch_size: ``b``.
         do_sample: whether tokens are sampled.
+
+    Attributes:
+        is_in_step: a processor may keep a state, so all are called by :meth:`in_step` alone.
+        prefix_free: no processor looks at the text, so any number of positions can be processed at once.
+        repairs: NaN and infinite logits are repaired.
     """
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
+        self.is_in_step = not all(is_stateless(processor) for processor in processors)
         self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self._empty = len(processors) == 0
@@ -53,6 +60,18 @@ class Scorer:
         self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
         self._batch_size = batch_size
         self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
+
+    @property
+    def for_drafts(self) -> Scorer:
+        """The same without processors that may keep a state: these must not see tokens that are not emitted."""
+        if not self.is_in_step:
+            return self
+        stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
+        return Scorer(stateless, self._batch_size, self.do_sample)
+
+    def in_step(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as plain ``generate`` does."""
+        return self._all(input_ids, logits)
 
     def everywhere(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores of logits ``[..., v]``; only where :attr:`prefix_free` holds."""

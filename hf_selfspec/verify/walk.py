@@ -71,11 +71,10 @@ def verify(
                     # A copy: a view would keep the rejected positions alive as well.
                     verdict.scores.append(at_node.clone())
                     seen.append(verdict.scores[-1])
-            verdict.sources.append(node)
             text.put_one(row, len(verdict.tokens), token)
-            verdict.tokens.append(token)
-            node = None if index is None else children[index]
-            verdict.nodes.append(-1 if node is None else node)
+            confirmed = -1 if index is None else children[index]
+            verdict.add(token, confirmed, node)
+            node = None if index is None else confirmed
             verdict.stopped = stopper(text, row, len(verdict.tokens), token, seen)
             if verdict.stopped:
                 break

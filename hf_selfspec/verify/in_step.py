@@ -1,0 +1,70 @@
+"""Verification for logits processors and stopping criteria that keep a state: all rows advance together."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import torch
+
+from ..types import Draft, Text, Verdict
+from .greedy import choose_greedy
+from .sampling import choose_sampled
+from .scoring import Scorer
+from .stopping import Stopper
+
+
+def verify_in_step(
+    text: Text,
+    draft: Draft,
+    logits: torch.Tensor,
+    scorer: Scorer,
+    stopper: Stopper,
+    done: list[bool],
+    scores_so_far: list[list[torch.Tensor]] | None,
+    pad_token: int,
+) -> list[Verdict]:
+    """Walks all rows through their drafts together, as far as the full model agrees in each of them.
+
+    Processors and criteria are called exactly as plain ``generate`` calls them: once for each emitted token, in order,
+    for the whole batch, with the whole text so far. The walk ends with the first token that a row's draft does not
+    contain, so every row gets the same number of tokens.
+
+    Args:
+        text, draft, logits, scorer, stopper, scores_so_far: see :func:`.walk.verify`; all rows have the same length.
+        done: rows that have ended; they get ``pad_token`` and their verdict is empty.
+        pad_token: as in ``generate``.
+
+    Returns:
+        A verdict for each row.
+    """
+    choose = choose_sampled if scorer.do_sample else choose_greedy
+    drafted, rows = draft.tokens.tolist(), range(text.batch_size)
+    verdicts = [Verdict([], [], False, []) for _ in rows]
+    recorded = None if scores_so_far is None else [list(scores) for scores in scores_so_far]
+    nodes = [0 for _ in rows]
+    for ahead in count():
+        at_nodes = logits[torch.arange(len(nodes)), nodes]
+        scores = scorer.in_step(text.ahead(ahead).clone(), at_nodes)
+        goes_on = True
+        for row in rows:
+            if done[row]:
+                text.put_one(row, ahead, pad_token)
+                continue
+            children = draft.children(row, nodes[row])
+            q = draft.q[row, nodes[row]] if draft.q is not None and children else None
+            token, index = choose(scores[row], [drafted[row][child - 1] for child in children], q)
+            text.put_one(row, ahead, token)
+            node = -1 if index is None else children[index]
+            verdicts[row].add(token, node, nodes[row])
+            goes_on &= node >= 0
+            nodes[row] = max(node, 0)
+            if recorded is not None:
+                verdicts[row].scores.append(scores[row].clone())
+                recorded[row].append(verdicts[row].scores[-1])
+        ended = stopper.in_step(text.ahead(ahead + 1).clone(), recorded)
+        for verdict, end, was_done in zip(verdicts, ended, done, strict=True):
+            verdict.stopped = end and not was_done
+            goes_on &= not verdict.stopped
+        if not goes_on:
+            return verdicts
+    raise AssertionError("a draft ends")

@@ -1,0 +1,54 @@
+"""Which logits processors and stopping criteria are functions of what they are given.
+
+One that keeps a state from step to step (a grammar matcher, a counter) is right only if it is called as plain
+``generate`` calls it: once for each emitted token, in order, on the whole text so far. Drafting would call it for
+tokens that are never emitted. So whatever is not known to be stateless is called that way, see :mod:`.in_step`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation import logits_process as lp
+from transformers.generation import stopping_criteria
+
+from ..errors import SettingTypeError
+
+_MODULES = (lp.__name__, stopping_criteria.__name__)
+# Transformers' own that keep a state: a cache of their own forwards, the contexts that were hashed already.
+_STATEFUL = (lp.UnbatchedClassifierFreeGuidanceLogitsProcessor, lp.SynthIDTextWatermarkLogitsProcessor)
+
+_registered: set[type] = set()
+
+
+def register_stateless(kind: type) -> None:
+    """Declares that a class of logits processors or stopping criteria keeps no state from call to call.
+
+    Its result has to follow from ``(input_ids, scores)`` alone. It may then be called for drafted tokens, for several
+    positions in any order and for one row at a time, which makes drafts more often right and batches faster. All
+    others are called once for each emitted token, as plain ``generate`` does. A class or function of one's own can have
+    an attribute ``is_stateless = True`` instead.
+
+    Args:
+        kind: the class itself; subclasses are registered on their own.
+
+    Raises:
+        SettingTypeError: it is not a class.
+    """
+    if not isinstance(kind, type):
+        raise SettingTypeError(
+            f"register_stateless takes a class of logits processors or stopping criteria, got {kind!r}. Give an object "
+            "the attribute `is_stateless = True` instead."
+        )
+    _registered.add(kind)
+
+
+def is_stateless(given: Any) -> bool:
+    """Whether a logits processor, a stopping criterion or a function of either is known to keep no state."""
+    declared = getattr(given, "is_stateless", None)
+    if isinstance(declared, bool):
+        return declared
+    kind = type(given)
+    if kind is lp.PrefixConstrainedLogitsProcessor:
+        return is_stateless(given._prefix_allowed_tokens_fn)
+    return kind in _registered or (kind.__module__ in _MODULES and kind not in _STATEFUL)
