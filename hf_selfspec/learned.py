@@ -55,7 +55,7 @@ _F = TypeVar("_F", bound=Findings)
 
 
 class Learned:
-    """What changes from call to call, shared by threads; copies begin anew, since models are not copied with them.
+    """What changes from call to call, shared by threads and by copies; a pickle begins with what was read from a file.
 
     Attributes:
         stats: of the last call.

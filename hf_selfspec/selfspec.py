@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from dataclasses import dataclass, field
@@ -49,7 +50,8 @@ class SelfSpec:
     """Self-speculative decoding: part of a model drafts, the whole model verifies.
 
     ``model.generate(**inputs, assistant=SelfSpec())`` gives the tokens of plain ``generate``, faster. A ``SelfSpec``
-    holds settings and can be used again, with other models and by several threads.
+    holds settings and can be used again, with other models and by several threads. Copies, deep ones too, share what was
+    learned: tools such as lm-eval copy their arguments for every batch. A new ``SelfSpec`` begins anew.
 
     Args:
         draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter` or
@@ -283,6 +285,9 @@ class SelfSpec:
             return cls(draft=EarlyExitOnly(layer), stop=None)
         draft = DynamicExit(heads, epsilon, metric, lossless=False)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SelfSpec:
+        return copy.copy(self)
 
     def choice(self, model: Any) -> ExitChoice | SkipChoice | None:
         """What a probe or a search has chosen for the last kind of call of ``model``, ``None`` before that.

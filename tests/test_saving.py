@@ -265,21 +265,37 @@ def test_saving_again_keeps_what_was_loaded(llama: PreTrainedModel, tmp_path: Pa
     }
 
 
-def test_copies_and_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
     """They begin with what the file holds, and what one learns from then on stays its own."""
     spec = fresh(SEARCHES["clasp, over"])
     generate(llama, prompt(), 40, assistant=spec)
     spec.save_pretrained(tmp_path)
     loaded = SelfSpec.from_pretrained(tmp_path)
     generate(llama, prompt(), 2, assistant=loaded)
-    for twin in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
-        assert twin == loaded
-        assert twin.stats is None
-        first_draft.plan = ""
-        assert_lossless(llama, twin)
-        assert (first_draft.plan, first_draft.phase) == (spec.choice(llama).plan.picture(), "acceleration")
-        with pytest.raises(SettingError, match="other weights"):
-            generate(tiny_llama(LAYERS, seed=1), prompt(), 2, assistant=twin)
+    twin = pickle.loads(pickle.dumps(loaded))
+    assert twin == loaded
+    assert twin.stats is None
+    first_draft.plan = ""
+    assert_lossless(llama, twin)
+    assert (first_draft.plan, first_draft.phase) == (spec.choice(llama).plan.picture(), "acceleration")
+    with pytest.raises(SettingError, match="other weights"):
+        generate(tiny_llama(LAYERS, seed=1), prompt(), 2, assistant=twin)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_share_what_is_learned(copied: Any, llama: PreTrainedModel) -> None:
+    """A tool that copies its arguments for every batch goes on with the search of the batches before."""
+    spec = fresh(SEARCHES["clasp"])
+    tried = []
+    for _ in range(3):
+        twin = copied(spec)
+        assert twin is not spec
+        assert twin == spec
+        generate(llama, prompt(), 40, assistant=twin)
+        assert twin.stats is spec.stats
+        tried.append(len(spec.stats.matchness))
+    assert 0 < tried[0] < tried[1] < tried[2]
+    assert twin.choice(llama) is spec.choice(llama)
 
 
 # Whose findings ------------------------------------------------------------------------------------------------------

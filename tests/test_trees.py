@@ -178,7 +178,7 @@ def test_the_price_is_what_the_search_has_measured(search: str, trees: list[tupl
 
 # Sampling ------------------------------------------------------------------------------------------------------------
 
-VOCABULARY, NEW_TOKENS, ROWS, CALLS = 5, 12, 120, 3
+VOCABULARY, NEW_TOKENS, ROWS, CALLS = 5, 12, 120, 5
 # The largest of some hundred scores of a right implementation; the biased ones of this file are far above.
 LIMIT = 4.9
 
@@ -240,4 +240,4 @@ def test_a_biased_rule_is_detected(
 ) -> None:
     monkeypatch.setattr(walk, "choose_sampled", biased)
     model = peaked()
-    assert largest_score(model, sample(spec_for("swift", "top-k"), model)) > 1.3 * LIMIT
+    assert largest_score(model, sample(SelfSpec(SkipLayers(), FixedLength(3), TREES["top-k"]), model)) > 1.3 * LIMIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -228,22 +229,29 @@ class PartialDraft(CandidateGenerator):
 
     # Costs -------------------------------------------------------------------------------------------------------
 
-    def measure(self, text: Text, stopwatch: Stopwatch, repeats: int) -> None:
-        """Times forwards at the end of the text; what they write into the cache is what is there, or scratch."""
+    def measure(
+        self, text: Text, stopwatch: Stopwatch, repeats: int, may_run: Callable[[int], bool] | None = None
+    ) -> bool:
+        """Times forwards at the end of the text, see :meth:`Stopwatch.measure`.
+
+        What they write into the cache is what is there, or scratch.
+        """
         starts, ids = tokens_before(text, [root + 1 for root in text.roots()], MANY)
         steps, usual = self.steps, (self.plan, self.limits)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         devices = [] if ids.device.type == "cpu" else [ids.device]
         with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
-            stopwatch.measure(
+            complete = stopwatch.measure(
                 self.target,
                 ids,
                 starts,
                 text.roots(),
                 repeats,
                 lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
+                may_run,
             )
         self.steps, self._drafted, (self.plan, self.limits) = steps, [], usual
+        return complete
 
     # Transformers' own loops -------------------------------------------------------------------------------------
 

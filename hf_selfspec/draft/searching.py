@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 from time import perf_counter
@@ -11,8 +12,8 @@ import torch
 
 from ..model.partial import LayerPlan
 from ..model.target import Nodes, Target
+from ..search.budget import Budget
 from ..search.clasp import closest_layers
-from ..search.costs import Stopwatch
 from ..search.replay import Trace, trace
 from ..search.skip_search import SkipSearch
 from ..stop.rules import StopRule, confidence
@@ -52,8 +53,9 @@ class SearchingDraft(PartialDraft):
         self._window = max(_LEAST, search.settings.context_window // rows)
         self._looked = 0
         self._behind = 0
-        self._timed = False
+        self._timed = self._tried = False
         self._said = _LastScores(self._window) if scorer.do_sample else None
+        self._budget = Budget(search.settings.budget)
         self._clock = perf_counter()
         self._tree = limits.tree
         self._used: tuple[object, object] | None = None
@@ -70,45 +72,51 @@ class SearchingDraft(PartialDraft):
         return self._proposed
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Says how the draft fared and tries a set, once there are tokens enough and until the search is over."""
+        """Tells the search how the draft fared, and tries sets as far as its budget allows."""
         super().update(text, verdicts, logits)
         begun = perf_counter()
-        search, draft = self.search, self._proposed
-        new = [after - before for after, before in zip(text.lengths, self._before, strict=True)]
-        search.watch(
-            self.plan,
-            rows=sum(count > 0 for count in new),
-            drafted=sum(draft.lengths),
-            tokens=sum(new),
-            steps=self.steps - self._steps_before,
-            nodes=draft.tokens.shape[1],
-            seconds=begun - self._begun,
-        )
-        self.target.roots = text.roots()
-        search.begin(lambda most: self._look(text, most))
-        if self._said is not None:
-            if search.is_over and search.choice.drafts:
-                self._said.forget()
-            else:
-                self._said.add(text, verdicts, self.scorer.roughly(logits))
-        unseen = max(text.lengths) - self._looked
-        if unseen > (min(self._window, _SOON) if not search.tries else self._window):
-            self._look_back(text, unseen)
-        elif search.tries_each_round and search.may_try():
-            self._try(text)
-        self._use_best()
+        with self._budget.spending():
+            search, draft = self.search, self._proposed
+            new = [after - before for after, before in zip(text.lengths, self._before, strict=True)]
+            seconds = begun - self._begun
+            search.pace.add_round(seconds)
+            search.watch(
+                self.plan,
+                rows=sum(count > 0 for count in new),
+                drafted=sum(draft.lengths),
+                tokens=sum(new),
+                steps=self.steps - self._steps_before,
+                nodes=draft.tokens.shape[1],
+                seconds=seconds,
+            )
+            self.target.roots = text.roots()
+            search.begin(lambda most: self._look(text, most))
+            if self._said is not None:
+                if search.is_over and search.choice.drafts:
+                    self._said.forget()
+                else:
+                    self._said.add(text, verdicts, self.scorer.roughly(logits))
+            unseen = max(text.lengths) - self._looked
+            if unseen > (min(self._window, _SOON) if not search.tries else self._window):
+                self._begin_window(text, unseen)
+            self._work(text, self._behind)
+            self._use_best()
         now = perf_counter()
         search.spent(now - self._clock, now - begun)
         self._clock = now
 
     def finish(self, text: Text) -> None:
         """Looks at what was not looked at yet, where each token counts once."""
+        begun, search = perf_counter(), self.search
         self._looked = self._looked or text.prompt_width
-        if not self.search.tries_each_round and max(text.lengths) - self._looked > _LEAST:
+        unseen = max(text.lengths) - self._looked
+        if not search.tries_each_round and unseen > _LEAST:
+            self._begin_window(text, unseen)
+        if self._behind and not (search.tries_each_round and self._tried):
             self.target.roots = text.roots()
-            begun = perf_counter()
-            self._look_back(text, max(text.lengths) - self._looked)
-            self.search.spent(0.0, perf_counter() - begun)
+            with self._budget.spending():
+                self._work(text, min(_LEAST, self._behind))
+            search.spent(0.0, perf_counter() - begun)
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what the search found."""
@@ -130,28 +138,48 @@ class SearchingDraft(PartialDraft):
     def _look(self, text: Text, most: int) -> list[LayerPlan]:
         return closest_layers(self.target, text, self.search.space.whole_layers, most)
 
-    def _look_back(self, text: Text, unseen: int) -> None:
+    def _begin_window(self, text: Text, unseen: int) -> None:
         """A window of text is complete."""
-        search = self.search
         self._looked = max(text.lengths) - 1
         self._behind = min(unseen - 1, self._window, *text.roots())
-        search.begin_window()
-        if search.wants_timings and not self._timed:
-            self._timed = True
-            stopwatch = Stopwatch(*search.space.timed_plans())
-            self.measure(text, stopwatch, _TIMINGS)
-            search.time(stopwatch)
-        if search.may_try():
-            while self._try(text) and not search.tries_each_round:
-                pass
+        self.search.begin_window()
 
-    def _try(self, text: Text) -> bool:
-        """Tries a set on the last tokens, if there is one to try."""
+    def _work(self, text: Text, least: int) -> None:
+        """Times forwards and tries sets, on at least so many tokens, as long as there is time."""
+        search = self.search
+        if not self._behind or self._budget.left <= 0:
+            return
+        if search.wants_timings and not self._timed:
+            stopwatch = search.stopwatch()
+            if not self.measure(text, stopwatch, _TIMINGS, self._has_time):
+                return
+            self._timed = True
+            search.time(stopwatch)
+        while self._try(text, least) and not search.tries_each_round:
+            pass
+
+    def _has_time(self, tokens: int) -> bool:
+        """Whether the budget allows a forward over so many tokens."""
+        return self.search.pace.seconds(tokens) <= self._budget.left
+
+    def _try(self, text: Text, least: int) -> bool:
+        """Tries a set on the last tokens, if there is one to try and time for it."""
+        pace, left = self.search.pace, self._budget.left
+        if (look := self.search.look_size) and left < math.inf:
+            left -= pace.seconds(look)
+        window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
         known = self._said is None or any(self._said.counts())
-        plan = self.search.propose(lambda most: self._look(text, most)) if self._behind and known else None
-        if plan is not None:
-            self.search.register(plan, self._traces(text, plan, self._behind))
-        return plan is not None
+        if window < least or not known:
+            return False
+        plan = self.search.propose(lambda most: self._look(text, most))
+        if plan is None:
+            return False
+        begun = perf_counter()
+        traces = self._traces(text, plan, window)
+        pace.add(window, perf_counter() - begun)
+        self.search.register(plan, traces)
+        self._tried = True
+        return True
 
     @torch.no_grad()
     def _traces(self, text: Text, plan: LayerPlan, window: int) -> list[Trace]:

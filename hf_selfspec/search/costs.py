@@ -112,7 +112,8 @@ class Stopwatch:
         roots: list[int],
         repeats: int,
         draft: Callable[[], object] | None,
-    ) -> None:
+        may_run: Callable[[int], bool] | None = None,
+    ) -> bool:
         """Times each forward ``repeats`` times in turn, at the end of the text and without changing it.
 
         Args:
@@ -122,21 +123,32 @@ class Stopwatch:
             roots: slot of each row's last token.
             repeats: how often; what the first time takes longer is left out by the shortest one.
             draft: drafts one token with the early plan, ``None`` to leave drafting out.
+            may_run: whether there is time for a forward over so many tokens, ``None`` for always. Where there is not,
+                the next call goes on from there.
+
+        Returns:
+            Whether all was timed.
         """
         last = ids[:, -1:]
-        runs: dict[str, Callable[[], object]] = {
-            "early": lambda: target.step(last, roots, self.early),
-            "full": lambda: target.step(last, roots),
-            "few": lambda: target.step(ids[:, -FEW:], [root - FEW + 1 for root in roots]),
-            "many": lambda: target.step(ids, starts),
+        runs: dict[str, tuple[int, Callable[[], object]]] = {
+            "early": (1, lambda: target.step(last, roots, self.early)),
+            "full": (1, lambda: target.step(last, roots)),
+            "few": (FEW, lambda: target.step(ids[:, -FEW:], [root - FEW + 1 for root in roots])),
+            "many": (MANY, lambda: target.step(ids, starts)),
         }
         if self.attention is not None:
-            runs["attention"] = lambda: target.step(last, roots, self.attention)
+            runs["attention"] = 1, lambda: target.step(last, roots, self.attention)
         if draft is not None:
-            runs["draft"] = draft
-        for _ in range(repeats):
-            for name, run in runs.items():
-                self.seconds.setdefault(name, []).append(seconds_of(run, ids.device))
+            runs["draft"] = 1, draft
+        for count in range(repeats):
+            for name, (tokens, run) in runs.items():
+                times = self.seconds.setdefault(name, [])
+                if len(times) > count:
+                    continue
+                if may_run is not None and not may_run(tokens):
+                    return False
+                times.append(seconds_of(run, ids.device))
+        return True
 
     def costs(self, of: Callable[[list[float]], float] = min) -> ForwardCosts:
         """The costs that follow from the times so far.

@@ -22,8 +22,8 @@ class OnTheFlySearch:
         bayes_interval: every so many sets, Bayesian optimisation proposes one; the others are drawn at random (β).
         patience: sets without a better one among them after which the search ends.
         target_matchness: matchness, over three windows at least, at which it ends.
-        budget: share of the time of generating that the search may take, the first eight tries aside; 1 for a try
-            after each round, as in the paper.
+        budget: share of the time of each call that the search may take, the first one too; 1 for no limit and a try
+            after each round, as in the paper. Calls in which a try takes more than that try nothing.
         seed: of the random sets.
 
     Raises:
@@ -35,7 +35,7 @@ class OnTheFlySearch:
     bayes_interval: int = 25
     patience: int = 300
     target_matchness: float = 0.95
-    budget: float = 0.01
+    budget: float = 0.03
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,16 +47,16 @@ class OnTheFlySearch:
 class ClosestLayers:
     """Sets without which the hidden states stay closest to the whole model's (CLaSp, arXiv 2505.24196).
 
-    One forward over copies of the last token finds such sets, of whole layers and of all sizes. One drafts from the
-    second round on. Whenever a window of text is complete, or the text at its end, the best set so far and new ones are
-    tried on it, and the best one stays. (The paper takes a new set for each stretch of text.)
+    One forward over copies of the last token finds such sets, of whole layers and of all sizes. Whenever a window of
+    text is complete, or the text at its end, the best set so far and new ones are tried on it, and the best one stays.
+    (The paper takes a new set for each stretch of text.)
 
     Args:
         context_window: generated tokens on which sets are tried, all rows together; the first ones on 32 at most.
         max_steps: tries at most.
         patience: tries without a better set after which the search ends.
         target_matchness: matchness, over three windows at least, at which it ends.
-        budget: share of the time of generating that the search may take, the first eight tries aside.
+        budget: as in :class:`OnTheFlySearch`.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -66,7 +66,7 @@ class ClosestLayers:
     max_steps: int = 24
     patience: int = 12
     target_matchness: float = 0.95
-    budget: float = 0.01
+    budget: float = 0.03
 
     def __post_init__(self) -> None:
         _check(self)

@@ -29,7 +29,18 @@ _UNIFORM = 30
 
 
 class Proposer(Protocol):
-    """Proposes sets; told how the search goes."""
+    """Proposes sets; told how the search goes.
+
+    Attributes:
+        is_busy: sets of the last window are left to be tried before another one begins.
+        look_size: tokens of the look before the next set, 0 where none is needed.
+    """
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def look_size(self) -> int: ...
 
     def estimates(self, scores: Scores) -> np.ndarray:
         """``[sets]`` what each set would score on the usual text, as far as its tries and those of others tell."""
@@ -77,6 +88,9 @@ class RandomAndBayes:
         self.auto = auto
         self._searched = {ratio}
         self._chance = np.random.default_rng(settings.seed)
+
+    is_busy = False
+    look_size = 0
 
     def estimates(self, scores: Scores) -> np.ndarray:
         return self._effects(scores).sets
@@ -135,6 +149,14 @@ class Closest:
         self._queue: list[int] = []
         self._found: list[LayerPlan] = []
         self._windows = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue)
+
+    @property
+    def look_size(self) -> int:
+        return 0 if self._found else max(self._queue, default=self._most) + 1
 
     def estimates(self, scores: Scores) -> np.ndarray:
         sizes = np.array([len(plan.skipped_attention) + len(plan.skipped_mlp) for plan in scores.plans])

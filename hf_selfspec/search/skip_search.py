@@ -14,6 +14,7 @@ import numpy as np
 
 from ..model.partial import LayerPlan
 from ..types import GenerationStats
+from .budget import Pace
 from .costs import ForwardCosts, Stopwatch
 from .estimates import Scores
 from .feedback import Feedback
@@ -31,10 +32,8 @@ _CONFIRMED = 3
 _WINDOW = 32
 # Windows after which a set that does not pay is tried once more.
 _IDLE = 16
-# Tries that the budget does not bound.
-_FREE = 8
-# Texts on which forwards are timed in a search, and tries that are kept of a set once it is over.
-_TIMED_TEXTS, _KEPT = 2, 16
+# Texts on which forwards are timed in a search, tries between them, and tries that are kept of a set once it is over.
+_TIMED_TEXTS, _TIMED_AFTER, _KEPT = 2, 4, 16
 # Tries that are kept for pictures.
 _LOGGED = 4096
 
@@ -64,6 +63,7 @@ class SkipSearch:
         generated: tokens generated with it.
         seconds, search_seconds: time of these generations, and of the tries in them.
         costs: measured forwards, ``None`` before the first timings.
+        pace: what rounds and tries take.
         timings: how often forwards were timed.
         found: for each change of the best set its step and that set.
         changed: is called after each try, ``None`` where nobody wants to know.
@@ -92,8 +92,11 @@ class SkipSearch:
         self.costs: ForwardCosts | None = None
         self.timings = 0
         self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)
-        self.choice = SkipChoice(start, True, None, None, 0.0, 0.0)
+        # Where speed decides, nothing drafts before it is known to pay.
+        self.choice = SkipChoice(start, not auto, None, None, 0.0, 0.0)
+        self.pace = Pace()
         self._stopwatch: Stopwatch | None = None
+        self._unfinished: Stopwatch | None = None
         self._disturbed = 1.0
         self._drafted = False
         self._asked = self._rested = 0
@@ -140,18 +143,10 @@ class SkipSearch:
     # What is tried -----------------------------------------------------------------------------------------------
 
     def begin(self, look: Look) -> None:
-        """Lets the proposer's first set draft, before any was tried."""
+        """Lets the proposer's first set draft before any was tried, unless speed decides."""
         with self._lock:
-            if self._has_begun or self.tries:
-                return
-            self._has_begun = True
-            if (plan := self._proposer.first(look)) is not None:
-                self._again = [plan]
-                self._lead(SkipChoice(plan, True, None, None, 0.0, 0.0))
-
-    def may_try(self) -> bool:
-        """Whether the budget allows tries."""
-        return self.steps < _FREE or self.search_seconds <= self.settings.budget * self.seconds
+            if not self.auto:
+                self._begin(look)
 
     def spent(self, seconds: float, search_seconds: float) -> None:
         """Takes in how long a round took, and how much of that went into tries."""
@@ -162,9 +157,9 @@ class SkipSearch:
     @property
     def rests(self) -> bool:
         """Whether no draft pays and nothing is to be tried just now."""
-        if self.choice.drafts or self.costs is None:
+        if self.choice.drafts or self._again or not self._is_over:
             return False
-        return self._windows + 1 < self._asked + _IDLE if self._is_over else not self.may_try()
+        return self._windows + 1 < self._asked + _IDLE
 
     def rest(self, tokens: int, seconds: float) -> None:
         """Takes in a call that neither drafted nor tried anything."""
@@ -180,6 +175,8 @@ class SkipSearch:
         """The text has moved on by a window: what looks best is to be tried on it."""
         with self._lock:
             self._windows += 1
+            if not self._is_over and self._proposer.is_busy:
+                return
             drafted = self.choice.drafts
             if self.best in self._known:
                 self._choose()
@@ -206,12 +203,23 @@ class SkipSearch:
 
     @property
     def wants_timings(self) -> bool:
-        """Whether forwards are to be timed on this text: the first two, and whenever a set is asked again."""
+        """Whether forwards are to be timed on this text: at first, after some tries, and when a set is tried again."""
         if not self.auto:
             return False
         if self._is_over:
             return bool(self._again) or not self.timings
-        return not self.timings or (self.timings < _TIMED_TEXTS and self.may_try())
+        return self.timings < _TIMED_TEXTS and self.steps >= _TIMED_AFTER * self.timings
+
+    def stopwatch(self) -> Stopwatch:
+        """The timings to go on with, in this call or a later one."""
+        if self._unfinished is None:
+            self._unfinished = Stopwatch(*self.space.timed_plans())
+        return self._unfinished
+
+    @property
+    def look_size(self) -> int:
+        """Tokens of the look that comes before the next try, 0 for none."""
+        return self._proposer.look_size if not self._has_begun or not self._again else 0
 
     def propose(self, look: Look) -> LayerPlan | None:
         """The next set to try: first the one that drafts already.
@@ -223,6 +231,7 @@ class SkipSearch:
             ``None`` where there is nothing to try before the next window.
         """
         with self._lock:
+            self._begin(look)
             if self._again:
                 return self._again.pop(0)
             return None if self._is_over else self._proposer.propose(self._scores(), self.steps, look)
@@ -230,7 +239,7 @@ class SkipSearch:
     def time(self, stopwatch: Stopwatch) -> None:
         """Takes in timings of forwards."""
         with self._lock:
-            self.timings += 1
+            self.timings, self._unfinished = self.timings + 1, None
             # Once a search is over, a machine may be another or busier than it was.
             if self._stopwatch is None or self._is_over:
                 self._stopwatch = stopwatch
@@ -344,6 +353,14 @@ class SkipSearch:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
+    def _begin(self, look: Look) -> None:
+        if self._has_begun or self.tries:
+            return
+        self._has_begun = True
+        if (plan := self._proposer.first(look)) is not None:
+            self._again = [plan]
+            self._lead(SkipChoice(plan, not self.auto, None, None, 0.0, 0.0))
+
     def _start_over(self) -> None:
         self._known: dict[LayerPlan, Known] = {}
         self._estimated.clear()
@@ -406,7 +423,7 @@ class SkipSearch:
         best = self.best if self._is_over else max(worth, key=lambda plan: worth[plan])
         if not self._by_speed:
             self._expected_rate = worth[best]
-            return self._lead(SkipChoice(best, True, None, None, worth[best], worth[best]))
+            return self._lead(SkipChoice(best, not self.auto, None, None, worth[best], worth[best]))
         matchness = self._estimates("matchness", _matchness)[best]
         known = self._known[best]
         rule, run, usual = known.with_ease(self._feedback.ease, self._replays)

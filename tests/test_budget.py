@@ -1,0 +1,164 @@
+"""How much of a call's time the search for better drafts takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import ragged_batch, tiny_llama
+
+from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec.draft import searching
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.search import budget
+from hf_selfspec.search.budget import Budget, Pace
+from hf_selfspec.search.costs import Stopwatch
+from hf_selfspec.search.replay import LEAST_SPEEDUP
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(budget, "perf_counter", clock)
+    return clock
+
+
+def test_a_budget_is_a_share_of_the_time_so_far(clock: Clock) -> None:
+    found = Budget(0.1)
+    assert found.left == 0.0
+    clock.now += 20.0
+    assert found.left == pytest.approx(2.0)
+    with found.spending():
+        clock.now += 1.5
+        assert found.left == pytest.approx(0.1 * 21.5 - 1.5)
+    assert found.left == pytest.approx(0.1 * 21.5 - 1.5)
+    assert Budget(1.0).left == math.inf
+
+
+def test_a_pace_is_what_rounds_and_tries_took() -> None:
+    pace = Pace()
+    assert (pace.seconds(1), pace.tokens(1e9)) == (math.inf, 0)
+    pace.add_round(2.0)
+    assert pace.seconds(10) == pytest.approx(2.0 * (1 + 10 * budget._TOKEN))
+    pace.add(20, 6.0)
+    assert pace.seconds(20) == pytest.approx(6.0)
+    assert pace.seconds(0) == pytest.approx(2.0)
+    assert (pace.tokens(1.9), pace.tokens(4.0), pace.tokens(6.0)) == (0, 10, 20)
+    pace.add(20, 1.0)  # faster than one token, so that tokens are free
+    assert pace.tokens(2.0) > 1000
+
+
+class Watched:
+    """A call on a clock by which each forward takes as long as it has tokens, and what the search spent of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+        self.clock, self.calls, self.spent = clock, 0.0, 0.0
+        self.tries: list[int] = []
+        self.timed = 0
+        for module in (searching, budget):
+            monkeypatch.setattr(module, "perf_counter", clock)
+        propose, traces, measure = SearchingDraft.propose, SearchingDraft._traces, Stopwatch.measure
+        look = SearchingDraft._look
+
+        def proposed(draft: Any, text: Any, room: list[int]) -> Any:
+            found = propose(draft, text, room)
+            self.clock.now += 1.0  # a round
+            return found
+
+        def tried(draft: Any, text: Any, plan: Any, window: int) -> Any:
+            self.take(1 + 0.1 * window)
+            self.tries.append(window)
+            return traces(draft, text, plan, window)
+
+        def looked(draft: Any, text: Any, most: int) -> Any:
+            self.take(1 + 0.1 * most)
+            return look(draft, text, most)
+
+        def timed(stopwatch: Any, *args: Any) -> bool:
+            *others, may_run = args
+
+            def may(tokens: int) -> bool:
+                if not may_run(tokens):
+                    return False
+                self.timed += 1
+                self.take(1 + 0.1 * tokens)
+                return True
+
+            return measure(stopwatch, *others, may)
+
+        monkeypatch.setattr(SearchingDraft, "propose", proposed)
+        monkeypatch.setattr(SearchingDraft, "_traces", tried)
+        monkeypatch.setattr(SearchingDraft, "_look", looked)
+        monkeypatch.setattr(Stopwatch, "measure", timed)
+
+    def take(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.spent += seconds
+
+    def share(self, spec: SelfSpec, model: Any, tokens: int) -> float:
+        """Which share of a call the search took."""
+        begun, self.spent = self.clock.now, 0.0
+        inputs = ragged_batch((12,))
+        model.generate(**inputs, max_new_tokens=tokens, do_sample=False, assistant=spec)
+        return self.spent / (self.clock.now - begun)
+
+
+@pytest.mark.parametrize("search", [ClosestLayers(), OnTheFlySearch()])
+def test_no_call_spends_more_than_its_share(search: Any, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Not even the first; what does not fit into one is gone on with in the next."""
+    watched = Watched(monkeypatch, clock)
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=search))
+    shares = [watched.share(spec, model, 128) for _ in range(12)]
+    assert max(shares) <= search.budget
+    assert shares[0] > 0.5 * search.budget
+    found = spec._learned.latest(model)
+    assert found.timings >= 1
+    assert len(watched.tries) >= 3
+    assert min(watched.tries) >= searching._LEAST
+    assert watched.timed >= 12
+
+
+def test_short_calls_spend_nothing(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    watched = Watched(monkeypatch, clock)
+    model, spec = tiny_llama(8), SelfSpec()
+    assert [watched.share(spec, model, 20) for _ in range(3)] == [0.0] * 3
+
+
+def test_nothing_drafts_before_it_is_known_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted: list[float | None] = []
+    propose = PartialDraft.propose
+
+    def watched(draft: Any, text: Any, room: list[int]) -> Any:
+        drafted.append(draft.search.choice.expected_speedup)
+        return propose(draft, text, room)
+
+    monkeypatch.setattr(PartialDraft, "propose", watched)
+    monkeypatch.setattr(SearchingDraft, "measure", lambda self, *args: False)
+    model = tiny_llama(8)
+    for spec in (SelfSpec(), SelfSpec.swift()):
+        model.generate(**ragged_batch((12,)), max_new_tokens=60, do_sample=False, assistant=spec)
+        assert spec.stats is not None
+        assert not spec.stats.drafted
+    assert not drafted
+    monkeypatch.undo()
+    spec = SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0)))
+    torch.manual_seed(0)
+    model = tiny_llama(8, factor=0.01)
+    for _ in range(3):
+        model.generate(**ragged_batch((12,)), max_new_tokens=60, do_sample=False, assistant=spec)
+    choice = spec.choice(model)
+    assert choice is not None
+    assert choice.drafts == (choice.expected_speedup >= LEAST_SPEEDUP)
