@@ -50,8 +50,8 @@ class SelfSpec:
     """Self-speculative decoding: part of a model drafts, the whole model verifies.
 
     ``model.generate(**inputs, assistant=SelfSpec())`` gives the tokens of plain ``generate``, faster. A ``SelfSpec``
-    holds settings and can be used again, with other models and by several threads. Copies, deep ones too, share what was
-    learned: tools such as lm-eval copy their arguments for every batch. A new ``SelfSpec`` begins anew.
+    holds settings and can be used again, with other models and by several threads. Copies, deep ones too, share what
+    was learned: tools such as lm-eval copy their arguments for every batch. A new ``SelfSpec`` begins anew.
 
     Args:
         draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter` or
