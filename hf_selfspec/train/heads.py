@@ -202,7 +202,7 @@ def _calibrated(
 ) -> ExitHeads:
     with backbone.frozen():
         calibration = calibrate(_said(backbone, heads, rows), epsilons, metric)
-    figures = heads.about.get("figures", {}) | figures_of(calibration)
+    figures = (heads.about.get("figures") or {}) | figures_of(calibration)
     return keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
 
 
