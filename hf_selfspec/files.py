@@ -87,6 +87,24 @@ def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
         raise SettingError(f"{name} {folder}: nothing can be written in {at}.")
 
 
+def read_text(path: Path) -> str:
+    """What a text file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, or is not text in UTF-8.
+    """
+    try:
+        found = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(_reason(error)) from error
+    if "\0" in found:
+        raise ValueError("it has null bytes")
+    return found
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
@@ -95,11 +113,7 @@ def read_json(path: Path) -> Any:
         ValueError: it cannot be read, is no JSON, is nested too deeply, or has numbers that are too large or none.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(_reason(error)) from error
+        content = json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     _check_plain(content)

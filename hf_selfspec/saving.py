@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from .draft.exit_heads import DynamicExit
 from .draft.skip_layers import SkipLayers
 from .errors import SelfSpecError, SettingError
 from .files import read_json, written_whole
+from .hub import is_name
 from .model.fingerprint import Fingerprint
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch
 from .stop.adaptive import AdaptiveThreshold
@@ -35,9 +35,8 @@ _PLACES: dict[str, tuple[type, ...]] = {
     "tree": (TopKTree, CostTree),
 }
 _CLASSES = {kind.__name__: kind for kinds in _PLACES.values() for kind in kinds}
-# Settings that say where a part is loaded from, and what names a repository of the Hub looks like.
+# Settings that say where a part is loaded from.
 _PARTS = ("adapter", "heads")
-_REPOSITORY = r"\w[\w.-]*(/\w[\w.-]*)?"
 
 
 _T = TypeVar("_T")
@@ -117,7 +116,7 @@ def _check_place(name: str, value: Any) -> None:
     Windows signs in at the machine that a path of two backslashes names, so these are not for a file to choose.
     """
     is_text = isinstance(value, str) and not value.startswith("\\\\")
-    if not is_text or not (Path(value).is_absolute() or re.fullmatch(_REPOSITORY, value)):
+    if not is_text or not (Path(value).is_absolute() or is_name(value)):
         raise SettingError(
             f"{name} is {value!r}, which is neither the whole path of a folder nor the name of a repository on the Hub."
         )

@@ -304,9 +304,12 @@ def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
     for metric, values in calibration["auc"].items():
         if known := [value for value in values if value is not None]:
             figures[f"ROC AUC of {metric}"] = round(mean(known), 4)
-    if rates := [rate for rate in calibration["acceptance"][calibration["metric"]] if rate is not None]:
-        figures["drafts accepted at best"] = _down(max(rates))
-    return figures
+    return figures | {"drafts accepted at best": reached(calibration)}
+
+
+def reached(calibration: dict[str, Any]) -> float:
+    """The greatest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
+    return _down(max(rate or 0.0 for rate in calibration["acceptance"][calibration["metric"]]))
 
 
 def _down(rate: float) -> float:
