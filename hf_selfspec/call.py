@@ -35,6 +35,8 @@ from .verify.tree import Tree
 
 # Slots to begin with where it is not known how long the text will be.
 FIRST_SLOTS = 1024
+# Why a call is left to plain ``generate``.
+_NO_DRAFT_PAYS = "no draft pays"
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class Call:
             eos_tokens=stopper.eos_tokens,
             memory=self.drafting.learned.memory(model, kind),
         )
-        room = new_tokens + max(limits.most_nodes, self._window, anatomy.num_layers)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        ahead = limits.room(new_tokens, vocabulary), min(self._window, new_tokens), anatomy.num_layers
+        room = new_tokens + max(ahead)
         target = Target(
             model,
             anatomy,
@@ -164,6 +168,7 @@ class Call:
             from_draft=[[False] * count for count in counts],
             plan=LayerPlan(Anatomy.of(model).num_layers).picture(),
             timeline=[(tokens, seconds)],
+            left_to_generate=_NO_DRAFT_PAYS,
         )
         known.report(stats)
         self.drafting.learned.add_call(stats)

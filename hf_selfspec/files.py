@@ -1,21 +1,138 @@
-"""Files that are written whole or not at all."""
+"""Files that are read with care, and written whole or not at all."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
+
+from safetensors import SafetensorError
+
+from .errors import SettingError
+from .settings import LARGEST
+
+# How deep what is read may be nested; what this package writes is at most 9 deep.
+_DEEPEST = 32
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Gives a name beside ``path``; what was written there takes its place, unless something was raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}-{uuid4().hex}.tmp")
+    beside = path.with_name(_fresh_name())
     try:
         yield beside
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_written_whole(folder: Path) -> Iterator[Path]:
+    """Gives a folder inside ``folder``; the files that were written there move up, unless something was raised."""
+    inside = folder / _fresh_name()
+    inside.mkdir(parents=True)
+    try:
+        yield inside
+        for file in sorted(inside.iterdir()):
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(inside, ignore_errors=True)
+
+
+def _fresh_name() -> str:
+    return f".{uuid4().hex}.tmp"
+
+
+@contextmanager
+def reported(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what the system says about a file into an error for the user.
+
+    Raises:
+        SettingError: something at ``path`` cannot be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SettingError(
+            f"{os.fspath(path)} cannot be written ({_reason(error)}). Give another place, or make room there."
+        ) from error
+
+
+def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
+    """Checks that ``folder`` is one, or can be made, and that files can be made in it.
+
+    Raises:
+        SettingError: it cannot.
+    """
+    at = Path(folder).expanduser().absolute()
+    while True:
+        try:
+            os.stat(at)
+            break
+        except FileNotFoundError:
+            at = at.parent
+        except (OSError, ValueError) as error:
+            raise SettingError(f"{name} {folder}: this cannot be a folder ({_reason(error)}).") from error
+    if not at.is_dir():
+        raise SettingError(f"{name} {folder}: {at} is a file. Name a folder.")
+    if not os.access(at, os.W_OK | os.X_OK):
+        raise SettingError(f"{name} {folder}: nothing can be written in {at}.")
+
+
+def read_text(path: Path) -> str:
+    """What a text file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, or is not text in UTF-8.
+    """
+    try:
+        found = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(_reason(error)) from error
+    if "\0" in found:
+        raise ValueError("it has null bytes")
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, is no JSON, is nested too deeply, or has numbers that are too large or none.
+    """
+    try:
+        content = json.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    _check_plain(content)
+    return content
+
+
+def _check_plain(content: Any) -> None:
+    level = [content]
+    for _ in range(_DEEPEST):
+        if any(isinstance(value, float) and not math.isfinite(value) for value in level):
+            raise ValueError("it has a number that is not finite")
+        if any(isinstance(value, int) and abs(value) > LARGEST for value in level):
+            raise ValueError("it has a number that 64 bits do not hold")
+        objects = [value.values() for value in level if isinstance(value, dict)]
+        lists = [value for value in level if isinstance(value, list)]
+        level = list(chain(*objects, *lists))
+    if level:
+        raise ValueError("it is nested too deeply")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

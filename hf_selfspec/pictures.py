@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import SettingError
+from .errors import SettingError, SettingTypeError
+from .files import reported
 from .search.skip_search import SkipSearch
 from .types import GenerationStats
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 _MODULES = ("prefill", "draft", "verify", "search", "other")
 # Tokens over which speed is taken.
 _SPAN = 64
+_DPI = 120
 
 
 def new_figure(what: str, width: float, height: float) -> Figure:
@@ -37,6 +40,24 @@ def new_figure(what: str, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def save(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Saves a figure in the format that the suffix of ``path`` names, PNG where it has none.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such format, ``path`` is no path, or it cannot be written.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise SettingTypeError(f"{what}(path) must be a path or None, got {path!r}.")
+    formats, suffix = figure.canvas.get_supported_filetypes(), Path(path).suffix
+    if suffix and suffix[1:].lower() not in formats:
+        raise SettingError(
+            f"{what}(path={os.fspath(path)!r}): there is no picture format {suffix!r}. Name a file that ends in one of "
+            f"{', '.join(f'.{name}' for name in sorted(formats))}."
+        )
+    with reported(path):
+        figure.savefig(path, dpi=_DPI)
+
+
 def plot(
     calls: Sequence[GenerationStats], search: SkipSearch | None, path: str | os.PathLike[str] | None = None
 ) -> Figure:
@@ -49,7 +70,7 @@ def plot(
         path: where to save the picture, in the format that its suffix names.
 
     Raises:
-        SettingError: matplotlib is not installed.
+        SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
     """
     figure = new_figure("SelfSpec.plot", 13 if search else 9, 3.6)
     panels = list(figure.subplots(1, 3 if search else 2, width_ratios=[4, 4, 2] if search else [4, 2]))
@@ -58,7 +79,7 @@ def plot(
     _speed(panels[0], calls, search)
     _time(panels[1], calls)
     if path is not None:
-        figure.savefig(path, dpi=120)
+        save("SelfSpec.plot", figure, path)
     return figure
 
 

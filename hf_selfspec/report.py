@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import SettingError, SettingTypeError, UnsupportedModelError
 from .model.anatomy import causal_lm
 from .model.exits import LOGIT_ELEMENTS, Exits
-from .pictures import new_figure
+from .pictures import new_figure, save
 from .settings import check_count
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ExitReport:
             The figure, which no window shows and pyplot does not know.
 
         Raises:
-            SettingError: matplotlib is not installed.
+            SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
         """
         figure = new_figure("ExitReport.plot", 9, 3.6)
         from matplotlib.ticker import MaxNLocator
@@ -91,7 +91,7 @@ class ExitReport:
         else:
             figure.suptitle(self.model_name)
         if path is not None:
-            figure.savefig(path)
+            save("ExitReport.plot", figure, path)
         return figure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.skip_layers import SkipLayers
 from .errors import SelfSpecError, SettingError
-from .files import written_whole
+from .files import read_json, written_whole
+from .hub import is_name
 from .model.fingerprint import Fingerprint
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch
 from .stop.adaptive import AdaptiveThreshold
@@ -23,25 +24,19 @@ from .verify.tree import CostTree, TopKTree
 
 FILE_NAME = "selfspec.json"
 _FORMAT = 1
-_CLASSES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        EarlyExit,
-        EarlyExitOnly,
-        EarlyExitAdapter,
-        DynamicExit,
-        SkipLayers,
-        OnTheFlySearch,
-        ClosestLayers,
-        FixedLength,
-        ConfidenceThreshold,
-        ProductThreshold,
-        AdaptiveThreshold,
-        CalibratedEntropy,
-        TopKTree,
-        CostTree,
-    )
+# What a file may set, and the classes that may stand there. Where a SelfSpec keeps its findings (``cache_dir``,
+# ``task``) is not among it: a file from elsewhere has no say in where this machine writes.
+_SETTINGS = ("draft", "stop", "tree", "max_draft")
+_PLACES: dict[str, tuple[type, ...]] = {
+    "draft": (EarlyExit, EarlyExitOnly, EarlyExitAdapter, DynamicExit, SkipLayers),
+    "search": (OnTheFlySearch, ClosestLayers),
+    "stop": (FixedLength, ConfidenceThreshold, ProductThreshold, AdaptiveThreshold, CalibratedEntropy),
+    "rule": (ConfidenceThreshold, ProductThreshold),
+    "tree": (TopKTree, CostTree),
 }
+_CLASSES = {kind.__name__: kind for kinds in _PLACES.values() for kind in kinds}
+# Settings that say where a part is loaded from.
+_PARTS = ("adapter", "heads")
 
 
 _T = TypeVar("_T")
@@ -85,12 +80,46 @@ def encode(value: Any, name: str) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
-    """The reverse of :func:`encode`."""
+def decode(value: Any, name: str) -> Any:
+    """The reverse of :func:`encode`, for the settings that a file may hold.
+
+    Args:
+        value: as JSON has it.
+        name: of the setting, with those around it, e.g. ``draft.search``.
+
+    Raises:
+        SettingError: it is none of ours, or not where it belongs.
+    """
+    setting = name.rpartition(".")[2]
     if isinstance(value, dict):
-        fields = {name: decode(field) for name, field in value.items() if name != "class"}
-        return _CLASSES[value["class"]](**fields)
-    return tuple(decode(item) for item in value) if isinstance(value, list) else value
+        kinds = {kind.__name__: kind for kind in _PLACES.get(setting, ())}
+        kind = kinds.get(value["class"]) if isinstance(value.get("class"), str) else None
+        if kind is None:
+            raise SettingError(f"{name} has the class {value.get('class')!r}, which cannot stand there.")
+        given = {field: one for field, one in value.items() if field != "class"}
+        _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
+        return kind(**{field: decode(one, f"{name}.{field}") for field, one in given.items()})
+    if setting in _PARTS:
+        _check_place(name, value)
+    return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
+
+
+def _check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot. What it may set is {', '.join(known)}.")
+
+
+def _check_place(name: str, value: Any) -> None:
+    """A folder by its whole path, or a repository of the Hub by its name, as they are written.
+
+    Windows signs in at the machine that a path of two backslashes names, so these are not for a file to choose.
+    """
+    is_text = isinstance(value, str) and not value.startswith("\\\\")
+    if not is_text or not (Path(value).is_absolute() or is_name(value)):
+        raise SettingError(
+            f"{name} is {value!r}, which is neither the whole path of a folder nor the name of a repository on the Hub."
+        )
 
 
 def write(
@@ -122,12 +151,12 @@ def read(path: Path) -> Saved:
         SettingError: it does not exist, is not one of ours, was cut short or changed.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError as error:
         raise SettingError(
             f"there is no {path}. Give the folder that `spec.save_pretrained(folder)` has written."
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _corrupt(path, str(error)) from error
     try:
         if content["format"] != _FORMAT:
@@ -135,10 +164,13 @@ def read(path: Path) -> Saved:
                 f"{path} has format {content['format']!r}, this version of hf_selfspec reads format {_FORMAT}. Save it "
                 "again with this version, or install the one it was saved with."
             )
-        kept = content["fingerprint"]
+        kept, settings = content["fingerprint"], content["settings"]
+        if not isinstance(settings, dict):
+            raise TypeError(f"its settings are {settings!r}")
+        _check_names("", settings, _SETTINGS)
         return Saved(
-            settings={name: decode(value) for name, value in content["settings"].items()},
-            fingerprint=None if kept is None else Fingerprint(**kept),
+            settings={name: decode(value, name) for name, value in settings.items()},
+            fingerprint=None if kept is None else Fingerprint.read(kept, "fingerprint"),
             findings={_kind(one): dict(one["state"]) for one in content["findings"]},
             path=path,
         )

@@ -23,6 +23,7 @@ from .draft.partial import Limits, PartialDraft
 from .draft.skip_layers import SkipLayers
 from .drafting import Drafting
 from .errors import SettingError, SettingTypeError
+from .files import reported
 from .learned import Learned
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
@@ -34,7 +35,7 @@ from .search.exit_choice import ExitChoice
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .search.skip_search import SkipSearch
 from .search.tries import SkipChoice
-from .settings import check_count
+from .settings import MOST_DRAFT, check_count
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
 from .types import GenerationStats
@@ -43,6 +44,9 @@ from .verify.tree import Tree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Characters in the name of a task: of four bytes each, with the rest of its file's name, they are what a folder takes.
+_LONGEST_TASK = 50
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class SelfSpec:
             what is fastest, as the probe of an early exit or the search for layers to skip finds, and a confidence
             below 0.8 for a given set.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line.
-        max_draft: most tokens in a draft.
+        max_draft: most tokens in a draft, 1,024 at most.
         cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
             for one model (its weights, not its name), these settings and one task.
         task: name of what the model is used for; another kind of text is another task.
@@ -99,12 +103,13 @@ class SelfSpec:
             )
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {self.tree!r}.")
-        check_count("SelfSpec(max_draft)", self.max_draft)
+        check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, os.PathLike)):
             raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
-        if not isinstance(self.task, str) or not re.fullmatch(r"[\w.-]+", self.task):
+        if not isinstance(self.task, str) or not re.fullmatch(r"[\w.-]+", self.task) or len(self.task) > _LONGEST_TASK:
             raise SettingError(
-                f"SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, got {self.task!r}."
+                "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
+                f"{_LONGEST_TASK} of them, got {self.task!r}."
             )
         if self.cache_dir is not None:
             self._settings(checked=True)
@@ -138,7 +143,7 @@ class SelfSpec:
                 f"SelfSpec.layerskip(num_draft={num_draft!r}, stop={stop!r}): give one of the two; max_draft bounds "
                 "the drafts of a stop rule."
             )
-        check_count("SelfSpec.layerskip(max_draft)", max_draft)
+        check_count("SelfSpec.layerskip(max_draft)", max_draft, most=MOST_DRAFT)
         if num_draft is not None:
             stop = FixedLength(num_draft)
             max_draft = max(max_draft, num_draft)
@@ -313,14 +318,19 @@ class SelfSpec:
 
         Raises:
             SettingError, SettingTypeError: the settings hold a function or generator of your own, several models were
-                used and none is named, or ``model`` is no model.
+                used and none is named, ``model`` is no model, or the file cannot be written.
         """
         inner = self._only_model("SelfSpec.save_pretrained", model)
-        self._learned.save(Path(folder) / saving.FILE_NAME, inner, self._settings(checked=True))
+        settings, path = self._settings(checked=True), Path(folder) / saving.FILE_NAME
+        with reported(path):
+            self._learned.save(path, inner, settings)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> SelfSpec:
         """What :meth:`save_pretrained` has written; another model than it was saved for is refused when it is used.
+
+        A file sets ``draft``, ``stop``, ``tree`` and ``max_draft``, never ``cache_dir`` or ``task``. Where it names an
+        adapter or exit heads, these are loaded from that folder or repository of the Hub.
 
         Raises:
             SettingError: there is no such file, it was cut short or changed, or is of another format.
@@ -346,8 +356,8 @@ class SelfSpec:
             The figure, which no window shows and pyplot does not know.
 
         Raises:
-            SettingError: matplotlib is not installed, there was no call yet, or several models were used and none is
-                named.
+            SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
+                and none is named, or ``path`` cannot be written.
         """
         if not self._learned.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from transformers.utils import logging
 from . import saving
 from .draft.skip_layers import SkipLayers
 from .errors import SettingError, SettingTypeError
+from .files import read_json, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.partial import LayerPlan
 from .search.bayes import suggest
@@ -237,14 +237,14 @@ class _Tuning:
         if self.folder is None:
             return
         path = self.folder / PROGRESS_NAME
-        if not path.exists():
-            return
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             steps = {LayerPlan.of_picture(str(picture)): float(speed) for picture, speed in content["steps"]}
             if any(plan.num_layers != self.runner.space.num_layers for plan in steps):
                 raise ValueError("sets for another depth")
             same = content["of"] == self._of()
+        except FileNotFoundError:
+            return
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to begin anew.") from error
         if not same:
@@ -265,4 +265,6 @@ class _Tuning:
     def _note(self) -> None:
         if self.folder is not None:
             steps = [[plan.picture(), speed] for plan, speed in self.speeds.items()]
-            saving.replace(self.folder / PROGRESS_NAME, {"of": self._of(), "steps": steps})
+            path = self.folder / PROGRESS_NAME
+            with reported(path):
+                saving.replace(path, {"of": self._of(), "steps": steps})

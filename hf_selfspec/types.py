@@ -193,6 +193,8 @@ class GenerationStats:
         phase: of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
         matchness: of the sets that such a search tried, in order, those of earlier calls included.
         drafts: whether it was worth drafting at the end of the call.
+        left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
+            verified then.
         exit_layers: of drafts that choose an exit for each token, how many were taken at each.
         timeline: after each round the tokens of all rows so far and the seconds since the call began.
     """
@@ -215,6 +217,7 @@ class GenerationStats:
     phase: str = ""
     matchness: list[float] = field(default_factory=list, repr=False)
     drafts: bool = True
+    left_to_generate: str = ""
     exit_layers: Counter[int] = field(default_factory=Counter)
     timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
 
@@ -262,6 +265,11 @@ class GenerationStats:
         return m * alpha / ((m - 1) * self.draft_cost + alpha)
 
     def __str__(self) -> str:
+        if self.left_to_generate:
+            return (
+                f"left to plain generate, since {self.left_to_generate}: {self.tokens} tokens in "
+                f"{self.total_seconds:.2f} seconds"
+            )
         seconds = (
             f"{self.total_seconds:.2f} = prefill {self.prefill_seconds:.2f} + draft {self.draft_seconds:.2f}"
             f" + verify {self.verify_seconds:.2f} + search {self.search_seconds:.2f} + rest {self.other_seconds:.2f}"

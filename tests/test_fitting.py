@@ -13,14 +13,10 @@ import torch
 from architectures import build
 from conftest import VOCABULARY, check_lossless, in_two_processes, ragged_batch, tiny_gpt2, tiny_llama
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 from transformers import (
     DynamicCache,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     TrainingArguments,
 )
 
@@ -32,7 +28,6 @@ from hf_selfspec import (
     ConfidenceThreshold,
     EarlyExit,
     EarlyExitAdapter,
-    ExitHeads,
     FixedLength,
     LinearProbe,
     ProductThreshold,
@@ -45,7 +40,6 @@ from hf_selfspec import (
     fit_adapter,
     fit_probe,
 )
-from hf_selfspec.cli import main
 from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.fitting import Blocks, cross_entropy, per_token, training_arguments
 
@@ -221,6 +215,7 @@ def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.filterwarnings("ignore:.*reach none of the accuracies:UserWarning")
 def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     """The same parts on both ranks, which are those of one process with batches twice as large."""
     from distributed_fitting import fit_all
@@ -519,73 +514,6 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(SettingError, match=r"has no config\.json"):
         SelfSpec.adaspeed(probe=tmp_path / "nothing")
-
-
-# The command line -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and a tokenizer of single characters."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama().save_pretrained(folder)
-    words = {chr(32 + index): index for index in range(VOCABULARY - 2)} | {"[UNK]": VOCABULARY - 2}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "spec"),
-    [
-        ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
-        ("adapter", ["--exit-layer", "2", "--blocks", "mlp", "--own-head"], SelfSpec.kangaroo),
-        ("heads", ["--heads", "2", "--copied"], lambda out: SelfSpec.dssd(out, 0.5)),
-        ("probe", ["--exit-layer", "3"], lambda out: SelfSpec.adaspeed(probe=out)),
-    ],
-)
-def test_command_line(
-    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: list[str], spec: Any
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"text": "def f(x): return x + 1 "}) for _ in range(40)))
-    common = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
-    assert main(["fit", kind, *common, *options]) == 0
-    assert f"parameters in {tmp_path / 'out'}" in capsys.readouterr().out
-    model = LlamaForCausalLM.from_pretrained(saved_model)
-    inputs = ragged_batch((5,))
-    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec(tmp_path / "out"))
-    assert torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
-
-
-def test_command_line_of_heads_of_low_rank(saved_model: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data.txt"
-    data.write_text("def f(x): return x + 1 " * 40)
-    given = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
-    assert main(["fit", "heads", *given, "--layers", "1", "3", "--rank", "4", "--metric", "margin"]) == 0
-    heads = ExitHeads.load(tmp_path / "out")
-    assert (heads.layers, heads.metric) == ((1, 3), "margin")
-    assert heads.num_parameters == 2 * (64 + 4 * (64 + VOCABULARY))
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ("missing.jsonl", "there is no such file"),
-        ("other.jsonl", "rows without a text in the column 'text'"),
-        ("empty.txt", "the dataset is empty"),
-    ],
-)
-def test_command_line_of_wrong_data(
-    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str, words: str
-) -> None:
-    (tmp_path / "other.jsonl").write_text('{"body": "text"}')
-    (tmp_path / "empty.txt").write_text("")
-    given = ["--model", str(saved_model), "--data", str(tmp_path / data), "--out", str(tmp_path / "out")]
-    assert main(["fit", "adapter", *given]) == 1
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "out" / "config.json").exists()
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -1251,6 +1252,14 @@ def test_calls_without_anything_to_do_are_plain(monkeypatch: pytest.MonkeyPatch,
         assert (spec.stats.mean_generated_length, spec.stats.phase) == (1.0, "acceleration")
         assert len(spec.stats.from_draft) == rows
         ours.append(not calls)
+        assert spec.stats.left_to_generate == ("no draft pays" if calls else "")
+        told = str(spec.stats)
+        if calls:
+            assert re.fullmatch(
+                rf"left to plain generate, since no draft pays: {40 * rows} tokens in \d+\.\d\d seconds", told
+            )
+        else:
+            assert "left to" not in told
         calls.clear()
     assert not ours[0]
     assert 2 <= ours.count(True) <= 4

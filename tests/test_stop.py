@@ -342,13 +342,20 @@ def test_a_users_rule_sees_the_text_of_rows_at_different_lengths(llama: LlamaFor
             assert any(torch.equal(committed, piece) for piece in output.unfold(0, width, 1))
 
 
-@pytest.mark.parametrize("answer", [True, None, torch.tensor(True), torch.ones(2, 1, dtype=torch.bool)], ids=repr)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(True, None, torch.tensor(True), torch.ones(2, 1, dtype=torch.bool)),
+        *(torch.tensor([0.9, 0.0]), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.complex64)),
+    ],
+    ids=repr,
+)
 def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM, answer: object) -> None:
     with pytest.raises(SettingTypeError, match=r"must return a BoolTensor \[2\], one value per row, got "):
         generate(llama, lambda input_ids, logits, hidden_states: answer, new_tokens=4, **ragged_batch((4, 6)))
 
 
-def test_a_users_rule_may_answer_with_numbers(llama: LlamaForCausalLM) -> None:
+def test_a_users_rule_may_answer_with_whole_numbers(llama: LlamaForCausalLM) -> None:
     def ones(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.ones(len(logits), dtype=torch.long)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..parts.heads import METRICS, ExitHeads
 from ..parts.part import part_of
-from ..settings import check_share
+from ..settings import check_flag, check_share
 from ..types import Draft, GenerationStats, Text
 from ..verify.scoring import Scorer
 from .partial import DraftStep, Limits, PartialDraft
@@ -45,8 +45,7 @@ class DynamicExit:
 
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
-        if not isinstance(self.lossless, bool):
-            raise SettingTypeError(f"DynamicExit(lossless) must be True or False, got {self.lossless!r}.")
+        check_flag("DynamicExit(lossless)", self.lossless)
         kept, module = part_of("DynamicExit(heads)", self.heads, ExitHeads)
         find = module.draft_thresholds if self.lossless else module.thresholds
         object.__setattr__(self, "_thresholds", find(self.epsilon, self.metric))

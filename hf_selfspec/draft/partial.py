@@ -38,11 +38,15 @@ class Limits:
     eos_tokens: frozenset[int] = frozenset()
     memory: Memory = field(default_factory=Memory)
 
-    @property
-    def most_nodes(self) -> int:
-        """Tokens that one verification may run, siblings of an unsure draft's last token included."""
-        widest = 1 if self.tree is None else self.tree.most
-        return self.longest + widest
+    def room(self, new_tokens: int, vocabulary: int) -> int:
+        """Slots that a verification usually needs, siblings of an unsure draft's last token included.
+
+        Args:
+            new_tokens: tokens that the call may still get, which no draft exceeds.
+            vocabulary: ``v``, the most candidates that there are at one depth.
+        """
+        widest = 1 if self.tree is None else min(self.tree.most, vocabulary)
+        return min(self.longest, new_tokens) + widest
 
     @property
     def longest(self) -> int:
@@ -184,7 +188,7 @@ class PartialDraft(CandidateGenerator):
         self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
     ) -> list[bool]:
         done = self._rule(text.batch_size)(text.ahead(depth + 1), logits, state)
-        if not isinstance(done, torch.Tensor) or done.shape != tokens.shape:
+        if not isinstance(done, torch.Tensor) or done.shape != tokens.shape or not _is_countable(done):
             raise SettingTypeError(
                 f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
                 f"{done!r}."
@@ -272,9 +276,9 @@ class PartialDraft(CandidateGenerator):
         known = self._seen
         same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
         start = min(same, len(ids) - 1)
-        text = Text.of(input_ids, [0], self.limits.longest)
         limit = self.target.anatomy.max_positions
         room = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
+        text = Text.of(input_ids, [0], room)
         self.target.roots = text.roots()
         with self.target.prepared():
             if start < len(ids) - 1:
@@ -302,6 +306,11 @@ class PartialDraft(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn: which blocks run is fixed."""
+
+
+def _is_countable(values: torch.Tensor) -> bool:
+    """Whether these are booleans or whole numbers; of a probability it is not known where it means yes."""
+    return not values.is_floating_point() and not values.is_complex()
 
 
 def tokens_before(text: Text, slots: list[int], n: int) -> tuple[list[int], torch.Tensor]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from transformers import PreTrainedModel
 
+from ..errors import SettingError
+from ..settings import check_count
 from .anatomy import Anatomy
 
 _SAMPLES = 8
+# Characters of something wrong that a message repeats.
+SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,31 @@ class Fingerprint:
     num_layers: int
     shapes: str
     weights: str | None
+
+    @classmethod
+    def read(cls, state: object, name: str) -> Fingerprint:
+        """A fingerprint from a file.
+
+        Args:
+            state: as JSON has it.
+            name: of its place, for messages.
+
+        Raises:
+            SettingError: it is none.
+        """
+        known = [field.name for field in fields(cls)]
+        if not isinstance(state, dict):
+            raise SettingError(f"{name} must have the fields {', '.join(known)}, got {repr(state)[:SHOWN]}.")
+        if odd := sorted(set(known) ^ set(state), key=str):
+            what = "has no" if odd[0] in known else "has an unknown"
+            raise SettingError(f"{name} {what} field {odd[0]!r}; its fields are {', '.join(known)}.")
+        found = cls(**state)
+        check_count(f"{name}.num_layers", found.num_layers)
+        for field in ("model", "shapes", "weights"):
+            value = state[field]
+            if not isinstance(value, str) and not (field == "weights" and value is None):
+                raise SettingError(f"{name}.{field} must be a text, got {repr(value)[:SHOWN]}.")
+        return found
 
     @classmethod
     def of_decoder(cls, model: PreTrainedModel) -> Fingerprint:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..model.linear import FewTokenLinear
-from ..settings import check_count
+from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
 from .part import Part
 
 BLOCKS = ("attention", "mlp")
@@ -26,8 +26,8 @@ class Adapter(Part):
         blocks: ``("attention",)`` as in the paper; with ``"mlp"`` a whole transformer layer, or ``("mlp",)`` alone
             (its Table 2, where both are slower).
         vocabulary: ``v`` of a head of its own (slower there, too); ``None`` for the model's own head.
-        rope_theta: base of the rotary positions.
-        norm_eps: of the norms.
+        rope_theta: base of the rotary positions, above 0.
+        norm_eps: of the norms, between 0 and 1.
         about: see :class:`Part`.
 
     Raises:
@@ -48,12 +48,14 @@ class Adapter(Part):
         about: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("exit_layer", exit_layer), ("hidden_size", hidden_size), ("num_heads", num_heads)):
-            check_count(f"Adapter({name})", value)
-        if vocabulary is not None:
-            check_count("Adapter(vocabulary)", vocabulary)
-        if not blocks or not set(blocks) <= set(BLOCKS):
+        check_count("Adapter(exit_layer)", exit_layer, most=MOST_LAYERS)
+        for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads), ("vocabulary", vocabulary)):
+            if name != "vocabulary" or value is not None:
+                check_count(f"Adapter({name})", value, most=MOST_WIDTH)
+        if not isinstance(blocks, (list, tuple)) or not blocks or any(block not in BLOCKS for block in blocks):
             raise SettingError(f"Adapter(blocks) takes some of {BLOCKS}, got {blocks!r}.")
+        check_positive("Adapter(rope_theta)", rope_theta)
+        check_share("Adapter(norm_eps)", norm_eps, zero=False, one=False)
         if hidden_size % (2 * num_heads):
             raise SettingError(
                 f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): heads must share the width in even parts."
@@ -62,7 +64,7 @@ class Adapter(Part):
         self.num_heads = num_heads
         self.head_width = hidden_size // num_heads
         self.rope_theta = rope_theta
-        self.about = about or {}
+        self.about = about
         self.norm = nn.RMSNorm(hidden_size, norm_eps)
         self.attention = "attention" in blocks
         if self.attention:

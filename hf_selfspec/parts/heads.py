@@ -12,9 +12,10 @@ import torch
 import torch.nn as nn
 
 from ..calibration import drafts, entropy, roc_auc, threshold
-from ..errors import SettingError
+from ..errors import SettingError, SettingTypeError
+from ..model.fingerprint import SHOWN
 from ..model.linear import FewTokenLinear
-from ..settings import check_count, check_share
+from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_share
 from .part import Part
 
 # Most tokens of a draft (DSSD §4.1).
@@ -52,7 +53,7 @@ class ExitHeads(Part):
         vocabulary: ``v``.
         rank: of the linear layer as a product of two; ``None`` for a whole one, ``d v`` numbers a head instead of
             ``rank (d + v)``.
-        norm_eps: of the norms.
+        norm_eps: of the norms, between 0 and 1.
         about: see :class:`Part`; ``about["calibration"]`` is what :func:`calibrate` found.
 
     Raises:
@@ -73,12 +74,17 @@ class ExitHeads(Part):
         super().__init__()
         for name, value in (("hidden_size", hidden_size), ("vocabulary", vocabulary), ("rank", rank)):
             if name != "rank" or value is not None:
-                check_count(f"ExitHeads({name})", value)
-        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1:
+                check_count(f"ExitHeads({name})", value, most=MOST_WIDTH)
+        if not isinstance(layers, (list, tuple)):
+            raise SettingTypeError(f"ExitHeads(layers) must be a list of exit layers, got {layers!r}.")
+        for layer in layers:
+            check_count("ExitHeads(layers): a layer", layer, most=MOST_LAYERS)
+        if not layers or list(layers) != sorted(set(layers)):
             raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on that rise, got {layers!r}.")
+        check_share("ExitHeads(norm_eps)", norm_eps, zero=False, one=False)
         self.layers = tuple(layers)
         self.vocabulary = vocabulary
-        self.about = about or {}
+        self.about = about
 
         def linear() -> nn.Module:
             if rank is None:
@@ -87,6 +93,11 @@ class ExitHeads(Part):
             return nn.Sequential(nn.Linear(hidden_size, rank, bias=False), up)
 
         self.heads = nn.ModuleList(nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), linear()) for _ in layers)
+
+    def _check_about(self, name: str, known: dict[str, Any]) -> None:
+        found = known.get("calibration")
+        if found:
+            check_calibration(f"{name}['calibration']", found, len(self.layers))
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
         """``[..., v]`` what a head says of the states ``[..., d]`` that left the layers before it."""
@@ -174,6 +185,66 @@ def check_metric(name: str, metric: str | None) -> None:
         raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
 
 
+def check_calibration(name: str, found: object, heads: int) -> None:
+    """Checks that something is what :func:`calibrate` has found for as many heads.
+
+    Raises:
+        SettingError, SettingTypeError: it is not.
+    """
+    if not isinstance(found, dict) or not {"metric", "epsilons"} <= found.keys():
+        raise SettingTypeError(f"{name} must be a dict with a metric and epsilons, got {repr(found)[:SHOWN]}.")
+    if found["metric"] is None:
+        raise SettingError(f"{name}['metric'] must be one of {sorted(METRICS)}, got None.")
+    check_metric(name, found["metric"])
+    epsilons = _row(f"{name}['epsilons']", found["epsilons"])
+    for epsilon in epsilons:
+        check_share(f"{name}['epsilons']", epsilon, zero=False, one=True)
+    if not epsilons or epsilons != sorted(set(epsilons)):
+        raise SettingError(f"{name}['epsilons'] must rise, got {epsilons!r}.")
+    for table in ("thresholds", "acceptance"):
+        # A list of thresholds is of an earlier version, and to be found anew.
+        if isinstance(found.get(table, []), list):
+            continue
+        if not isinstance(found[table], dict) or not found[table].keys() <= METRICS.keys():
+            raise SettingTypeError(f"{name}['{table}'] must have tables for some of {sorted(METRICS)}.")
+        for metric, values in found[table].items():
+            place = f"{name}['{table}']['{metric}']"
+            if table == "acceptance":
+                _check_rates(place, values, len(epsilons))
+            elif len(_row(place, values)) != heads:
+                raise SettingError(f"{place} must have {heads} rows, one for each head, got {len(values)}.")
+            else:
+                for row in values:
+                    _check_thresholds(place, row, len(epsilons))
+
+
+def _row(name: str, values: object) -> list[Any]:
+    if not isinstance(values, list):
+        raise SettingTypeError(f"{name} must be a list, got {repr(values)[:SHOWN]}.")
+    return values
+
+
+def _check_thresholds(name: str, values: object, count: int) -> None:
+    numbers = [value for value in _row(name, values) if value is not None]
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in numbers) or not all(
+        abs(value) < math.inf for value in numbers
+    ):
+        raise SettingTypeError(f"{name} must have finite numbers or None, got {repr(values)[:SHOWN]}.")
+    _check_length(name, values, count)
+
+
+def _check_rates(name: str, values: object, count: int) -> None:
+    for value in _row(name, values):
+        if value is not None:
+            check_share(name, value, zero=True, one=True)
+    _check_length(name, values, count)
+
+
+def _check_length(name: str, values: Any, count: int) -> None:
+    if len(values) != count:
+        raise SettingError(f"{name} must have {count} values, one for each of the epsilons, got {len(values)}.")
+
+
 @dataclass(frozen=True)
 class Said:
     """What heads say of one text.
@@ -233,9 +304,12 @@ def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
     for metric, values in calibration["auc"].items():
         if known := [value for value in values if value is not None]:
             figures[f"ROC AUC of {metric}"] = round(mean(known), 4)
-    if rates := [rate for rate in calibration["acceptance"][calibration["metric"]] if rate is not None]:
-        figures["drafts accepted at best"] = _down(max(rates))
-    return figures
+    return figures | {"drafts accepted at best": reached(calibration)}
+
+
+def reached(calibration: dict[str, Any]) -> float:
+    """The greatest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
+    return _down(max(rate or 0.0 for rate in calibration["acceptance"][calibration["metric"]]))
 
 
 def _down(rate: float) -> float:

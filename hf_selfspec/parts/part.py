@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn as nn
-from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
-from ..errors import SettingError, SettingTypeError
-from ..model.fingerprint import Fingerprint
+from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..files import folder_written_whole, read_json, reported
+from ..model.fingerprint import SHOWN, Fingerprint
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _copying = threading.RLock()
 _P = TypeVar("_P", bound="Part")
 
@@ -39,7 +41,26 @@ class Part(nn.Module, PyTorchModelHubMixin):
     """
 
     kind: ClassVar[str] = "part"
-    about: dict[str, Any]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See the class."""
+        found: dict[str, Any] = self.__dict__["_about"]
+        return found
+
+    @about.setter
+    def about(self, known: dict[str, Any] | None) -> None:
+        name = f"{type(self).__name__}(about)"
+        found = _object(name, known)
+        for entry in ("recipe", "figures"):
+            _object(f"{name}[{entry!r}]", found.get(entry))
+        if found.get("fingerprint") is not None:
+            Fingerprint.read(found["fingerprint"], f"{name}['fingerprint']")
+        self._check_about(name, found)
+        self.__dict__["_about"] = found
+
+    def _check_about(self, name: str, known: dict[str, Any]) -> None:
+        """Checks what is known of one kind of part alone."""
 
     def on(self, device: torch.device) -> Self:
         """Itself where it is on that device already, and otherwise a copy there, made once."""
@@ -70,7 +91,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
         kept = self.about.get("fingerprint")
         if kept is None:
             return
-        if difference := Fingerprint(**kept).difference(fingerprint()):
+        if difference := Fingerprint.read(kept, "fingerprint").difference(fingerprint()):
             raise SettingError(
                 f"this {self.kind} was fitted to {difference}. Use it with the model that it was fitted to, or fit "
                 "another one."
@@ -83,44 +104,131 @@ class Part(nn.Module, PyTorchModelHubMixin):
         Raises:
             SettingError: there is none, it holds something else, was cut short, or has weights that are no numbers.
         """
-        name = os.fspath(path)
-        if Path(name).is_dir():
-            for file in ("config.json", "model.safetensors"):
-                if not (Path(name) / file).is_file():
-                    raise SettingError(f"{name} has no {file}: give a folder that holds a saved {cls.kind}.")
+        return cls.from_pretrained(path)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
+        """As huggingface_hub's, after a check that settings and weights fit each other; see :meth:`load`.
+
+        Args:
+            pretrained_model_name_or_path: a folder or a repository of the Hub.
+            options: of the download (``revision``, ``token``, ``cache_dir``, ``force_download``,
+                ``local_files_only``).
+
+        Raises:
+            SettingError: see :meth:`load`.
+        """
+        name = os.fspath(pretrained_model_name_or_path)
+        config_file, weights_file = (_file(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
+        config = _config(cls.kind, config_file)
         try:
-            part: Self = cls.from_pretrained(name, strict=True)
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise SettingError(
-                f"there is no saved {cls.kind} at {name!r} ({error}). Give the folder that `save_pretrained` has "
-                "written, or the name of a repository on the Hub."
-            ) from error
-        except (SafetensorError, json.JSONDecodeError, RuntimeError, TypeError, KeyError, ValueError) as error:
+            tensors = load_file(weights_file)
+            with torch.device("meta"):
+                _check_shapes(cls(**config), tensors)
+            part = cls(**config)
+            part.load_state_dict(tensors)
+        except SelfSpecError as error:
+            raise SettingError(f"{config_file}: {error}") from error
+        except (SafetensorError, OSError, RuntimeError, TypeError) as error:
             raise SettingError(
                 f"{name} is not a saved {cls.kind}, or was cut short or changed ({error}). Fit and save it again."
             ) from error
-        wrong = [key for key, value in part.state_dict().items() if not torch.isfinite(value).all()]
+        wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are no numbers: {wrong[0]}. Fit it anew.")
         return part.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
-        """As huggingface_hub's, whose card of an earlier part would stay."""
-        (Path(save_directory) / "README.md").unlink(missing_ok=True)
-        return super().save_pretrained(Path(save_directory), **options)
+        """As huggingface_hub's, whole or not at all.
+
+        Raises:
+            SettingError: the folder cannot be written.
+        """
+        folder = Path(save_directory)
+        push, repository = options.pop("push_to_hub", False), options.pop("repo_id", None) or folder.name
+        card = options.pop("model_card_kwargs", None)
+        config = options.pop("config", None)
+        with reported(folder), folder_written_whole(folder) as inside:
+            super().save_pretrained(inside, config=config, model_card_kwargs=card)
+        if push:
+            return self.push_to_hub(repository, config=config, model_card_kwargs=card, **options)
+        return None
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """The card: what it is, the recipe, the figures."""
         data = ModelCardData(library_name="hf_selfspec", tags=["hf_selfspec", "self-speculative-decoding"])
-        recipe = "\n".join(f"- {name}: {value}" for name, value in self.about.get("recipe", {}).items())
-        figures = "\n".join(f"- {name}: {value}" for name, value in self.about.get("figures", {}).items())
-        model = self.about.get("fingerprint", {}) or {}
+        recipe, figures = (
+            "\n".join(f"- {name}: {value}" for name, value in (self.about.get(entry) or {}).items())
+            for entry in ("recipe", "figures")
+        )
+        model = self.about.get("fingerprint") or {}
         return ModelCard(
             f"---\n{data.to_yaml()}\n---\n\n# {self.kind[0].upper()}{self.kind[1:]} for self-speculative decoding\n\n"
             f"Fitted with hf_selfspec to a frozen {model.get('model', 'model')} of {model.get('num_layers', '?')} "
             f"layers, {self.num_parameters:,} parameters. It drafts; the model verifies, so that the output is the "
             f"model's own.\n\n## Recipe\n\n{recipe or 'not recorded'}\n\n## Figures\n\n{figures or 'none'}\n"
         )
+
+
+def _object(name: str, value: object) -> dict[str, Any]:
+    """A mapping of names, an empty one for ``None``.
+
+    Raises:
+        SettingTypeError: it is something else.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise SettingTypeError(f"{name} must be a dict with names as keys, or None, got {repr(value)[:SHOWN]}.")
+    return value
+
+
+def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
+    """A file of a folder, or of a repository of the Hub.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if os.path.isdir(name):
+        if not (Path(name) / file).is_file():
+            raise SettingError(f"{name} has no {file}: give a folder that holds a saved {kind}.")
+        return Path(name) / file
+    try:
+        return Path(hf_hub_download(name, file, **options))
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise SettingError(
+            f"there is no saved {kind} at {name!r} ({error}). Give the folder that `save_pretrained` has written, or "
+            "the name of a repository on the Hub."
+        ) from error
+
+
+def _config(kind: str, file: Path) -> dict[str, Any]:
+    try:
+        config = read_json(file)
+    except ValueError as error:
+        raise SettingError(
+            f"{file} is not of a saved {kind}, or was cut short or changed ({error}). Fit and save it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise SettingError(f"{file} is not of a saved {kind}: it holds {repr(config)[:SHOWN]}. Fit and save it again.")
+    return config
+
+
+def _check_shapes(part: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Checks that the weights in a file are those that its settings lead to, before there is memory for them.
+
+    Raises:
+        SettingError: they are not.
+    """
+    expected = {name: list(value.shape) for name, value in part.state_dict().items()}
+    found = {name: list(value.shape) for name, value in tensors.items()}
+    for name in [*expected, *found]:
+        if expected.get(name) != found.get(name):
+            raise SettingError(
+                "these settings do not fit the weights beside them, or one of the two was cut short or changed: "
+                f"{name} should be {expected.get(name, 'absent')} and is {found.get(name, 'absent')}. Fit and save it "
+                "again."
+            )
 
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
@@ -145,4 +253,4 @@ def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
 
 def _saved_at(path: str | os.PathLike[str]) -> str:
     """The whole path of a folder, so that it holds in another working directory; a Hub name as it is."""
-    return str(Path(path).resolve()) if Path(path).is_dir() else os.fspath(path)
+    return str(Path(path).resolve()) if os.path.isdir(path) else os.fspath(path)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..settings import check_count
+from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_flag
 from .part import Part
 
 
@@ -19,6 +19,9 @@ class LinearProbe(Part):
         hidden_size: their width ``d``.
         do_sample: whether tokens are drawn; acceptance is another thing then.
         about: see :class:`Part`.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
     """
 
     kind = "probe"
@@ -27,11 +30,12 @@ class LinearProbe(Part):
         self, exit_layer: int, hidden_size: int, do_sample: bool = False, about: dict[str, Any] | None = None
     ) -> None:
         super().__init__()
-        check_count("LinearProbe(exit_layer)", exit_layer)
-        check_count("LinearProbe(hidden_size)", hidden_size)
+        check_count("LinearProbe(exit_layer)", exit_layer, most=MOST_LAYERS)
+        check_count("LinearProbe(hidden_size)", hidden_size, most=MOST_WIDTH)
+        check_flag("LinearProbe(do_sample)", do_sample)
         self.exit_layer = exit_layer
         self.do_sample = do_sample
-        self.about = about or {}
+        self.about = about
         self.direction = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.direction.weight)
         nn.init.zeros_(self.direction.bias)

@@ -41,6 +41,7 @@ class OnTheFlySearch:
     def __post_init__(self) -> None:
         _check(self)
         check_count("OnTheFlySearch(bayes_interval)", self.bayes_interval)
+        check_count("OnTheFlySearch(seed)", self.seed, least=0)
 
 
 @dataclass(frozen=True)

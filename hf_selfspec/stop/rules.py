@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..errors import SettingTypeError
-from ..settings import check_count, check_share
+from ..settings import MOST_DRAFT, check_count, check_share
 
 # (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -92,13 +92,13 @@ class FixedLength:
     """Drafts ``num_tokens`` tokens, always (LayerSkip §4.3).
 
     Args:
-        num_tokens: length of a draft, at least 1.
+        num_tokens: length of a draft, from 1 to 1,024.
     """
 
     num_tokens: int
 
     def __post_init__(self) -> None:
-        check_count("FixedLength(num_tokens)", self.num_tokens)
+        check_count("FixedLength(num_tokens)", self.num_tokens, most=MOST_DRAFT)
 
     @property
     def max_draft(self) -> int:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
-from ..files import written_whole
+from ..files import reported, written_whole
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
@@ -73,7 +73,8 @@ class Backbone:
         self._folder: Path | None = None
         if cache_dir is not None:
             self._folder = Path(cache_dir) / _name(model, Fingerprint.of_decoder(model))
-            self._folder.mkdir(parents=True, exist_ok=True)
+            with reported(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def device(self) -> torch.device:
@@ -209,5 +210,5 @@ def _read(file: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with written_whole(file) as beside:
+    with reported(file), written_whole(file) as beside:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
 from ..parts.part import Part, about
-from ..settings import check_count
+from ..settings import check_count, check_positive
 from .backbone import Backbone, Observed
 
 _P = TypeVar("_P", bound=Part)
@@ -223,10 +224,24 @@ def prepared(
     inner = causal_lm(model, name)
     if args is not None and not isinstance(args, TrainingArguments):
         raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
+    if args is not None:
+        _check_arguments(f"{name}(args)", args)
     most = Anatomy.of(inner).max_positions
     if most is not None and isinstance(block_size, int) and block_size > most:
         raise SettingError(f"{name}(block_size={block_size}) is more than the {most} positions of the model.")
     return inner, Blocks(tokenizer, dataset, block_size, name)
+
+
+def _check_arguments(name: str, args: TrainingArguments) -> None:
+    """Checks that the Trainer would train.
+
+    Raises:
+        SettingError, SettingTypeError: it would not.
+    """
+    if not 0 <= args.learning_rate < math.inf:
+        raise SettingError(f"{name}: learning_rate must be a finite number of at least 0, got {args.learning_rate!r}.")
+    if args.max_steps <= 0:
+        check_positive(f"{name}: num_train_epochs", args.num_train_epochs)
 
 
 def check_exit(name: str, layer: int, layers: int) -> None:
@@ -295,7 +310,17 @@ def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
 def finished(
     part: _P, model: Any, recipe: dict[str, Any], fitted: Fitted, figures: dict[str, float], folder: Any
 ) -> _P:
-    """The part with what is to be known of it, saved if there is a folder."""
+    """The part with what is to be known of it, saved if there is a folder.
+
+    Raises:
+        SettingError: the fit has diverged.
+    """
+    wrong = [key for key, value in part.state_dict().items() if not torch.isfinite(value).all()]
+    if wrong:
+        raise SettingError(
+            f"the fit has left no numbers in {wrong[0]}, so nothing was saved: give a smaller learning rate, or text "
+            "and a model whose states are finite."
+        )
     recipe = {**recipe, "tokens": fitted.tokens, "steps": fitted.steps}
     if fitted.losses:
         figures = {"first loss": fitted.losses[0], "last loss": fitted.losses[-1], **figures}

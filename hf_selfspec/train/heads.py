@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -15,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainingArgu
 
 from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import Fingerprint
-from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers, figures_of
+from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers, figures_of, reached
 from ..parts.part import part_of
 from ..settings import check_count, check_share
 from .backbone import Backbone, Observed
@@ -77,7 +78,7 @@ def fit_exit_heads(
         metric, epsilons: see :func:`calibrate_exit_heads`.
 
     Returns:
-        The heads, for ``SelfSpec.dssd(heads, epsilon)``.
+        The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning tells where they reach none of the accuracies.
 
     Raises:
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
@@ -136,7 +137,7 @@ def fit_exit_heads(
         )
     recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
     finished(heads, inner, recipe, fitted, figures, output_dir)
-    return _calibrated(heads, backbone, held_out, epsilons, metric, output_dir)
+    return _calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir)
 
 
 def calibrate_exit_heads(
@@ -177,7 +178,7 @@ def calibrate_exit_heads(
     given.check(lambda: Fingerprint.of_decoder(inner))
     backbone = Backbone(inner, given.layers)
     found = copy.deepcopy(given.on(backbone.device)).eval()
-    return _calibrated(found, backbone, text.rows[:MOST_HELD_OUT], epsilons, metric, output_dir)
+    return _calibrated(name, found, backbone, text.rows[:MOST_HELD_OUT], epsilons, metric, output_dir)
 
 
 def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
@@ -192,7 +193,17 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
         raise SettingError(f"{name}(epsilons) must rise, got {list(epsilons)!r}.")
 
 
+def _unreached(name: str, epsilon: float, rate: float) -> str:
+    best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
+    return (
+        f"{name}: these exit heads reach none of the accuracies from {epsilon} on ({best}), so SelfSpec.dssd cannot "
+        "draft with them at such an epsilon. Fit them on more text or for more epochs, or with copied=True, or "
+        "calibrate them on text that is nearer to what they are used for."
+    )
+
+
 def _calibrated(
+    name: str,
     heads: ExitHeads,
     backbone: Backbone,
     rows: torch.Tensor,
@@ -202,8 +213,11 @@ def _calibrated(
 ) -> ExitHeads:
     with backbone.frozen():
         calibration = calibrate(_said(backbone, heads, rows), epsilons, metric)
-    figures = heads.about.get("figures", {}) | figures_of(calibration)
-    return keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
+    figures = (heads.about.get("figures") or {}) | figures_of(calibration)
+    kept = keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
+    if reached(calibration) < epsilons[0]:
+        warnings.warn(_unreached(name, epsilons[0], reached(calibration)), stacklevel=3)
+    return kept
 
 
 def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observed: Observed) -> torch.Tensor:

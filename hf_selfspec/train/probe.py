@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from ..parts.probe import LinearProbe
+from ..settings import check_count, check_positive, check_share
 from .backbone import Backbone, Observed
 from .fitting import Fitting, agreement, check_exit, finished, measured, per_token, prepared, train
 
@@ -54,6 +55,7 @@ def fit_probe(
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`.
     """
     name = "fit_probe"
+    check_warping(lambda setting: f"{name}({setting})", temperature, top_k, top_p)
     inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
     rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
@@ -90,6 +92,23 @@ def fit_probe(
         figures = measured(backbone, held_out, {"accuracy": right, "accepted": labels})
     mode = f"drawn, temperature {temperature}, top-k {top_k}, top-p {top_p}" if do_sample else "greedy"
     return finished(probe, inner, {"exit layer": exit_layer, "decoding": mode}, fitted, figures, output_dir)
+
+
+def check_warping(name: Callable[[str], str], temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Checks what drawn tokens are drawn by.
+
+    Args:
+        name: what a setting is called in messages.
+        temperature, top_k, top_p: see :func:`fit_probe`.
+
+    Raises:
+        SettingError, SettingTypeError: one is not allowed.
+    """
+    check_positive(name("temperature"), temperature)
+    if top_k is not None:
+        check_count(name("top_k"), top_k, least=0)
+    if top_p is not None:
+        check_share(name("top_p"), top_p, zero=False, one=True)
 
 
 def _warpers(temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import SettingError, SettingTypeError
-from ..settings import check_count, check_share
+from ..settings import MOST_CANDIDATES, check_count, check_share
 
 _USUAL_PRICE = 0.05
 
@@ -20,7 +20,8 @@ class TopKTree:
 
     Args:
         widths: ``(confidence, k)`` pairs with rising confidence: a token whose top-1 probability is at most
-            ``confidence`` gets ``k`` candidates in all. The last confidence must be 1. The default is the paper's.
+            ``confidence`` gets ``k`` candidates in all, 256 at most. The last confidence must be 1. The default is the
+            paper's.
     """
 
     widths: tuple[tuple[float, int], ...] = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
@@ -40,7 +41,7 @@ class TopKTree:
                 f"TopKTree(widths) needs confidences that rise from above 0 to 1, got {edges!r}. {example}"
             )
         for _, width in self.widths:
-            check_count("TopKTree(widths): k", width)
+            check_count("TopKTree(widths): k", width, most=MOST_CANDIDATES)
 
     @property
     def most(self) -> int:
@@ -68,7 +69,7 @@ class CostTree:
     Args:
         price: what another token in a verification costs, in one-token steps of the whole model. ``None`` for what a
             search for layers to skip has measured, and 0.05 until then or without one.
-        most: candidates at one depth at most.
+        most: candidates at one depth at most, up to 256.
     """
 
     price: float | None = None
@@ -77,7 +78,7 @@ class CostTree:
     def __post_init__(self) -> None:
         if self.price is not None:
             check_share("CostTree(price)", self.price, zero=True, one=True)
-        check_count("CostTree(most)", self.most)
+        check_count("CostTree(most)", self.most, most=MOST_CANDIDATES)
 
     def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
         """As :meth:`TopKTree.width`."""

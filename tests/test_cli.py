@@ -1,0 +1,406 @@
+"""The command line: what it fits, and one line for whatever is wrong, before the model is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCABULARY, ragged_batch, tiny_llama
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_selfspec import ExitHeads, SelfSpec, SettingError, fit_adapter, fit_exit_heads, fit_probe
+from hf_selfspec.cli import main
+from hf_selfspec.train.fitting import training_arguments
+from hf_selfspec.train.texts import texts
+
+TEXT = "def f(x): return x + 1 "
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a tokenizer of single characters."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    words = {chr(32 + index): index for index in range(VOCABULARY - 2)} | {"[UNK]": VOCABULARY - 2}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("kind", "options", "spec"),
+    [
+        ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
+        ("adapter", ["--exit-layer", "2", "--blocks", "mlp", "--own-head"], SelfSpec.kangaroo),
+        ("heads", ["--heads", "2", "--copied"], lambda out: SelfSpec.dssd(out, 0.5)),
+        ("probe", ["--exit-layer", "3"], lambda out: SelfSpec.adaspeed(probe=out)),
+    ],
+)
+def test_command_line(
+    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: list[str], spec: Any
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": "def f(x): return x + 1 "}) for _ in range(40)))
+    common = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
+    assert main(["fit", kind, *common, *options]) == 0
+    assert f"parameters in {tmp_path / 'out'}" in capsys.readouterr().out
+    model = LlamaForCausalLM.from_pretrained(saved_model)
+    inputs = ragged_batch((5,))
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec(tmp_path / "out"))
+    assert torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
+
+
+@pytest.mark.filterwarnings("default")
+def test_command_line_of_heads_of_low_rank(saved_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("def f(x): return x + 1 " * 40)
+    given = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
+    assert main(["fit", "heads", *given, "--layers", "1", "3", "--rank", "4", "--metric", "margin"]) == 0
+    heads = ExitHeads.load(tmp_path / "out")
+    assert (heads.layers, heads.metric) == ((1, 3), "margin")
+    assert heads.num_parameters == 2 * (64 + 4 * (64 + VOCABULARY))
+
+
+@pytest.fixture
+def files(saved_model: Path, tmp_path: Path) -> dict[str, Path]:
+    """A model, its text, a place for what is fitted, and a file."""
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": TEXT}) for _ in range(40)))
+    (tmp_path / "file").write_text("")
+    return {"model": saved_model, "data": tmp_path / "data.jsonl", "out": tmp_path / "out", "file": tmp_path / "file"}
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is wrong is found only after the weights were loaded."""
+
+    def load(*args: Any, **options: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+
+
+def asked(kind: str, files: dict[str, Path], **changed: object) -> list[str]:
+    """A command line; ``None`` leaves an option out, ``True`` gives one that has no value."""
+    given: dict[str, object] = {"model": files["model"], "data": files["data"], "out": files["out"], "block-size": 32}
+    given |= {"exit-layer": 2} if kind != "heads" else {}
+    words = ["fit", kind]
+    for name, value in (given | {name.replace("_", "-"): value for name, value in changed.items()}).items():
+        if value is not None:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that says what is wrong."""
+    capsys.readouterr()
+    assert main(arguments) != 0
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert line.startswith("hf-selfspec: ")
+    return line
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+DATA: dict[str, tuple[str, bytes | None, str]] = {
+    "missing": ("missing.jsonl", None, "there is no such file"),
+    "missing text": ("missing.txt", None, "there is no such file"),
+    "binary text": (
+        "a.txt",
+        bytes(range(256)),
+        "cannot be read as text in UTF-8 ('utf-8' codec can't decode",
+    ),
+    "zeros": ("a.txt", b"\0" * 100, "cannot be read as text in UTF-8 (it has null bytes)"),
+    "binary lines": ("a.jsonl", b'{"text": "\xff"}', "cannot be read as text in UTF-8"),
+    "broken": ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: this is not JSON (Expecting"),
+    "deep": ("a.jsonl", b"[" * 100_000, "line 1: this is not JSON (maximum recursion depth"),
+    "lists": ("a.jsonl", b'{"text": "a"}\n["b"]', "line 2: ['b'] is not an object with a text"),
+    "a list": ("a.json", b'[{"text": "a"}]', "line 1: [{'text': 'a'}] is not an object with a text"),
+    "numbers": ("a.jsonl", b"3", "line 1: 3 is not an object"),
+    "null": ("a.jsonl", b"null", "line 1: None is not an object"),
+    "another column": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"body": "text"}',
+        "line 2: there is no text in the column 'text'. Of the columns ['body'] name",
+    ),
+    "no text": ("a.jsonl", b'{"text": 5}', "line 1: there is no text in the column 'text'"),
+    "empty text": ("a.txt", b"", "the dataset is empty"),
+    "empty lines": ("a.jsonl", b"\n\n", "the dataset is empty"),
+    "blank": ("a.jsonl", b'{"text": " "}', "the dataset is empty"),
+    "table": ("a.csv", b"text\na", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file"),
+    "no suffix": ("data", b"text", "is a file of another kind (no suffix)"),
+    "no name": ("a b", None, "there is no such file, and it is not the name of a dataset"),
+}
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("name", DATA)
+def test_data_that_is_none(
+    name: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, content, words = DATA[name]
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    line = refused(asked("adapter", files, data=tmp_path / file), capsys)
+    assert words in line
+    assert f"--data {tmp_path / file}" in line
+    assert not files["out"].exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_folder_is_no_data(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is a folder. Give a .txt file" in refused(asked("adapter", files, data=tmp_path), capsys)
+    (tmp_path / "folder.jsonl").mkdir()
+    line = refused(asked("adapter", files, data=tmp_path / "folder.jsonl"), capsys)
+    assert "cannot be read as text in UTF-8 (Is a directory)" in line
+
+
+def test_texts_are_those_of_the_file(tmp_path: Path) -> None:
+    """Whatever line ends stand inside a text, and with a byte order mark."""
+    given = ["a\u2028b", "c\x0bd\x1e", "e\n\r\nf", "ü"]
+    lines = "\r\n".join(json.dumps({"body": text}, ensure_ascii=False) for text in given)
+    (tmp_path / "a.jsonl").write_bytes(lines.encode("utf-8-sig"))
+    assert texts(str(tmp_path / "a.jsonl"), "body") == given
+    (tmp_path / "a.txt").write_bytes("ü\n".encode("utf-8-sig"))
+    assert texts(str(tmp_path / "a.txt")) == ["ü\n"]
+
+
+class Elsewhere(HfHubHTTPError.__bases__[0]):  # type: ignore[name-defined, misc]
+    """As the Hub's HTTP library raises it where there is no network."""
+
+
+def datasets_module(load: Callable[..., Any]) -> types.ModuleType:
+    module = types.ModuleType("datasets")
+    module.exceptions = types.SimpleNamespace(DatasetsError=type("DatasetsError", (Exception,), {}))
+    module.load_dataset = load
+    return module
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("offline", [False, True])
+def test_an_unknown_dataset_without_a_network(
+    offline: bool, files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer comes at once: what tries again and again is not asked."""
+
+    def load(name: str, split: str) -> None:
+        if not offline:
+            time.sleep(60)
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub\n(OfflineModeIsEnabled)")
+
+    def info(self: HfApi, name: str, *, timeout: float) -> None:
+        assert not offline
+        assert timeout <= 10
+        raise Elsewhere("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    monkeypatch.setitem(sys.modules, "datasets", datasets_module(load))
+    begun = time.monotonic()
+    line = refused(asked("adapter", files, data="no/such-data"), capsys)
+    assert time.monotonic() - begun < 10
+    assert ("(OfflineModeIsEnabled)" if offline else "the Hub has no such dataset (Name or service not known)") in line
+    assert "Give a .jsonl or .txt file" in line
+
+
+@pytest.mark.usefixtures("no_model")
+def test_datasets_that_cannot_be_used(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "needs `pip install datasets`" in refused(asked("adapter", files, data="some/data"), capsys)
+
+    def raises(error: Exception) -> Callable[..., Any]:
+        def load(name: str, split: str) -> None:
+            raise error
+
+        return load
+
+    module = datasets_module(raises(ValueError("Unknown split 'train'")))
+    for error in (ValueError("Unknown split 'train'"), module.exceptions.DatasetsError("no rows")):
+        module.load_dataset = raises(error)
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        assert f"cannot be loaded ({error})" in refused(asked("adapter", files, data="some/data"), capsys)
+    module.load_dataset = lambda name, split: [{"text": "a"}, {"body": "b"}]
+    assert "row 2: there is no text" in refused(asked("adapter", files, data="some/data"), capsys)
+    module.load_dataset = lambda name, split: [{"body": "a"}, {"body": "b"}]
+    assert texts("some/data", "body") == ["a", "b"]
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+OPTIONS: list[tuple[str, dict[str, object], str]] = [
+    ("adapter", {"batch": 0}, "--batch must be at least 1, got 0"),
+    ("adapter", {"batch": "many"}, "argument --batch: invalid int value: 'many'"),
+    ("adapter", {"block-size": -1}, "--block-size must be at least 1, got -1"),
+    ("adapter", {"epochs": 0}, "--epochs must be a finite number above 0, got 0.0"),
+    ("heads", {"epochs": -1}, "--epochs must be a finite number above 0, got -1.0"),
+    ("probe", {"epochs": "nan"}, "--epochs must be a finite number above 0, got nan"),
+    ("adapter", {"learning-rate": -0.1}, "--learning-rate must be a finite number above 0, got -0.1"),
+    ("adapter", {"learning-rate": "inf"}, "--learning-rate must be a finite number above 0, got inf"),
+    ("adapter", {"learning-rate": "nan"}, "--learning-rate must be a finite number above 0, got nan"),
+    ("adapter", {"dtype": "foat32"}, "argument --dtype: invalid choice: 'foat32'"),
+    ("adapter", {"exit-layer": 0}, "--exit-layer must be at least 1, got 0"),
+    ("adapter", {"exit-layer": 6}, "the model has 6 layers, so the exit layer must be between 1 and 5"),
+    ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
+    ("adapter", {"heads": 3}, "heads must share the width in even parts"),
+    ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
+    ("adapter", {"blocks": ["mixer"]}, "argument --blocks: invalid choice: 'mixer'"),
+    ("adapter", {"speed": 3}, "unrecognized arguments: --speed 3"),
+    ("adapter", {"model": None}, "the following arguments are required: --model"),
+    ("heads", {"layers": [2, 9]}, "the model has 6 layers"),
+    ("heads", {"layers": [0, 2]}, "--layers must be at least 1, got 0"),
+    ("heads", {"layers": [1, 3], "heads": 2}, "--heads 2 has no effect with --layers"),
+    ("heads", {"copied": True, "rank": 4}, "--copied has no effect with --rank 4"),
+    ("heads", {"rank": 0}, "--rank must be at least 1, got 0"),
+    ("heads", {"metric": "luck"}, "argument --metric: invalid choice: 'luck'"),
+    ("probe", {"temperature": 0.7}, "--temperature 0.7 has no effect without --sample"),
+    ("probe", {"top-k": 5}, "--top-k 5 has no effect without --sample"),
+    ("probe", {"top-p": 0.9}, "--top-p 0.9 has no effect without --sample"),
+    ("probe", {"sample": True, "temperature": 0}, "--temperature must be a finite number above 0, got 0.0"),
+    ("probe", {"sample": True, "temperature": "nan"}, "--temperature must be a finite number above 0, got nan"),
+    ("probe", {"sample": True, "top-k": -5}, "--top-k must be at least 0, got -5"),
+    ("probe", {"sample": True, "top-p": 1.5}, "--top-p must lie between 0 and 1"),
+    ("probe", {"exit-layer": None}, "the following arguments are required: --exit-layer"),
+]
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(("kind", "options", "words"), OPTIONS)
+def test_options_that_are_wrong(
+    kind: str, options: dict[str, object], words: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(asked(kind, files, **options), capsys)
+    assert not files["out"].exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_places_that_are_wrong(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    file = files["file"]
+    for name, place, words in (
+        ("out", file, f"{file} is a file. Name a folder"),
+        ("out", file / "a", "cannot be a folder (Not a directory)"),
+        ("out", file.parent / ("a" * 300), "cannot be a folder (File name too long)"),
+        ("cache", file, f"{file} is a file. Name a folder"),
+        ("model", file.parent / "none", "there is no such folder, and the Hub has no such model"),
+        ("model", file, "there is no such folder"),
+        ("model", file.parent, "its config cannot be loaded"),
+        ("field", "body", "--field body has no effect on --data"),
+    ):
+        changed = {name: place}
+        if name == "field":
+            (file.parent / "a.txt").write_text(TEXT)
+            changed["data"] = file.parent / "a.txt"
+        assert words in refused(asked("adapter", files, **changed), capsys)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_unknown_model_without_a_network(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def info(self: HfApi, name: str, *, timeout: float) -> None:
+        raise Elsewhere("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", info)
+    line = refused(asked("adapter", files, model="no/such-model"), capsys)
+    assert "the Hub has no such model (Name or service not known)" in line
+
+
+@pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_models_that_are_damaged(
+    damage: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for file in files["model"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes()[: 100 if file.name == damage else None])
+    assert main(asked("adapter", files, model=folder)) == 1
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"hf-selfspec: --model {folder}: its ")
+    assert "cannot be loaded" in line
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["fit"], ["fit", "wings"], ["train"]):
+        assert "See `hf-selfspec" in refused(words, capsys)
+
+
+# Fits that bring nothing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("default")
+def test_heads_that_reach_nothing(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """They are saved, and a line says what is wrong with them."""
+    assert main(asked("heads", files, heads=2, epochs=0.01, learning_rate=1e-9)) == 0
+    told = capsys.readouterr()
+    lines = [line for line in told.err.splitlines() if line.startswith("hf-selfspec: ")]
+    assert len(lines) == 1
+    assert "these exit heads reach none of the accuracies from 0.5 on" in lines[0]
+    assert "drafts accepted at best" in told.out
+    heads = ExitHeads.load(files["out"])
+    assert heads.about["figures"]["drafts accepted at best"] < 0.5
+    with pytest.raises(SettingError, match="is more than these exit heads reach"):
+        SelfSpec.dssd(heads, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_train_epochs": 0}, "num_train_epochs must be a finite number above 0"),
+        ({"num_train_epochs": float("nan")}, "num_train_epochs must be a finite number above 0"),
+        ({"learning_rate": -1.0}, "learning_rate must be a finite number of at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a finite number of at least 0"),
+    ],
+)
+def test_arguments_that_would_not_train(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(2, 34))} for _ in range(30)]
+    args = training_arguments(str(tmp_path), torch.device("cpu"), disable_tqdm=True, **changed)
+    for fit, options in ((fit_adapter, {}), (fit_exit_heads, {}), (fit_probe, {"exit_layer": 2})):
+        with pytest.raises(SettingError, match=rf"{fit.__name__}\(args\): {words}"):
+            fit(tiny_llama(), None, rows, block_size=32, args=args, output_dir=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fit_that_diverges_saves_nothing(tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(2, 34))} for _ in range(30)]
+    args = training_arguments(
+        str(tmp_path), torch.device("cpu"), disable_tqdm=True, learning_rate=1e38, num_train_epochs=2, warmup_steps=0
+    )
+    with pytest.raises(SettingError, match=r"the fit has left no numbers in .*give a smaller learning rate"):
+        fit_adapter(tiny_llama(), None, rows, block_size=32, args=args, output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_probes_of_settings_that_are_none() -> None:
+    for changed, words in (
+        ({"temperature": 0.0}, r"fit_probe\(temperature\) must be a finite number above 0"),
+        ({"top_p": 0.0}, r"fit_probe\(top_p\) must lie between 0 and 1"),
+        ({"top_k": -1}, r"fit_probe\(top_k\) must be at least 0"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            fit_probe(tiny_llama(), None, [], exit_layer=2, do_sample=True, **changed)
