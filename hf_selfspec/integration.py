@@ -47,6 +47,7 @@ def uninstall() -> None:
 def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+        assistant = None if assistant is False else assistant
         spec = kwargs.get("custom_generate") if assistant is None else assistant
         if not isinstance(spec, SelfSpec):
             if assistant is None:
