@@ -72,7 +72,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         effective, _ = self._prepare_generation_config(
             named.get("generation_config"), **{k: v for k, v in named.items() if hasattr(self.generation_config, k)}
         )
-        check_options(effective)
+        check_options(self, effective)
         named["custom_generate"] = functools.partial(
             spec, streamer=named.get("streamer"), synced_gpus=_is_synced(self, named.get("synced_gpus"))
         )

@@ -265,7 +265,7 @@ class PartialDraft(CandidateGenerator):
         same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
         start = min(same, len(ids) - 1)
         text = Text.of(input_ids, [0], self.limits.longest)
-        limit = self.target.anatomy.max_positions
+        limit = self.target.anatomy.position_limit
         room = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
         self.target.roots = text.roots()
         with self.target.prepared():

@@ -161,6 +161,12 @@ def _front(valid: torch.Tensor) -> torch.Tensor:
     return (~valid).int().argsort(dim=1, stable=True)
 
 
+def is_right_padded(attention_mask: torch.Tensor) -> bool:
+    """Whether a row of a mask ``[b, m]`` ends with masked columns after its tokens; rows without any do not count."""
+    valid = attention_mask.bool()
+    return bool((valid.any(1) & ~valid[:, -1]).any())
+
+
 def _check_filled(mask: torch.Tensor) -> None:
     filled = mask.bool().any(1).tolist()
     if not all(filled):
