@@ -19,9 +19,10 @@ from .draft.skip_layers import SkipLayers
 from .drafting import Drafting
 from .errors import SettingError, UnsupportedOptionError
 from .model.anatomy import Anatomy
+from .model.arguments import extra_arguments
 from .model.cache import SpeculativeCache
 from .model.checkpointing import checkpoints
-from .model.prompt import Prompt, extra_arguments, is_right_padded
+from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
 from .notices import say_once
 from .plain import decode_plainly
@@ -67,6 +68,7 @@ class Call:
         if not has_cache:
             model_kwargs = _with_cache(model, model_kwargs)
         check_call(model, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+        extra = extra_arguments(model, model_kwargs)
         _warn_of_checkpointing(model)
         kind = bool(generation_config.do_sample), len(input_ids) > 1
         partial = isinstance(self.drafting.draft, EarlyExitOnly)
@@ -119,7 +121,7 @@ class Call:
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            extra_arguments(model_kwargs),
+            extra,
             plan if partial else None,
         )
         draft = self.drafting.running(target, plan, limits, scorer)
