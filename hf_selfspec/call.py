@@ -225,7 +225,7 @@ def _with_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[st
 def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:
     """Transformers' reminder, where it has one, that the text is longer than the model was made for."""
     for criterion in criteria:
-        if isinstance(criterion, MaxLengthCriteria):
+        if type(criterion) is MaxLengthCriteria:
             criterion(ids[:, :-1], None)
 
 

@@ -51,6 +51,12 @@ class Record:
         )
 
 
+def _optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """What transformers' own loop decodes in after the prefill: off the CPU it batches the experts of a mixture."""
+    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)  # versions before it have nothing of the kind
+    return optimized()
+
+
 @dataclass
 class Decoder:
     """One generation.
@@ -303,12 +309,6 @@ class Decoder:
                 self.text.last_tokens(), self.text.roots(), head=False, capture=self.target.anatomy.num_layers
             )
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
-
-
-def _optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """What transformers' own loop decodes in after the prefill: off the CPU it batches the experts of a mixture."""
-    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)  # versions before it have nothing of the kind
-    return optimized()
 
 
 def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:

@@ -321,6 +321,16 @@ def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.T
     torch.testing.assert_close(output, expected)
 
 
+def test_attention_with_sinks_drops_weights_as_it_is_told() -> None:
+    query, key, value = (torch.randn(2, heads, n, 16) for heads, n in ((4, 3), (2, 9), (2, 9)))
+    options: dict[str, Any] = {"scaling": 0.3, "s_aux": torch.zeros(4)}
+    mask = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+    output, _ = grouped_attention(
+        lambda m, group: m.repeat(1, 1, group, 1), torch.nn.Module(), query, key, value, mask, dropout=1.0, **options
+    )
+    assert not output.any()
+
+
 class Told(CandidateGenerator):
     """Drafts what it was told, with logits of the shape that it was told."""
 
