@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .checks import check_call, check_length, check_lossy
@@ -19,16 +18,18 @@ from .draft.partial import Limits
 from .draft.skip_layers import SkipLayers
 from .drafting import Drafting
 from .errors import SettingError, UnsupportedOptionError
-from .learned import Findings
 from .model.anatomy import Anatomy
+from .model.arguments import extra_arguments
 from .model.cache import SpeculativeCache
-from .model.partial import LayerPlan
-from .model.prompt import Prompt, extra_arguments
+from .model.checkpointing import checkpoints
+from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
 from .notices import say_once
+from .plain import decode_plainly
+from .saving import Kind
 from .search.on_the_fly import OnTheFlySearch, Search
 from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
-from .types import GenerationStats, Text
+from .types import Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree
@@ -36,7 +37,7 @@ from .verify.tree import Tree
 # Slots to begin with where it is not known how long the text will be.
 FIRST_SLOTS = 1024
 # Why a call is left to plain ``generate``.
-_NO_DRAFT_PAYS = "no draft pays"
+_NO_DRAFT_PAYS, _PADDED_ON_THE_RIGHT = "no draft pays", "its prompts are padded on the right"
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,16 @@ class Call:
         """What ``generate`` returns; arguments are those of a ``custom_generate`` callable."""
         anatomy = Anatomy.of(model)
         self.drafting.learned.check(model)
+        has_cache = model_kwargs.get("use_cache") is not False
+        if not has_cache:
+            model_kwargs = _with_cache(model, model_kwargs)
         check_call(model, input_ids, generation_config, synced_gpus, model_kwargs)
+        extra = extra_arguments(model, model_kwargs)
+        _warn_of_checkpointing(model)
         kind = bool(generation_config.do_sample), len(input_ids) > 1
-        known = self.drafting.learned.known(model, kind)
-        if known is not None and known.rests:
+        partial = isinstance(self.drafting.draft, EarlyExitOnly)
+        why = "" if partial else self._left_to_generate(model, kind, model_kwargs.get("attention_mask"))
+        if why:
             options: dict[str, Any] = {
                 "logits_processor": logits_processor,
                 "stopping_criteria": stopping_criteria,
@@ -76,11 +83,10 @@ class Call:
                 "synced_gpus": synced_gpus,
                 "streamer": streamer,
             }
-            return self._plain(known, model, input_ids, options | model_kwargs)
+            return self._plain(why, model, kind, input_ids, options | model_kwargs)
         plan = None if isinstance(self.drafting.draft, CandidateGenerator) else self.drafting.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
         own_cache = bool(getattr(past, "_is_user_defined", False))
-        partial = isinstance(self.drafting.draft, EarlyExitOnly)
         if partial and own_cache:
             raise UnsupportedOptionError(
                 "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
@@ -96,7 +102,7 @@ class Call:
             anatomy.ragged,
         )
         batch_size, width = input_ids.shape
-        check_length(model, prompt, generation_config.max_length, width)
+        check_length(model, anatomy, prompt, generation_config.max_length, width)
         record = Record.of(generation_config, batch_size)
         scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
         stopper = Stopper(stopping_criteria)
@@ -122,7 +128,7 @@ class Call:
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            extra_arguments(model_kwargs),
+            extra,
             plan if partial else None,
         )
         draft = self.drafting.running(target, plan, limits, scorer.for_drafts)
@@ -146,31 +152,32 @@ class Call:
             if (returned or own_cache) and not partial:
                 decoder.hand_back(past, ids)
         self.drafting.learned.add_call(decoder.stats)
-        return decoder.output(ids, None if partial else past) if returned else ids
+        _remind_of_length(stopping_criteria, ids)
+        return decoder.output(ids, past if has_cache and not partial else None) if returned else ids
 
-    def _plain(self, known: Findings, model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any]) -> Any:
-        """The loop of transformers, which is faster without any part of ours; ``known`` learns of the call."""
-        begun = perf_counter()
-        output = type(model)._sample(model, input_ids, **options)
-        seconds, eos_tokens = perf_counter() - begun, Stopper(options["stopping_criteria"]).eos_tokens
-        ids, width = output if isinstance(output, torch.Tensor) else output.sequences, input_ids.shape[1]
-        counts = []
-        for row in ids[:, width:].tolist():
-            ends = (index for index, token in enumerate(row, start=1) if token in eos_tokens)
-            counts.append(next(ends, len(row)))
-        tokens, rounds = sum(counts), sum(counts) - len(counts)
-        known.rest(tokens, seconds)
-        stats = GenerationStats(
-            tokens=tokens,
-            rounds=rounds,
-            accepted_lengths=Counter({0: rounds}),
-            total_seconds=seconds,
-            from_draft=[[False] * count for count in counts],
-            plan=LayerPlan(Anatomy.of(model).num_layers).picture(),
-            timeline=[(tokens, seconds)],
-            left_to_generate=_NO_DRAFT_PAYS,
+    def _left_to_generate(self, model: PreTrainedModel, kind: Kind, attention_mask: torch.Tensor | None) -> str:
+        """Why the call is left to transformers' own loop, empty where it is not."""
+        known = self.drafting.learned.known(model, kind)
+        if known is not None and known.rests:
+            return _NO_DRAFT_PAYS
+        if attention_mask is None or not is_right_padded(attention_mask):
+            return ""
+        say_once(
+            "the prompts are padded on the right, so this call is left to transformers' own loop, which goes on from "
+            "the padding: nothing is drafted. For correct and faster results set the tokenizer's padding_side='left'."
         )
-        known.report(stats)
+        return _PADDED_ON_THE_RIGHT
+
+    def _plain(
+        self, why: str, model: PreTrainedModel, kind: Kind, input_ids: torch.Tensor, options: dict[str, Any]
+    ) -> Any:
+        """The loop of transformers, without any part of ours; what is known of the model learns of the call."""
+        output, stats = decode_plainly(model, input_ids, options)
+        stats.left_to_generate = why
+        known = self.drafting.learned.known(model, kind)
+        if known is not None and known.rests:
+            known.rest(stats.tokens, stats.total_seconds)
+            known.report(stats)
         self.drafting.learned.add_call(stats)
         return output
 
@@ -216,6 +223,29 @@ class Call:
             "is exact all the same."
         )
         return None
+
+
+def _with_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments where the model's own configuration does not switch the cache off: the ids are the same."""
+    given = model_kwargs.get("past_key_values")
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True)) if given is None else given
+    return model_kwargs | {"past_key_values": cache, "use_cache": True}
+
+
+def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:
+    """Transformers' reminder, where it has one, that the text is longer than the model was made for."""
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            criterion(ids[:, :-1], None)
+
+
+def _warn_of_checkpointing(model: PreTrainedModel) -> None:
+    if checkpoints(model):
+        say_once(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
+            "cache and generate alone sees only the last token. With `assistant` checkpointing is suspended meanwhile, "
+            "so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
+        )
 
 
 def _pad_token(config: GenerationConfig) -> int:

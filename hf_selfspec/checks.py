@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from .model.anatomy import Anatomy
 from .model.cache import check_cache
 from .model.masks import SERVED_ATTENTION
 from .model.prompt import Prompt
@@ -26,14 +27,15 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
     ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
     ("cache_implementation", (None, "dynamic"), "only the dynamic cache can take tokens back; leave it out"),
-    ("use_cache", (None, True), "drafting lives on the KV cache; leave it out"),
     ("output_attentions", (None, False), "drafted blocks do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
 )
 
 
-def check_options(config: GenerationConfig) -> None:
+def check_options(model: PreTrainedModel, config: GenerationConfig) -> None:
     """Checks that a generation config has no option that self-speculative decoding cannot serve.
+
+    ``use_cache=False`` that the model's own generation config has is served: the ids are the same.
 
     Raises:
         UnsupportedOptionError: it has; the message names it.
@@ -47,6 +49,11 @@ def check_options(config: GenerationConfig) -> None:
             raise UnsupportedOptionError(
                 f"generate({name}={value!r}) cannot be combined with self-speculative decoding: {advice}."
             )
+    if config.use_cache is False and model.generation_config.use_cache is not False:
+        raise UnsupportedOptionError(
+            "generate(use_cache=False) cannot be combined with self-speculative decoding: drafting lives on the KV "
+            "cache; leave it out."
+        )
 
 
 def check_call(
@@ -61,7 +68,7 @@ def check_call(
     Raises:
         UnsupportedOptionError, UnsupportedModelError, SettingError: see the message.
     """
-    check_options(config)
+    check_options(model, config)
     name = type(model).__name__
     if synced_gpus:
         raise UnsupportedOptionError(
@@ -97,7 +104,7 @@ def check_lossy(processors: LogitsProcessorList) -> None:
             )
 
 
-def check_length(model: PreTrainedModel, prompt: Prompt, max_length: int | None, width: int) -> None:
+def check_length(model: PreTrainedModel, anatomy: Anatomy, prompt: Prompt, max_length: int | None, width: int) -> None:
     """Checks that the model has positions for the prompt, and one set of rotary frequencies for the whole text.
 
     Raises:
@@ -108,12 +115,11 @@ def check_length(model: PreTrainedModel, prompt: Prompt, max_length: int | None,
     first = max(seen + new for seen, new in zip(prompt.cursors, prompt.lengths, strict=True))
     if prompt.padding is not None:
         first = int(prompt.padding.sum(1).max())
-    limit = getattr(config, "max_position_embeddings", None)
-    name = type(model).__name__
-    if isinstance(limit, int) and 0 < limit < first:
+    name, limit = anatomy.model_name, anatomy.max_positions
+    if anatomy.position_limit is not None and first > anatomy.position_limit:
         raise SettingError(
-            f"the prompt has {first} tokens, but {name} has {limit} positions (max_position_embeddings). Shorten the "
-            "prompt, e.g. with truncation in the tokenizer."
+            f"the prompt has {first} tokens, but {name} has {limit} positions (max_position_embeddings) and no more. "
+            "Shorten the prompt, e.g. with truncation in the tokenizer."
         )
     last = None if max_length is None else first + max_length - width
     parameters = getattr(config, "rope_parameters", None) or {}

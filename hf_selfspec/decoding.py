@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -49,6 +50,12 @@ class Record:
             scores=[[] for _ in range(batch_size)] if returned and config.output_scores else None,
             logits=[[] for _ in range(batch_size)] if returned and config.output_logits else None,
         )
+
+
+def _optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """What transformers' own loop decodes in after the prefill: off the CPU it batches the experts of a mixture."""
+    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)  # versions before it have nothing of the kind
+    return optimized()
 
 
 @dataclass
@@ -96,33 +103,36 @@ class Decoder:
         logits = self._prefill()
         self.stats.prefill_seconds = perf_counter() - started
         self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
-        while not all(self._is_done(row) for row in range(self.text.batch_size)):
-            self.target.roots = self.text.roots()
-            room = [self._room(row) for row in range(self.text.batch_size)]
-            begun = perf_counter()
-            draft = self.draft.propose(self.text, room)
-            drafted = perf_counter()
-            logits = self._verify_pass(draft)
-            verified = perf_counter()
-            verdicts = self._judge(draft, logits)
-            self._count(draft, room, drafted - begun, verified - drafted)
-            self._commit(verdicts, logits)
-            committed = perf_counter()
-            self.draft.update(self.text, verdicts, logits)
-            updated = perf_counter()
-            self.stats.search_seconds += updated - committed
-            self.stats.timeline.append((self.stats.tokens, updated - started))
-        if self.streamer is not None:
-            self.streamer.end()
-        ids = self._output_ids()
-        ended = perf_counter()
-        self.draft.finish(self.text)
-        self.stats.search_seconds += perf_counter() - ended
+        with _optimized_for_decode(self.target.model):
+            while not all(self._is_done(row) for row in range(self.text.batch_size)):
+                self._round()
+                self.stats.timeline.append((self.stats.tokens, perf_counter() - started))
+            if self.streamer is not None:
+                self.streamer.end()
+            ids = self._output_ids()
+            ended = perf_counter()
+            self.draft.finish(self.text)
+            self.stats.search_seconds += perf_counter() - ended
         self.stats.draft_steps = self.draft.steps
         self.stats.forward_seconds = self.target.forward_seconds
         self.stats.total_seconds = perf_counter() - started
         self.draft.report(self.stats)
         return ids
+
+    def _round(self) -> None:
+        self.target.roots = self.text.roots()
+        room = [self._room(row) for row in range(self.text.batch_size)]
+        begun = perf_counter()
+        draft = self.draft.propose(self.text, room)
+        drafted = perf_counter()
+        logits = self._verify_pass(draft)
+        verified = perf_counter()
+        verdicts = self._judge(draft, logits)
+        self._count(draft, room, drafted - begun, verified - drafted)
+        self._commit(verdicts, logits)
+        committed = perf_counter()
+        self.draft.update(self.text, verdicts, logits)
+        self.stats.search_seconds += perf_counter() - committed
 
     def _prefill(self) -> torch.Tensor:
         prompt, logits = self.prompt, None
@@ -247,7 +257,7 @@ class Decoder:
         if self._is_done(row):
             return 0
         room = self.stopper.room(self.text, row) - 1
-        limit = self.target.anatomy.max_positions
+        limit = self.target.anatomy.position_limit
         return room if limit is None else max(0, min(room, limit - 1 - self.target.roots[row]))
 
     # Output --------------------------------------------------------------------------------------------------------

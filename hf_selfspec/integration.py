@@ -16,6 +16,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from .checks import check_options
 from .errors import SettingTypeError, UnsupportedOptionError
 from .model.anatomy import Anatomy
+from .model.arguments import check_inputs
 from .selfspec import SelfSpec
 from .train.trainer import with_model_callbacks
 
@@ -47,6 +48,7 @@ def uninstall() -> None:
 def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+        assistant = None if assistant is False else assistant
         spec = kwargs.get("custom_generate") if assistant is None else assistant
         if not isinstance(spec, SelfSpec):
             if assistant is None:
@@ -71,7 +73,9 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         effective, _ = self._prepare_generation_config(
             named.get("generation_config"), **{k: v for k, v in named.items() if hasattr(self.generation_config, k)}
         )
-        check_options(effective)
+        check_options(self, effective)
+        for_model = {k: v for k, v in given.get("kwargs", {}).items() if not hasattr(self.generation_config, k)}
+        check_inputs(self, named.get("inputs"), for_model)
         named["custom_generate"] = functools.partial(
             spec, streamer=named.get("streamer"), synced_gpus=_is_synced(self, named.get("synced_gpus"))
         )

@@ -182,14 +182,20 @@ def build(name: str, seed: int | None = None, factor: float | None = None) -> Pr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(config).eval()
+    return draftable(model, chosen_factor if factor is None else factor)
+
+
+def draftable(model: PreTrainedModel, factor: float) -> PreTrainedModel:
+    """The model with wide random weights, layers from 1 on damped by ``factor``, and no end-of-text token."""
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     _spread(model)
+    post_norm = model.config.get_text_config(decoder=True).model_type in _POST_NORM
     with torch.no_grad():
         for layer in Anatomy.of(model).layers[1:]:
             for parameter in layer.parameters():
-                if parameter.dim() > 1 or model_type in _POST_NORM:
-                    parameter.mul_(chosen_factor if factor is None else factor)
+                if parameter.dim() > 1 or post_norm:
+                    parameter.mul_(factor)
     return model
 
 

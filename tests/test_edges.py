@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from conftest import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
-from transformers import LlamaForCausalLM
+from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel
+from transformers.generation import stopping_criteria
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,6 +28,7 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedModelError,
     UnsupportedOptionError,
+    notices,
 )
 from hf_selfspec.model import partial, target
 from hf_selfspec.model.attention import grouped_attention
@@ -104,10 +110,100 @@ def test_own_forward_argument_reaches_every_forward() -> None:
     assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True, assistant=SPEC), expected)
 
 
-def test_right_padding_is_refused(llama: LlamaForCausalLM) -> None:
-    batch = {name: value.flip(1) for name, value in ragged_batch().items()}
-    with pytest.raises(SettingError, match=r"row 0 is padded on the right.*padding_side='left'"):
-        llama.generate(**batch, max_new_tokens=5, assistant=SPEC)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gpt_neo"])
+def test_right_padding_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain generate goes on from the padding, at positions of its own; the tokens are the same."""
+    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    left = ragged_batch()
+    batch = {key: torch.cat([value[:1], value[1:].flip(1)]) for key, value in left.items()}
+    expected = model.generate(**batch, max_new_tokens=12, do_sample=False)
+    monkeypatch.setattr(notices, "_said", set())
+    with pytest.warns(UserWarning, match=r"padded on the right.*='left'"):
+        ids = model.generate(**batch, max_new_tokens=12, do_sample=False, assistant=spec)
+    assert torch.equal(ids, expected)
+    assert spec.stats is not None
+    assert (spec.stats.tokens, spec.stats.drafted, spec.stats.drafts) == (36, 0, False)
+
+
+# Texts longer than the model was made for -----------------------------------------------------------------------------
+
+LONG = ["llama", "mistral", "gpt_neox", "falcon-alibi", "bloom", "xglm"]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("lengths", [(140, 132, 150), (120, 100, 118)], ids=["prompt", "grown"])
+@pytest.mark.parametrize("name", LONG)
+def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, ...], rows: int) -> None:
+    """The models have ``max_position_embeddings=128``; drafts go on beyond."""
+    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    batch = ragged_batch(lengths[:rows])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**batch, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*cannot take")
+        assert torch.equal(model.generate(**batch, **options, assistant=spec), expected)
+    assert spec.stats is not None
+    assert spec.stats.drafted >= 2 * spec.stats.rounds
+
+
+def test_reminder_of_texts_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
+    model, spec = build("llama"), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    for new_tokens, times in ((8, 0), (9, 0), (10, 1)):
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+        model.generate(**ragged_batch((120,)), **options)
+        assert len(told) == times
+        told.clear()
+        model.generate(**ragged_batch((120,)), **options, assistant=spec)
+        assert len(told) == times
+
+
+# Decoding as transformers' own loop does it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_decoding_is_optimized_as_in_plain_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill runs before, all other forwards inside; the model is left as it was."""
+    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
+    events: list[str] = []
+
+    @contextmanager
+    def optimized(self: PreTrainedModel) -> Iterator[None]:
+        events.append("enter")
+        try:
+            yield
+        finally:
+            events.append("leave")
+
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", optimized, raising=False)
+    first = model.model.layers[0].register_forward_pre_hook(lambda *args: events.append("forward"))
+    ids = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec)
+    assert torch.equal(ids, expected)
+    assert events[:2] == ["forward", "enter"]
+    assert events[-1] == "leave"
+    assert events.count("enter") == 1
+    assert set(events[2:-1]) == {"forward"}
+    first.remove()
+    events.clear()
+    calls = iter(range(100))
+
+    def failing(*args: Any) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("broken")
+
+    broken = model.model.layers[0].register_forward_pre_hook(failing)
+    with pytest.raises(RuntimeError, match="broken"):
+        model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec)
+    broken.remove()
+    assert events == ["enter", "leave"]
+
+
+def test_versions_without_an_optimized_decoding(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llama.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
+    monkeypatch.delattr(GenerationMixin, "_optimize_model_for_decode", raising=False)
+    assert torch.equal(llama.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=SPEC), expected)
 
 
 def test_padding_does_not_count_as_prompt() -> None:
@@ -223,6 +319,16 @@ def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.T
         s_aux=sinks,
     )
     torch.testing.assert_close(output, expected)
+
+
+def test_attention_with_sinks_drops_weights_as_it_is_told() -> None:
+    query, key, value = (torch.randn(2, heads, n, 16) for heads, n in ((4, 3), (2, 9), (2, 9)))
+    options: dict[str, Any] = {"scaling": 0.3, "s_aux": torch.zeros(4)}
+    mask = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+    output, _ = grouped_attention(
+        lambda m, group: m.repeat(1, 1, group, 1), torch.nn.Module(), query, key, value, mask, dropout=1.0, **options
+    )
+    assert not output.any()
 
 
 class Told(CandidateGenerator):

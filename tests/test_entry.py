@@ -125,6 +125,12 @@ def reinstalled() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("reinstalled")
+def test_false_is_no_assistant(llama: LlamaForCausalLM) -> None:
+    assert torch.equal(
+        llama.generate(**BATCH, max_new_tokens=8, assistant=False), llama.generate(**BATCH, max_new_tokens=8)
+    )
+
+
 def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     installed = GenerationMixin.generate
     original, original_train = installed.__wrapped__, Trainer.train.__wrapped__

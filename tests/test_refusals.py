@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -93,7 +93,6 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("cache_implementation", "static", "leave it out"),
     ("cache_implementation", "quantized", "leave it out"),
     ("cache_implementation", "offloaded", "leave it out"),
-    ("use_cache", False, "leave it out"),
     ("output_attentions", True, "leave it out"),
     ("output_hidden_states", True, "leave it out"),
 ]
@@ -123,6 +122,12 @@ def test_option_in_a_config(
     else:
         monkeypatch.setattr(llama.generation_config, name, value)
         refused(llama, UnsupportedOptionError, (name, advice))
+
+
+def test_no_cache_by_the_callers_own_wish(llama: LlamaForCausalLM, refused: Refused) -> None:
+    words = ("use_cache=False", "leave it out")
+    refused(llama, UnsupportedOptionError, words, use_cache=False)
+    refused(llama, UnsupportedOptionError, words, generation_config=GenerationConfig(use_cache=False))
 
 
 @pytest.mark.parametrize("name", ["penalty_alpha", "prompt_lookup_num_tokens", "num_beams"])
@@ -208,11 +213,13 @@ def test_fully_masked_row(llama: LlamaForCausalLM, refused: Refused) -> None:
     refused(llama, SettingError, words, {"input_ids": BATCH["input_ids"], "attention_mask": mask})
 
 
-def test_right_padding(llama: LlamaForCausalLM, refused: Refused) -> None:
+def test_right_padding_of_early_exits_alone(llama: LlamaForCausalLM, refused: Refused) -> None:
+    """Other calls are left to transformers' loop, which decodes with the whole model."""
     mask = torch.ones_like(BATCH["input_ids"])
     mask[2, -2:] = 0
     words = ("the prompt of row 2 is padded on the right", "padding_side='left'")
-    refused(llama, SettingError, words, {"input_ids": BATCH["input_ids"], "attention_mask": mask})
+    inputs = {"input_ids": BATCH["input_ids"], "attention_mask": mask}
+    refused(llama, SettingError, words, inputs, assistant=SelfSpec.early_exit_only(3))
 
 
 def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM, refused: Refused) -> None:
@@ -227,9 +234,9 @@ def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM, refused: Refused)
     refused(llama, SettingError, words, inputs, past_key_values=output.past_key_values)
 
 
-def test_prompt_beyond_the_positions(llama: LlamaForCausalLM, refused: Refused) -> None:
-    words = ("the prompt has 513 tokens", "512 positions", "Shorten the prompt")
-    refused(llama, SettingError, words, ragged_batch((513,)))
+def test_prompt_beyond_the_learned_positions(refused: Refused) -> None:
+    words = ("the prompt has 33 tokens", "32 positions", "Shorten the prompt")
+    refused(tiny_gpt2(), SettingError, words, ragged_batch((33,)))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

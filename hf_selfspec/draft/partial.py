@@ -276,7 +276,7 @@ class PartialDraft(CandidateGenerator):
         known = self._seen
         same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
         start = min(same, len(ids) - 1)
-        limit = self.target.anatomy.max_positions
+        limit = self.target.anatomy.position_limit
         room = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
         text = Text.of(input_ids, [0], room)
         self.target.roots = text.roots()

@@ -44,6 +44,8 @@ class Architecture:
             earlier ones left behind in the same forward.
         exits: the code after the last layer takes any number of rows, so that the states of several exits can go
             through it together.
+        endless: positions are computed for any place, though not rotary, so that texts may be longer than the config
+            says.
     """
 
     layers: str | None = None
@@ -53,14 +55,16 @@ class Architecture:
     ragged: bool = True
     replay: bool = True
     exits: bool = True
+    endless: bool = False
 
 
 _ARCHITECTURES: dict[str, Architecture] = {
-    "bloom": Architecture(tree=False),
+    "bloom": Architecture(tree=False, endless=True),
     "mpt": Architecture(attention="attn", mlp=("ffn",), tree=False),
     "gpt_neo": Architecture(attention="attn", tree=False, ragged=False),
     "gpt_bigcode": Architecture(exits=False),
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
+    "xglm": Architecture(endless=True),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
 }
 
@@ -114,7 +118,9 @@ class Anatomy:
         decoder: the model without its output head (the model itself where it has no such part).
         stack: the module whose forward runs the layers; what it returns goes into the output head.
         kv_sources: layers whose keys and values later layers read (Gemma 3n); their attention has to run.
-        max_positions: positions that the model has, ``None`` if its config does not say.
+        max_positions: length of the texts that the model was made for, ``None`` if its config does not say.
+        position_limit: how many positions there are, ``None`` where they are computed for any place (rotary, ALiBi):
+            longer texts are only worse then.
         tree, ragged, replay, exits: see :class:`Architecture`.
     """
 
@@ -126,6 +132,7 @@ class Anatomy:
     stack: nn.Module
     kv_sources: frozenset[int]
     max_positions: int | None
+    position_limit: int | None
     tree: bool
     ragged: bool
     replay: bool
@@ -159,6 +166,7 @@ class Anatomy:
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         text_config = config.get_text_config(decoder=True)
         kv_sources = _kv_sources(text_config)
+        max_positions = _max_positions(text_config)
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = alibi or architecture.tree is False or _takes_position_ids(model)
         return cls(
@@ -169,7 +177,8 @@ class Anatomy:
             decoder=decoder if isinstance(decoder, nn.Module) else model,
             stack=_find_stack(model, layers),
             kv_sources=kv_sources,
-            max_positions=_max_positions(text_config),
+            max_positions=max_positions,
+            position_limit=None if architecture.endless or _is_rotary(text_config) else max_positions,
             tree=architecture.tree and not alibi and takes_positions,
             ragged=architecture.ragged and takes_positions,
             replay=architecture.replay and not kv_sources,
@@ -192,6 +201,10 @@ def _max_positions(text_config: Any) -> int | None:
         if isinstance(limit, int) and limit > 0:
             return limit
     return None
+
+
+def _is_rotary(text_config: Any) -> bool:
+    return getattr(text_config, "rope_parameters", None) is not None
 
 
 def _takes_position_ids(model: PreTrainedModel) -> bool:

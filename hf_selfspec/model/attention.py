@@ -40,7 +40,8 @@ def grouped_attention(
     b, heads, s, h = query.shape
     k = key.shape[1]
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        return _capped_attention(query, key, value, attention_mask, scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
     if k == heads or not fits or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -58,6 +59,7 @@ def _capped_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    dropout: float,
     scaling: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
@@ -68,6 +70,7 @@ def _capped_attention(
         query: ``[b, k*g, s, h]``.
         key, value: ``[b, k, n, h]``.
         attention_mask: ``[b, 1, s, n]`` boolean, or ``None``.
+        dropout: share of the weights that are dropped, 0 outside of training mode.
         scaling: factor of the scores, ``h ** -0.5`` by default.
         softcap: bound of the scores, or ``None``.
         sinks: ``[k*g]`` score of each head's sink, or ``None``.
@@ -83,5 +86,5 @@ def _capped_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(b, -1, s, 1).to(scores.dtype)], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    output = weights.reshape(b, k, heads // k * s, -1) @ value
+    output = torch.nn.functional.dropout(weights, dropout).reshape(b, k, heads // k * s, -1) @ value
     return output.view(b, heads, s, -1).transpose(1, 2).contiguous(), None

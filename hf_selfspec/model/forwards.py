@@ -1,8 +1,12 @@
-"""Forwards of single modules, replaced for a while and put back."""
+"""Forwards and flags of single modules, replaced for a while and put back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,21 +23,67 @@ class InstanceForwards:
     """
 
     def __init__(self) -> None:
-        self.saved: list[tuple[nn.Module, Any]] = []
+        self.saved: list[tuple[nn.Module, str, Any]] = []
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
         """Makes ``forward`` what ``module(...)`` calls."""
-        self.saved.append((module, module.__dict__.get("forward", _MISSING)))
-        module.__dict__["forward"] = forward
+        self.set(module, "forward", forward)
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Gives ``module`` an attribute that is no parameter, buffer or module."""
+        self.saved.append((module, name, module.__dict__.get(name, _MISSING)))
+        module.__dict__[name] = value
 
     def restore(self) -> None:
         """Puts everything back, last change first."""
-        for module, forward in reversed(self.saved):
-            if forward is _MISSING:
-                module.__dict__.pop("forward", None)
+        for module, name, value in reversed(self.saved):
+            if value is _MISSING:
+                module.__dict__.pop(name, None)
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__[name] = value
         self.saved.clear()
+
+
+@dataclass
+class _Shared:
+    forwards: InstanceForwards = field(default_factory=InstanceForwards)
+    users: int = 0
+
+
+class SharedChange:
+    """One kind of change to models, shared by threads: the first makes it, the last to leave takes it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def of(self, model: nn.Module, make: Callable[[InstanceForwards], None]) -> Iterator[None]:
+        """Keeps ``model`` changed, also where another thread leaves first; taken back after an exception, too.
+
+        Args:
+            model: the model.
+            make: makes the change; one that fails half-way is taken back.
+        """
+        with self._lock:
+            shared = self._models.setdefault(model, _Shared())
+            shared.users += 1
+            with ExitStack() as undo:  # a half-made change is taken back
+                undo.callback(self._leave, model, shared)
+                if shared.users == 1:
+                    make(shared.forwards)
+                undo.pop_all()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._leave(model, shared)
+
+    def _leave(self, model: nn.Module, shared: _Shared) -> None:
+        shared.users -= 1
+        if shared.users == 0:
+            shared.forwards.restore()
+            self._models.pop(model, None)
 
 
 def states_of(output: Any) -> torch.Tensor:

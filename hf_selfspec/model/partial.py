@@ -8,9 +8,8 @@ architecture is written again: logits of an early exit come from the model's own
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.nn as nn
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
-from .forwards import Forward, InstanceForwards, with_states
+from .forwards import Forward, InstanceForwards, SharedChange, with_states
 from .linear import few_token_forward, is_served
 
 
@@ -156,12 +155,11 @@ def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
 
 
 class _Installation:
-    """The instance forwards on one model, shared and counted by all threads that speculate with it."""
+    """The instance forwards on one model, shared by all threads that speculate with it."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self, anatomy: Anatomy, forwards: InstanceForwards) -> None:
         self.anatomy = anatomy
-        self.users = 0
-        self.forwards = InstanceForwards()
+        self.forwards = forwards
         self.arity: dict[type, int | None] = {}
 
     def install(self, model: nn.Module) -> None:
@@ -271,8 +269,7 @@ def _residual(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[.
     return args[parameters.index("residual")] if "residual" in parameters else None
 
 
-_installations: weakref.WeakKeyDictionary[nn.Module, _Installation] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_installations = SharedChange()
 
 
 @contextmanager
@@ -282,28 +279,8 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
     Threads without one are not affected. Several threads share one preparation; the last to leave removes it, also
     after an exception. An instance ``forward`` that was there before (accelerate) runs underneath and is put back.
     """
-    with _lock:
-        installation = _installations.get(model)
-        if installation is None:
-            installation = _installations[model] = _Installation(anatomy)
-        if installation.users == 0:
-            with ExitStack() as undo:  # a half-made installation is taken back
-                undo.callback(_remove, model, installation)
-                installation.install(model)
-                undo.pop_all()
-        installation.users += 1
-    try:
+    with _installations.of(model, lambda forwards: _Installation(anatomy, forwards).install(model)):
         yield
-    finally:
-        with _lock:
-            installation.users -= 1
-            if installation.users == 0:
-                _remove(model, installation)
-
-
-def _remove(model: nn.Module, installation: _Installation) -> None:
-    installation.forwards.restore()
-    _installations.pop(model, None)
 
 
 def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:

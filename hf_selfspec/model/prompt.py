@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -83,7 +82,8 @@ class Prompt:
             input_ids: ``[b, s]``, the whole text or what follows ``past``.
             inputs_embeds: ``[b, s, d]`` in place of ids, or ``None``.
             attention_mask: ``[b, m]`` over the whole text, ``None`` for all ones.
-            position_ids: ``[b or 1, m]`` as ``generate`` prepared them, or ``None``.
+            position_ids: ``[b or 1, m]`` as ``generate`` prepared them, or ``[n, b or 1, m]`` for a rotary embedding of
+                several dimensions, which are equal in text; ``None`` for none.
             past: cache with the text's beginning, possibly empty.
             mask_length: ``m`` where ``generate`` dropped a mask of ones.
             ragged: whether the model takes rows at different lengths.
@@ -161,6 +161,12 @@ def _front(valid: torch.Tensor) -> torch.Tensor:
     return (~valid).int().argsort(dim=1, stable=True)
 
 
+def is_right_padded(attention_mask: torch.Tensor) -> bool:
+    """Whether a row of a mask ``[b, m]`` ends with masked columns after its tokens; rows without any do not count."""
+    valid = attention_mask.bool()
+    return bool((valid.any(1) & ~valid[:, -1]).any())
+
+
 def _check_filled(mask: torch.Tensor) -> None:
     filled = mask.bool().any(1).tolist()
     if not all(filled):
@@ -175,29 +181,13 @@ def _check_positions(position_ids: torch.Tensor | None, mask: torch.Tensor) -> N
         return
     columns = position_ids.shape[-1]
     expected = (mask.long().cumsum(1) - 1)[:, -columns:]
-    if position_ids.dim() != 2 or ((position_ids != expected) & mask.bool()[:, -columns:]).any():
+    if not ((position_ids != expected) & mask.bool()[:, -columns:]).any():
+        return
+    if position_ids.dim() == 3:
         raise UnsupportedOptionError(
-            "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
+            "`position_ids` that differ between the dimensions of the model's rotary embedding, or go on behind an "
+            "image in the cache, are not supported. Text alone is; for this call generate without `assistant`."
         )
-
-
-_PREPARED = {
-    "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
-    "output_attentions", "output_hidden_states", "cache_position", "cache_params",
-}  # fmt: skip
-
-
-def extra_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The user's own forward arguments, for the prefill and every later forward.
-
-    Raises:
-        UnsupportedOptionError: one of them is a tensor, which would have to grow with the text.
-    """
-    extra = {name: value for name, value in model_kwargs.items() if name not in _PREPARED and value is not None}
-    for name, value in extra.items():
-        if isinstance(value, torch.Tensor):
-            raise UnsupportedOptionError(
-                f"the tensor argument `{name}` is not supported with self-speculative decoding, which feeds the model "
-                "tokens in blocks of its own. Leave it out, or call generate without `assistant`."
-            )
-    return extra
+    raise UnsupportedOptionError(
+        "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
+    )

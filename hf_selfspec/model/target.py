@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
+from .checkpointing import without_checkpointing
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, Until, obeying, partial_forwards
 from .prompt import Holes
@@ -136,6 +137,7 @@ class Target:
         """Everything that a speculating model carries, put on and taken off again."""
         with ExitStack() as stack:
             stack.enter_context(partial_forwards(self.model, self.anatomy))
+            stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             if _is_compiled(self.model):
                 # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
@@ -295,7 +297,7 @@ class Target:
     def _existing(self, positions: torch.Tensor, cursors: list[int]) -> torch.Tensor:
         """Positions for which an embedding exists: rows that ride along may be behind the end of their text.
 
-        A row's root is a real token, wherever it is; drafted ones stay within ``anatomy.max_positions``.
+        A row's root is a real token, wherever it is; drafted ones stay within ``anatomy.position_limit``.
         """
         s = positions.shape[1]
         last = [self._last_position(row) for row in range(len(cursors))]
@@ -305,7 +307,7 @@ class Target:
 
     def _last_position(self, row: int) -> int:
         reachable = _NO_END if self.last_positions is None else self.last_positions[row]
-        limit = self.anatomy.max_positions
+        limit = self.anatomy.position_limit
         return reachable if limit is None else max(min(reachable, limit - 1), self.roots[row])
 
     def _geometry(self, positions: torch.Tensor, cursors: list[int], nodes: Nodes | None, first_node: int) -> Geometry:

@@ -1,0 +1,102 @@
+"""Arguments of ``generate`` that go on to the model's forward: which of them self-speculative decoding can pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedOptionError
+
+# What is laid out anew for every forward.
+_PREPARED = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
+    "output_attentions", "output_hidden_states", "cache_position", "cache_params",
+}  # fmt: skip
+# Which tokens stand for images or sound; zero for text.
+_MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+
+
+def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's own forward arguments, for the prefill and every later forward.
+
+    Args:
+        model: the model.
+        arguments: what ``generate`` was given for the model, or has prepared for it.
+
+    Raises:
+        UnsupportedOptionError: an argument is input beside the text (images, sound, what an encoder made of them), or a
+            tensor that would have to grow with the text.
+    """
+    extra = {
+        name: value
+        for name, value in arguments.items()
+        if name not in _PREPARED and not _is_nothing(value) and not _marks_text_only(model, name, value)
+    }
+    names = ", ".join(f"`{name}`" for name, value in extra.items() if _has_tensors(value))
+    if not names:
+        return extra
+    if _takes_text_only(model):
+        raise UnsupportedOptionError(
+            f"the tensor argument {names} is not supported with self-speculative decoding, which feeds the model "
+            "tokens in blocks of its own. Leave it out, or call generate without `assistant`."
+        )
+    raise UnsupportedOptionError(
+        f"{names}: input of {type(model).__name__} beside the text (images, sound, marks of where they stand) is not "
+        "supported with self-speculative decoding. Prompts of text alone are; for this one call generate without "
+        "`assistant`."
+    )
+
+
+def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, Any]) -> None:
+    """Checks that a prompt is text alone, before transformers encodes anything.
+
+    Args:
+        model: the model.
+        inputs: ``generate``'s first argument.
+        arguments: its arguments for the model.
+
+    Raises:
+        UnsupportedOptionError: see :func:`extra_arguments`.
+    """
+    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+        arguments = {**arguments, model.main_input_name: inputs, "inputs": inputs}
+    extra_arguments(model, arguments)
+
+
+def _takes_text_only(model: PreTrainedModel) -> bool:
+    modalities = getattr(model, "input_modalities", "text")
+    return set([modalities] if isinstance(modalities, str) else modalities) <= {"text"}
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, (dict, list, tuple)) and all(_is_nothing(part) for part in _parts(value))
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(_has_tensors(part) for part in _parts(value))
+    return isinstance(value, torch.Tensor)
+
+
+def _parts(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an argument only says that all tokens are text, as processors do of prompts without images.
+
+    ``token_type_ids`` have other meanings, too. They are such marks where the model does not take them after the
+    prefill, with tokens that it generates.
+    """
+    if name not in _MARKS or not isinstance(value, torch.Tensor) or value.any():
+        return False
+    if name != "token_type_ids":
+        return True
+    last = value[:, -1:]
+    later = model.prepare_inputs_for_generation(last, token_type_ids=last, use_cache=True, is_first_iteration=False)
+    return later.get("token_type_ids") is None

@@ -1,0 +1,31 @@
+"""Gradient checkpointing, which has no place in generation: layers that checkpoint drop the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.nn as nn
+
+from .forwards import InstanceForwards, SharedChange
+
+_FLAG = "gradient_checkpointing"
+_suspended = SharedChange()
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether a forward of ``model`` would checkpoint as it stands: switched on, and in training mode."""
+    return any(module.training and getattr(module, _FLAG, False) for module in model.modules())
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Suspends gradient checkpointing; training mode, and dropout with it, stays as it is."""
+
+    def suspend(forwards: InstanceForwards) -> None:
+        for module in model.modules():
+            if module.training and getattr(module, _FLAG, False):
+                forwards.set(module, _FLAG, False)
+
+    with _suspended.of(model, suspend):
+        yield

@@ -1,0 +1,51 @@
+"""Calls that are left to transformers' own loop, with the statistics of a call without a draft."""
+
+from __future__ import annotations
+
+from collections import Counter
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .model.anatomy import Anatomy
+from .model.checkpointing import without_checkpointing
+from .model.partial import LayerPlan
+from .types import GenerationStats
+from .verify.stopping import Stopper
+
+
+def decode_plainly(
+    model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any]
+) -> tuple[Any, GenerationStats]:
+    """Decodes without any part of ours.
+
+    Args:
+        model: the model.
+        input_ids: ``[b, s]``.
+        options: everything else that a ``custom_generate`` callable gets.
+
+    Returns:
+        What ``generate`` returns, and the statistics.
+    """
+    begun = perf_counter()
+    with without_checkpointing(model):
+        output = type(model)._sample(model, input_ids, **options)
+    seconds, eos_tokens = perf_counter() - begun, Stopper(options["stopping_criteria"]).eos_tokens
+    ids, width = output if isinstance(output, torch.Tensor) else output.sequences, input_ids.shape[1]
+    counts = []
+    for row in ids[:, width:].tolist():
+        ends = (index for index, token in enumerate(row, start=1) if token in eos_tokens)
+        counts.append(next(ends, len(row)))
+    tokens, rounds = sum(counts), sum(counts) - len(counts)
+    return output, GenerationStats(
+        tokens=tokens,
+        rounds=rounds,
+        accepted_lengths=Counter({0: rounds}),
+        total_seconds=seconds,
+        from_draft=[[False] * count for count in counts],
+        plan=LayerPlan(Anatomy.of(model).num_layers).picture(),
+        drafts=False,
+        timeline=[(tokens, seconds)],
+    )
