@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -49,7 +51,7 @@ class Call:
     drafting: Drafting
     tree: Tree | None
 
-    def run(
+    def ready(
         self,
         model: PreTrainedModel,
         input_ids: torch.LongTensor,
@@ -59,8 +61,14 @@ class Call:
         synced_gpus: bool,
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
-    ) -> Any:
-        """What ``generate`` returns; arguments are those of a ``custom_generate`` callable."""
+    ) -> Callable[[], Any]:
+        """Checks the call and prepares it; what is returned generates and returns what ``generate`` does.
+
+        Arguments are those of a ``custom_generate`` callable.
+
+        Raises:
+            SelfSpecError: the call cannot be served. Nothing was generated yet, so another loop can do it.
+        """
         anatomy = Anatomy.of(model)
         self.drafting.learned.check(model)
         check_call(model, input_ids, generation_config, synced_gpus, model_kwargs)
@@ -74,12 +82,12 @@ class Call:
                 "synced_gpus": synced_gpus,
                 "streamer": streamer,
             }
-            return self._plain(known, model, input_ids, options | model_kwargs)
+            return partial(self._plain, known, model, input_ids, options | model_kwargs)
         plan = None if isinstance(self.drafting.draft, CandidateGenerator) else self.drafting.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
         own_cache = bool(getattr(past, "_is_user_defined", False))
-        partial = isinstance(self.drafting.draft, EarlyExitOnly)
-        if partial and own_cache:
+        cut = isinstance(self.drafting.draft, EarlyExitOnly)
+        if cut and own_cache:
             raise UnsupportedOptionError(
                 "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
                 "used again. Leave out `past_key_values`."
@@ -119,7 +127,7 @@ class Call:
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
             extra_arguments(model_kwargs),
-            plan if partial else None,
+            plan if cut else None,
         )
         draft = self.drafting.running(target, plan, limits, scorer.for_drafts)
         decoder = Decoder(
@@ -136,13 +144,24 @@ class Call:
         )
         if seen := past.get_seq_length():
             target.cache.take_in(past, prompt.past_columns(seen))
-        returned = generation_config.return_dict_in_generate
-        with target.prepared():
+        returned = bool(generation_config.return_dict_in_generate)
+        return partial(self._decode, decoder, None if cut else past, returned, own_cache)
+
+    def _decode(self, decoder: Decoder, cache: Any, returned: bool, own_cache: bool) -> Any:
+        """Generates.
+
+        Args:
+            decoder: the generation.
+            cache: is filled where somebody will see it, ``None`` where there is nothing to fill it with.
+            returned: whether the output is to hold more than ids.
+            own_cache: ``cache`` is the caller's.
+        """
+        with decoder.target.prepared():
             ids = decoder.run()
-            if (returned or own_cache) and not partial:
-                decoder.hand_back(past, ids)
+            if (returned or own_cache) and cache is not None:
+                decoder.hand_back(cache, ids)
         self.drafting.learned.add_call(decoder.stats)
-        return decoder.output(ids, None if partial else past) if returned else ids
+        return decoder.output(ids, cache) if returned else ids
 
     def _plain(self, known: Findings, model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any]) -> Any:
         """The loop of transformers, which is faster without any part of ours; ``known`` learns of the call."""

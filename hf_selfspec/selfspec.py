@@ -26,6 +26,7 @@ from .learned import Learned
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
 from .model.target import Target
+from .notices import say_once
 from .parts.adapter import Adapter
 from .parts.heads import ExitHeads
 from .parts.probe import LinearProbe
@@ -42,6 +43,10 @@ from .verify.tree import Tree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# Under this name a saved generation config holds the settings of its ``assistant``.
+CONFIG_KEY = "hf_selfspec"
 
 
 @dataclass(frozen=True)
@@ -325,6 +330,20 @@ class SelfSpec:
         spec._learned.saved = saved
         return spec
 
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON has them, with which a ``GenerationConfig`` that holds this ``SelfSpec`` is saved.
+
+        A config that is loaded has them again; what was learned is not among them, see :meth:`save_pretrained`. A
+        function or generator of your own cannot be saved: a warning says so once.
+        """
+        folder = None if self.cache_dir is None else os.fspath(self.cache_dir)
+        settings = {**self._settings(), "cache_dir": folder, "task": self.task}
+        try:
+            return {CONFIG_KEY: {name: saving.encode(value, f"SelfSpec({name})") for name, value in settings.items()}}
+        except SettingError as error:
+            say_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
+            return {CONFIG_KEY: repr(self)}
+
     @property
     def stats(self) -> GenerationStats | None:
         """Statistics of the last finished call, ``None`` before the first."""
@@ -399,10 +418,7 @@ class SelfSpec:
         **model_kwargs: Any,
     ) -> Any:
         """Decodes; called by ``generate`` with everything prepared (``custom_generate``)."""
-        drafting = Drafting(
-            self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
-        )
-        return Call(drafting, self.tree).run(
+        return self.call().ready(
             model,
             input_ids,
             logits_processor,
@@ -411,7 +427,14 @@ class SelfSpec:
             synced_gpus,
             streamer,
             model_kwargs,
+        )()
+
+    def call(self) -> Call:
+        """What decodes one call, for the package's own use."""
+        drafting = Drafting(
+            self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
         )
+        return Call(drafting, self.tree)
 
     def _settings(self, checked: bool = False) -> dict[str, Any]:
         """What is saved of the settings; ``checked`` for an error where they cannot be."""
