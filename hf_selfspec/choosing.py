@@ -144,7 +144,5 @@ def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:
     try:
         return _in_config(config)
     except (SettingError, SettingTypeError) as error:
-        say_once(
-            f"the model's generation config has an assistant that cannot be used, so text is generated without: {error}"
-        )
+        say_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
         return None
