@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from . import pictures, saving
 from .call import FIRST_SLOTS, Call
 from .draft.adapter import EarlyExitAdapter
+from .draft.candidates import check_generator
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.partial import Limits, PartialDraft
@@ -58,15 +59,16 @@ class SelfSpec:
 
     Args:
         draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter` or
-            :class:`DynamicExit`, or any ``CandidateGenerator`` of transformers. By default the layers to skip are found
-            while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone,
-            which changes the output (and returns no cache).
+            :class:`DynamicExit`, or any ``CandidateGenerator`` of transformers that needs ids alone (in a batch each
+            row after the first has a deep copy of it, which shares its modules). By default the layers to skip are
+            found while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers
+            alone, which changes the output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. ``None``:
             what is fastest, as the probe of an early exit or the search for layers to skip finds, and a confidence
-            below 0.8 for a given set.
-        tree: sibling tokens at each depth of the draft, or ``None`` for a line.
+            below 0.8 for a given set. A ``CandidateGenerator`` and :class:`EarlyExitOnly` take none.
+        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not for those two.
         max_draft: most tokens in a draft.
         cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
             for one model (its weights, not its name), these settings and one task.
@@ -102,6 +104,7 @@ class SelfSpec:
             )
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {self.tree!r}.")
+        self._check_whole_drafts()
         check_count("SelfSpec(max_draft)", self.max_draft)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, os.PathLike)):
             raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
@@ -111,6 +114,19 @@ class SelfSpec:
             )
         if self.cache_dir is not None:
             self._settings(checked=True)
+
+    def _check_whole_drafts(self) -> None:
+        """Checks drafts whose tokens come all at once, or not at all: nothing ends them early or branches."""
+        if isinstance(self.draft, CandidateGenerator):
+            check_generator(self.draft)
+            why = f"{type(self.draft).__name__} drafts as many tokens as it returns, in a line"
+        elif isinstance(self.draft, EarlyExitOnly):
+            why = f"{self.draft!r} generates without drafts"
+        else:
+            return
+        for name, value in (("stop", self.stop), ("tree", self.tree)):
+            if value is not None:
+                raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
 
     @classmethod
     def layerskip(
