@@ -20,12 +20,10 @@ from test_refusals import OPTIONS, tiny_mamba, tiny_t5
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
-    LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
     pipeline,
 )
-from transformers.generation import logits_process as lp
 
 import hf_selfspec
 from hf_selfspec import (
@@ -294,10 +292,8 @@ def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any]
 SERVED_BY_PLAIN = [
     (name, value, advice)
     for name, value, advice in OPTIONS
-    # Modes that transformers takes from the Hub, or that need a package; another way of drafting in the call wins.
-    if name
-    in ("num_beams", "use_cache", "output_attentions", "output_hidden_states", "guidance_scale", "watermarking_config")
-    or value == "static"
+    # Others need the Hub or a package, or are a way of drafting that wins.
+    if name in ("num_beams", "use_cache", "output_attentions", "output_hidden_states") or value == "static"
 ]
 
 
@@ -323,44 +319,39 @@ def test_model(build: Callable[[], PreTrainedModel], words: str) -> None:
     assert_plain_with_one_warning(build(), words)
 
 
-def right_padded() -> dict[str, torch.Tensor]:
-    mask = torch.ones_like(BATCH["input_ids"])
-    mask[2, -2:] = 0
+def masked(row: int) -> dict[str, torch.Tensor]:
+    """A prompt of nothing but padding."""
+    mask = BATCH["attention_mask"].clone()
+    mask[row] = 0
     return {"input_ids": BATCH["input_ids"], "attention_mask": mask}
 
 
-def beyond_the_positions() -> dict[str, torch.Tensor]:
-    return ragged_batch((520,))
+def own_positions() -> dict[str, torch.Tensor]:
+    return {**ROW, "position_ids": torch.arange(12)[None] + 3}
 
 
-@pytest.mark.parametrize(
-    ("inputs", "words"),
-    [(right_padded, "padded on the right"), (beyond_the_positions, "the prompt has 520 tokens")],
-    ids=["right padding", "long prompt"],
-)
-def test_prompt(llama: LlamaForCausalLM, inputs: Callable[[], Any], words: str) -> None:
-    assert_plain_with_one_warning(llama, words, inputs())
+def test_prompt(llama: LlamaForCausalLM) -> None:
+    assert_plain_with_one_warning(llama, "the prompt of row 1 is empty", masked(1))
 
 
-def test_one_warning_for_prompts_of_any_length(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_one_warning_whatever_the_numbers(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     attach(llama, spec)
-    with pytest.warns(UserWarning, match="the prompt has 514 tokens"):
-        llama.generate(**ragged_batch((514,)), max_new_tokens=2)
-    llama.generate(**ragged_batch((517,)), max_new_tokens=2)
+    with pytest.warns(UserWarning, match="row 1 is empty"):
+        llama.generate(**masked(1), max_new_tokens=2)
+    llama.generate(**masked(2), max_new_tokens=2)
 
 
-def test_what_only_the_prepared_call_shows(llama: LlamaForCausalLM) -> None:
-    """Refused when transformers has prepared everything: its loop goes on, and the streamer gets the prompt once."""
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_what_only_the_prepared_call_shows(llama: LlamaForCausalLM, spec: SelfSpec, sampled: bool) -> None:
+    """Transformers' loop goes on with what is prepared: same random numbers, and the streamer gets the prompt once."""
     outputs, recorders = [], [Recorder(), Recorder()]
 
     def generate(recorder: Recorder) -> None:
-        # This processor has a state, so that each generation needs a new one.
-        processor = lp.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, llama)
-        processors = LogitsProcessorList([processor])
-        outputs.append(llama.generate(**ROW, max_new_tokens=6, streamer=recorder, logits_processor=processors))
+        torch.manual_seed(3)
+        outputs.append(llama.generate(**own_positions(), do_sample=sampled, max_new_tokens=9, streamer=recorder))
 
     generate(recorders[0])
-    with attach(llama, new_spec()), pytest.warns(UserWarning, match="UnbatchedClassifierFree"):
+    with attach(llama, spec), pytest.warns(UserWarning, match="position_ids"):
         generate(recorders[1])
     assert torch.equal(outputs[0], outputs[1])
     assert recorders[0].calls == recorders[1].calls
@@ -377,15 +368,6 @@ def test_a_spec_for_another_model(llama: LlamaForCausalLM) -> None:
     plain = llama.generate(**ROW, max_new_tokens=6)
     with attach(llama, SelfSpec(EarlyExit(60))), pytest.warns(UserWarning, match=r"EarlyExit\(layer=60\)"):
         assert torch.equal(llama.generate(**ROW, max_new_tokens=6), plain)
-
-
-def test_sampling_that_falls_back_has_plain_random_numbers(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    options = {**right_padded(), "do_sample": True, "max_new_tokens": 12}
-    torch.manual_seed(3)
-    plain = llama.generate(**options)
-    torch.manual_seed(3)
-    with attach(llama, spec), pytest.warns(UserWarning, match="padded on the right"):
-        assert torch.equal(llama.generate(**options), plain)
 
 
 # Callers that cannot be given an argument ----------------------------------------------------------------------------
