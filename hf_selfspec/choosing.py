@@ -60,16 +60,17 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None
     # A model that drafts for transformers' own assisted generation gets a copy of the main model's config.
     if _has_other_way(call) or getattr(passed, "is_assistant", None):
         return None
-    found = _in_config(passed)
-    if found is not None:
-        return Chosen(found) if found else None
+    in_passed, in_own = _in_config(passed), _in_own_config(own)
+    default_of = f"in the generation config of this {type(model).__name__}"
+    if in_passed is not None:
+        # Pipelines and servers pass a copy of the model's config, whose SelfSpec their caller did not ask for.
+        return Chosen(in_passed, default_of if in_passed == in_own else "") if in_passed else None
     if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
         return None
-    found = _in_own_config(own)
-    if found is not None:
-        return Chosen(found, default_of=f"in the generation config of this {type(model).__name__}") if found else None
+    if in_own is not None:
+        return Chosen(in_own, default_of) if in_own else None
     spec = attached(model)
-    return None if spec is None else Chosen(spec, default_of=f"attached to this {type(model).__name__}")
+    return None if spec is None else Chosen(spec, f"attached to this {type(model).__name__}")
 
 
 def _of_call(assistant: Any, call: Mapping[str, Any]) -> Chosen | None:

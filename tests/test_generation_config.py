@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import ragged_batch, tiny_llama
+from test_generate_surface import character_tokenizer
 from test_refusals import tiny_t5
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from hf_selfspec import (
     AdaptiveThreshold,
@@ -108,6 +109,7 @@ def test_another_way_of_drafting(llama: LlamaForCausalLM, spec: SelfSpec, option
     llama.generate(**ROW, max_new_tokens=8, **option)
     llama.generate(**ROW, max_new_tokens=8, generation_config=GenerationConfig(**option))
     assert calls(spec) == 0
+    llama.generation_config.assistant = None
     with pytest.raises(UnsupportedOptionError, match=next(iter(option))):
         llama.generate(**ROW, generation_config=GenerationConfig(assistant=spec, max_new_tokens=8, **option))
 
@@ -137,6 +139,21 @@ def test_what_the_models_config_cannot_serve_is_plain(llama: LlamaForCausalLM, s
     other.generation_config.assistant = spec
     with pytest.warns(UserWarning, match="encoder-decoder"):
         other.generate(**ROW, max_new_tokens=4)
+
+
+def test_a_passed_copy_of_the_models_config(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """Pipelines and servers pass one, whose caller did not ask for a ``SelfSpec``."""
+    llama.generation_config.assistant = spec
+    config = copy.deepcopy(llama.generation_config)
+    config.max_new_tokens = 8
+    llama.generate(**ROW, generation_config=config)
+    assert config.assistant.stats is not None
+    config.num_beams = 2
+    with pytest.warns(UserWarning, match=r"in the generation config of this LlamaForCausalLM cannot .*num_beams=2"):
+        llama.generate(**ROW, generation_config=config)
+    pipe = pipeline("text-generation", model=llama, tokenizer=character_tokenizer())
+    pipe("def f(x):", max_new_tokens=8, do_sample=False)
+    pipe("def f(x):", max_new_tokens=8, do_sample=False, num_beams=2)
 
 
 def test_something_else_in_the_models_config(llama: LlamaForCausalLM) -> None:

@@ -154,8 +154,8 @@ class CandidateDraft:
         """Reports to each generator how its tokens fared, as transformers' assisted generation does.
 
         It gets the row's text with the new tokens, the scores ``[1, t + 1, v]`` of the model at the last token and at
-        the ``t`` drafted ones, and the number of drafted tokens that were kept. Logits processors that look at the text
-        are not in the scores.
+        the ``t`` drafted ones, and how many drafted tokens were kept. Deviation: where a logits processor looks at the
+        text, scores are the model's logits, since it must not be called for tokens that are not emitted.
         """
         for row, (generator, asked) in enumerate(zip(self.generators, self._asked, strict=True)):
             if asked is not None:
