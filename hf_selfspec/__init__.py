@@ -4,6 +4,7 @@
 the output is what it would have been.
 """
 
+from .attached import attach, detach
 from .differences import Difference, first_differences
 from .draft import DynamicExit, EarlyExit, EarlyExitAdapter, EarlyExitOnly, SkipLayers
 from .errors import (
@@ -74,7 +75,9 @@ __all__ = [
     "TopKTree",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "attach",
     "calibrate_exit_heads",
+    "detach",
     "exit_report",
     "first_differences",
     "fit_adapter",

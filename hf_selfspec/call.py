@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ class Call:
     drafting: Drafting
     tree: Tree | None
 
-    def run(
+    def ready(
         self,
         model: PreTrainedModel,
         input_ids: torch.LongTensor,
@@ -62,8 +64,14 @@ class Call:
         synced_gpus: bool,
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
-    ) -> Any:
-        """What ``generate`` returns; arguments are those of a ``custom_generate`` callable."""
+    ) -> Callable[[], Any]:
+        """Checks the call and prepares it; what is returned generates and returns what ``generate`` does.
+
+        Arguments are those of a ``custom_generate`` callable.
+
+        Raises:
+            SelfSpecError: the call cannot be served. Nothing was generated yet, so another loop can do it.
+        """
         anatomy = Anatomy.of(model)
         self.drafting.learned.check(model)
         has_cache = model_kwargs.get("use_cache") is not False
@@ -73,8 +81,8 @@ class Call:
         extra = extra_arguments(model, model_kwargs)
         _warn_of_checkpointing(model)
         kind = bool(generation_config.do_sample), len(input_ids) > 1
-        partial = isinstance(self.drafting.draft, EarlyExitOnly)
-        why = "" if partial else self._left_to_generate(model, kind, model_kwargs.get("attention_mask"))
+        cut = isinstance(self.drafting.draft, EarlyExitOnly)
+        why = "" if cut else self._left_to_generate(model, kind, model_kwargs.get("attention_mask"))
         if why:
             options: dict[str, Any] = {
                 "logits_processor": logits_processor,
@@ -83,11 +91,11 @@ class Call:
                 "synced_gpus": synced_gpus,
                 "streamer": streamer,
             }
-            return self._plain(why, model, kind, input_ids, options | model_kwargs)
+            return partial(self._plain, why, model, kind, input_ids, options | model_kwargs)
         plan = None if isinstance(self.drafting.draft, CandidateGenerator) else self.drafting.draft.plan(anatomy)
         past = model_kwargs["past_key_values"]
         own_cache = bool(getattr(past, "_is_user_defined", False))
-        if partial and own_cache:
+        if cut and own_cache:
             raise UnsupportedOptionError(
                 "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
                 "used again. Leave out `past_key_values`."
@@ -129,7 +137,7 @@ class Call:
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
             extra,
-            plan if partial else None,
+            plan if cut else None,
         )
         draft = self.drafting.running(target, plan, limits, scorer.for_drafts)
         decoder = Decoder(
@@ -146,14 +154,26 @@ class Call:
         )
         if seen := past.get_seq_length():
             target.cache.take_in(past, prompt.past_columns(seen))
-        returned = generation_config.return_dict_in_generate
-        with target.prepared():
+        returned = bool(generation_config.return_dict_in_generate)
+        cache = past if not cut and (has_cache or own_cache) else None
+        return partial(self._decode, decoder, cache, returned, own_cache)
+
+    def _decode(self, decoder: Decoder, cache: Any, returned: bool, own_cache: bool) -> Any:
+        """Generates.
+
+        Args:
+            decoder: the generation.
+            cache: is filled where somebody will see it, ``None`` where there is nothing to fill it with.
+            returned: whether the output is to hold more than ids.
+            own_cache: ``cache`` is the caller's.
+        """
+        with decoder.target.prepared():
             ids = decoder.run()
-            if (returned or own_cache) and not partial:
-                decoder.hand_back(past, ids)
+            if (returned or own_cache) and cache is not None:
+                decoder.hand_back(cache, ids)
         self.drafting.learned.add_call(decoder.stats)
-        _remind_of_length(stopping_criteria, ids)
-        return decoder.output(ids, past if has_cache and not partial else None) if returned else ids
+        _remind_of_length(decoder.stopper.criteria, ids)
+        return decoder.output(ids, cache) if returned else ids
 
     def _left_to_generate(self, model: PreTrainedModel, kind: Kind, attention_mask: torch.Tensor | None) -> str:
         """Why the call is left to transformers' own loop, empty where it is not."""

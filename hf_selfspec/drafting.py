@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .decoding import RunningDraft
 from .draft.adapter import AdapterDraft, EarlyExitAdapter
-from .draft.candidates import CandidateDraft
+from .draft.candidates import CandidateDraft, one_for_each_row
 from .draft.early_exit import EarlyExit, EarlyExitOnly, NoDraft
 from .draft.exit_heads import DynamicExit, HeadsDraft
 from .draft.partial import Limits, PartialDraft
@@ -70,8 +70,14 @@ class Drafting:
             probe.check(lambda: self.learned.fingerprint(target.model))
             _check_probe_of_stop(probe, plan, self.draft, scorer.do_sample)
         if isinstance(self.draft, CandidateGenerator):
-            vocabulary = target.model.get_input_embeddings().num_embeddings
-            return CandidateDraft(self.draft, vocabulary, self.max_draft, scorer.do_sample)
+            rows = len(target.roots)
+            return CandidateDraft(
+                generators=one_for_each_row(self.draft, rows),
+                first_slots=[0] * rows if target.padding is None else target.padding.argmax(1).tolist(),
+                vocabulary=target.model.get_input_embeddings().num_embeddings,
+                longest=self.max_draft,
+                scorer=scorer,
+            )
         if isinstance(self.draft, EarlyExitOnly):
             return NoDraft(target.full_plan)
         if isinstance(self.draft, SkipLayers) and self.draft.search is not None:

@@ -1,26 +1,31 @@
-"""The one seam with transformers: ``generate(assistant=SelfSpec())``, and callbacks that change a model in training."""
+"""The one seam with transformers: ``generate`` with a ``SelfSpec``, and callbacks that change a model in training."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, StoppingCriteriaList, Trainer
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, Trainer
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .checks import check_options
-from .errors import SettingTypeError, UnsupportedOptionError
+from .choosing import CONFIG_NAMES, Chosen, choose
+from .errors import SelfSpecError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.arguments import check_inputs
-from .selfspec import SelfSpec
+from .notices import say_once_whatever_numbers
 from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
+# What generate itself takes; the rest is for its config or the model.
+_OWN_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameters)
 
 
 def install() -> None:
@@ -38,7 +43,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes :func:`install` back. ``generate(custom_generate=SelfSpec())`` goes on working, callbacks do not."""
+    """Takes :func:`install` back.
+
+    ``generate(custom_generate=SelfSpec())`` goes on working; callbacks, and what is attached or in a generation config,
+    have no effect until the next :func:`install`.
+    """
     for owner, name, _ in _SEAMS:
         original = getattr(getattr(owner, name), _ORIGINAL, None)
         if original is not None:
@@ -46,44 +55,94 @@ def uninstall() -> None:
 
 
 def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
-        assistant = None if assistant is False else assistant
-        spec = kwargs.get("custom_generate") if assistant is None else assistant
-        if not isinstance(spec, SelfSpec):
-            if assistant is None:
-                return original(self, *args, **kwargs)
-            raise SettingTypeError(
-                f"generate(assistant=...) takes a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), got "
-                f"{assistant!r}. For a second model use transformers' `assistant_model`."
-            )
-        if assistant is not None and kwargs.get("custom_generate") is not None:
-            raise UnsupportedOptionError(
-                "generate(assistant=...) and generate(custom_generate=...) both replace the decode loop: give one."
-            )
         # Arguments by name, whatever the caller's style, so that those which callables do not get can be taken out.
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        given = signature.bind(self, *args, **kwargs).arguments
         named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
         named.update(given.get("kwargs", {}))
-        if named.get("assistant_model") is not None:
-            raise UnsupportedOptionError(
-                "generate(assistant_model=...) is another way of drafting than `assistant`: give one of the two."
-            )
-        Anatomy.of(self)
-        effective, _ = self._prepare_generation_config(
-            named.get("generation_config"), **{k: v for k, v in named.items() if hasattr(self.generation_config, k)}
-        )
-        check_options(self, effective)
-        for_model = {k: v for k, v in given.get("kwargs", {}).items() if not hasattr(self.generation_config, k)}
-        check_inputs(self, named.get("inputs"), for_model)
-        named["custom_generate"] = functools.partial(
-            spec, streamer=named.get("streamer"), synced_gpus=_is_synced(self, named.get("synced_gpus"))
-        )
-        if effective.stop_strings is not None:
-            _serve_stop_strings(named, effective.stop_strings)
-        return original(self, **named)
+        chosen = choose(self, assistant, named)
+        if chosen is None:
+            return original(self, *args, **kwargs)
+        try:
+            served = _served(self, chosen, named)
+        except SelfSpecError as error:
+            if not chosen.default_of:
+                raise
+            _say_plain(chosen, error)
+            return original(self, *args, **kwargs)
+        return original(self, **served)
 
     return generate
+
+
+def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with which ``generate`` decodes with a ``SelfSpec``.
+
+    Raises:
+        SelfSpecError: it cannot serve this call.
+    """
+    Anatomy.of(model)
+    named = {**named, "generation_config": _without_assistant(named.get("generation_config"))}
+    effective, _ = model._prepare_generation_config(
+        named["generation_config"], **{k: v for k, v in named.items() if hasattr(model.generation_config, k)}
+    )
+    check_options(model, effective)
+    for_model = {k: v for k, v in named.items() if k not in _OWN_ARGUMENTS and not hasattr(model.generation_config, k)}
+    check_inputs(model, named.get("inputs"), for_model)
+    decode = chosen.spec if not chosen.default_of else functools.partial(_decode_or_plain, chosen)
+    named["custom_generate"] = functools.partial(
+        decode, streamer=named.get("streamer"), synced_gpus=_is_synced(model, named.get("synced_gpus"))
+    )
+    if effective.stop_strings is not None:
+        _serve_stop_strings(named, effective.stop_strings)
+    return named
+
+
+def _decode_or_plain(
+    chosen: Chosen,
+    model: Any,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    streamer: BaseStreamer | None,
+    **model_kwargs: Any,
+) -> Any:
+    """The same as calling the ``SelfSpec``, and transformers' own loop where it cannot serve what was prepared."""
+    prepared: dict[str, Any] = {
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        "synced_gpus": synced_gpus,
+        "streamer": streamer,
+    }
+    try:
+        decode = chosen.spec.call().ready(model, input_ids, **prepared, model_kwargs=model_kwargs)
+    except SelfSpecError as error:
+        _say_plain(chosen, error)
+        return type(model)._sample(model, input_ids, **prepared, **model_kwargs)
+    return decode()
+
+
+def _say_plain(chosen: Chosen, error: SelfSpecError) -> None:
+    say_once_whatever_numbers(
+        f"the SelfSpec {chosen.default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
+        "generate(assistant=False) does without it and without this warning.)"
+    )
+
+
+def _without_assistant(config: Any) -> Any:
+    """A passed generation config that ``generate`` copies without the ``SelfSpec`` in it."""
+    if not isinstance(config, GenerationConfig):
+        return config
+    kept = copy.copy(config)
+    for name in CONFIG_NAMES:
+        vars(kept).pop(name, None)
+    return kept
 
 
 _SEAMS = ((GenerationMixin, "generate", _with_assistant), (Trainer, "train", with_model_callbacks))

@@ -80,6 +80,18 @@ def encode(value: Any, name: str) -> Any:
     )
 
 
+def decode_settings(settings: Any) -> dict[str, Any]:
+    """The arguments of ``SelfSpec`` that a file may set.
+
+    Raises:
+        SettingError, TypeError: they are something else.
+    """
+    if not isinstance(settings, dict):
+        raise TypeError(f"its settings are {settings!r}")
+    _check_names("", settings, _SETTINGS)
+    return {name: decode(value, name) for name, value in settings.items()}
+
+
 def decode(value: Any, name: str) -> Any:
     """The reverse of :func:`encode`, for the settings that a file may hold.
 
@@ -164,12 +176,9 @@ def read(path: Path) -> Saved:
                 f"{path} has format {content['format']!r}, this version of hf_selfspec reads format {_FORMAT}. Save it "
                 "again with this version, or install the one it was saved with."
             )
-        kept, settings = content["fingerprint"], content["settings"]
-        if not isinstance(settings, dict):
-            raise TypeError(f"its settings are {settings!r}")
-        _check_names("", settings, _SETTINGS)
+        kept = content["fingerprint"]
         return Saved(
-            settings={name: decode(value, name) for name, value in settings.items()},
+            settings=decode_settings(content["settings"]),
             fingerprint=None if kept is None else Fingerprint.read(kept, "fingerprint"),
             findings={_kind(one): dict(one["state"]) for one in content["findings"]},
             path=path,

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from . import pictures, saving
 from .call import FIRST_SLOTS, Call
 from .draft.adapter import EarlyExitAdapter
+from .draft.candidates import check_generator
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.partial import Limits, PartialDraft
@@ -28,6 +29,7 @@ from .learned import Learned
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
 from .model.target import Target
+from .notices import say_once
 from .parts.adapter import Adapter
 from .parts.heads import ExitHeads
 from .parts.probe import LinearProbe
@@ -49,6 +51,10 @@ if TYPE_CHECKING:
 _LONGEST_TASK = 50
 
 
+# Under this name a saved generation config holds the settings of its ``assistant``.
+CONFIG_KEY = "hf_selfspec"
+
+
 @dataclass(frozen=True)
 class SelfSpec:
     """Self-speculative decoding: part of a model drafts, the whole model verifies.
@@ -59,15 +65,16 @@ class SelfSpec:
 
     Args:
         draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter` or
-            :class:`DynamicExit`, or any ``CandidateGenerator`` of transformers. By default the layers to skip are found
-            while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone,
-            which changes the output (and returns no cache).
+            :class:`DynamicExit`, or any ``CandidateGenerator`` of transformers that needs ids alone (in a batch each
+            row after the first has a deep copy of it, which shares its modules). By default the layers to skip are
+            found while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers
+            alone, which changes the output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. ``None``:
             what is fastest, as the probe of an early exit or the search for layers to skip finds, and a confidence
-            below 0.8 for a given set.
-        tree: sibling tokens at each depth of the draft, or ``None`` for a line.
+            below 0.8 for a given set. A ``CandidateGenerator`` and :class:`EarlyExitOnly` take none.
+        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not for those two.
         max_draft: most tokens in a draft, 1,024 at most.
         cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
             for one model (its weights, not its name), these settings and one task.
@@ -103,6 +110,7 @@ class SelfSpec:
             )
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {self.tree!r}.")
+        self._check_whole_drafts()
         check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, os.PathLike)):
             raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
@@ -113,6 +121,19 @@ class SelfSpec:
             )
         if self.cache_dir is not None:
             self._settings(checked=True)
+
+    def _check_whole_drafts(self) -> None:
+        """Checks drafts whose tokens come all at once, or not at all: nothing ends them early or branches."""
+        if isinstance(self.draft, CandidateGenerator):
+            check_generator(self.draft)
+            why = f"{type(self.draft).__name__} drafts as many tokens as it returns, in a line"
+        elif isinstance(self.draft, EarlyExitOnly):
+            why = f"{self.draft!r} generates without drafts"
+        else:
+            return
+        for name, value in (("stop", self.stop), ("tree", self.tree)):
+            if value is not None:
+                raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
 
     @classmethod
     def layerskip(
@@ -340,6 +361,20 @@ class SelfSpec:
         spec._learned.saved = saved
         return spec
 
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON has them, with which a ``GenerationConfig`` that holds this ``SelfSpec`` is saved.
+
+        A config that is loaded has them again, but for ``cache_dir`` and ``task``: no file chooses where this machine
+        writes. What was learned is not among them, see :meth:`save_pretrained`. A function or generator of your own
+        cannot be saved: a warning says so once.
+        """
+        try:
+            settings = self._settings().items()
+            return {CONFIG_KEY: {name: saving.encode(value, f"SelfSpec({name})") for name, value in settings}}
+        except SettingError as error:
+            say_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
+            return {CONFIG_KEY: repr(self)}
+
     @property
     def stats(self) -> GenerationStats | None:
         """Statistics of the last finished call, ``None`` before the first."""
@@ -414,10 +449,7 @@ class SelfSpec:
         **model_kwargs: Any,
     ) -> Any:
         """Decodes; called by ``generate`` with everything prepared (``custom_generate``)."""
-        drafting = Drafting(
-            self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
-        )
-        return Call(drafting, self.tree).run(
+        return self.call().ready(
             model,
             input_ids,
             logits_processor,
@@ -426,7 +458,14 @@ class SelfSpec:
             synced_gpus,
             streamer,
             model_kwargs,
+        )()
+
+    def call(self) -> Call:
+        """What decodes one call, for the package's own use."""
+        drafting = Drafting(
+            self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
         )
+        return Call(drafting, self.tree)
 
     def _settings(self, checked: bool = False) -> dict[str, Any]:
         """What is saved of the settings; ``checked`` for an error where they cannot be."""

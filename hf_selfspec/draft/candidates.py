@@ -2,50 +2,120 @@
 
 from __future__ import annotations
 
-import torch
-from transformers.generation.candidate_generator import CandidateGenerator
+import copy
+from dataclasses import dataclass
 
-from ..errors import SettingError
+import torch
+import torch.nn as nn
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+
+from ..errors import SettingError, UnsupportedOptionError
 from ..types import Draft, GenerationStats, Text, Verdict
+from ..verify.scoring import Scorer
+
+
+def check_generator(generator: CandidateGenerator) -> None:
+    """Checks that ``generator`` can draft from ids alone.
+
+    Raises:
+        SettingError: it needs what the model's forwards return.
+    """
+    if getattr(generator, "requires_model_outputs", False):
+        raise SettingError(
+            f"SelfSpec(draft={type(generator).__name__}) is not possible: it drafts from what the model's forwards "
+            "return (requires_model_outputs), and a SelfSpec gives a generator the ids alone. Use transformers' own "
+            "loop: generate(use_mtp=True) or generate(assistant_model=...)."
+        )
+
+
+def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[CandidateGenerator]:
+    """A generator for each row of a batch, so that what it keeps of a text is of one row.
+
+    The first is ``generator`` itself, the others are deep copies that share its modules (``__deepcopy__`` can have them
+    share more). Prompt lookup keeps nothing and serves all.
+
+    Raises:
+        UnsupportedOptionError: it cannot be copied.
+    """
+    if rows == 1 or type(generator) is PromptLookupCandidateGenerator:
+        return [generator] * rows
+    held = getattr(generator, "__dict__", {}).values()
+    modules = {id(module): module for module in held if isinstance(module, nn.Module)}
+    try:
+        return [generator, *(copy.deepcopy(generator, dict(modules)) for _ in range(rows - 1))]
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise UnsupportedOptionError(
+            f"{type(generator).__name__} cannot draft for a batch of {rows} rows: each row needs its own copy, and "
+            f"copy.deepcopy failed ({error}). Give it a __deepcopy__, or generate for one row at a time."
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a row's generator was asked in this round.
+
+    Attributes:
+        start: column at which the row's text begins, behind its padding.
+        length: columns of the text when it was asked.
+        drafted: tokens that were taken over.
+    """
+
+    start: int
+    length: int
+    drafted: int
 
 
 class CandidateDraft:
-    """Asks a ``CandidateGenerator`` for each row's tokens.
+    """Has each row's tokens drafted by a ``CandidateGenerator``.
 
     Args:
-        generator: called as ``get_candidates(input_ids [1, s])`` with one row's text, left padding removed; it returns
-            ``[1, s + t]`` ids and, where tokens were drawn at random, their processed logits ``[1, t, v]``.
+        generators: for each row. Called as ``get_candidates(input_ids [1, s])`` with the row's text, left padding
+            removed; they return ``[1, s + t]`` ids and, where tokens were drawn at random, their processed logits
+            ``[1, t, v]``.
+        first_slots: for each row the cache slot of its first token.
         vocabulary: ``v``, number of token ids.
         longest: most tokens that are taken over.
-        do_sample: whether generation samples; logits are of no use when it does not.
+        scorer: logits processors; drafted logits are of no use where it does not sample.
     """
 
-    def __init__(self, generator: CandidateGenerator, vocabulary: int, longest: int, do_sample: bool) -> None:
-        self.generator = generator
+    def __init__(
+        self,
+        generators: list[CandidateGenerator],
+        first_slots: list[int],
+        vocabulary: int,
+        longest: int,
+        scorer: Scorer,
+    ) -> None:
+        self.generators = generators
+        self.first_slots = first_slots
         self.vocabulary = vocabulary
         self.longest = longest
-        self.do_sample = do_sample
+        self.scorer = scorer
         self.steps = 0
+        self._asked: list[_Asked | None] = [None] * len(generators)
 
     def propose(self, text: Text, room: list[int]) -> Draft:
         """Drafts after each row's last token; see :meth:`PartialDraft.propose`."""
         rows: list[torch.Tensor] = []
         logits: list[torch.Tensor | None] = []
         for row in range(text.batch_size):
-            start = max(0, -text.base[row])
+            start = max(0, self.first_slots[row] - text.base[row])
             ids = text.ids[row : row + 1, start : text.lengths[row]]
+            self._asked[row] = None
             if room[row] == 0:
                 rows.append(ids[0, :0])
                 logits.append(None)
                 continue
-            candidates, scores = self.generator.get_candidates(ids)
+            name = f"{type(self.generators[row]).__name__}.get_candidates"
+            candidates, scores = self.generators[row].get_candidates(ids)
             if candidates.shape[0] != 1 or not torch.equal(candidates[:, : ids.shape[1]].to(ids.device), ids):
                 raise SettingError(
-                    f"{type(self.generator).__name__}.get_candidates must return the given ids [1, {ids.shape[1]}] "
+                    f"{name} must return the given ids [1, {ids.shape[1]}] "
                     f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
                 )
-            self._check(candidates[0, ids.shape[1] :], scores)
+            self._check(name, candidates[0, ids.shape[1] :], scores)
             count = min(room[row], self.longest, candidates.shape[1] - ids.shape[1])
+            self._asked[row] = _Asked(start, text.lengths[row], count)
             rows.append(candidates[0, ids.shape[1] : ids.shape[1] + count].to(ids.device))
             logits.append(None if scores is None else scores[0, :count].to(ids.device))
         self.steps += 1
@@ -55,8 +125,7 @@ class CandidateDraft:
             tokens[row, : len(drafted)] = drafted
         return Draft(tokens=tokens, lengths=lengths, siblings=[], q=self._q(logits, tokens, lengths))
 
-    def _check(self, drafted: torch.Tensor, scores: torch.Tensor | None) -> None:
-        name = f"{type(self.generator).__name__}.get_candidates"
+    def _check(self, name: str, drafted: torch.Tensor, scores: torch.Tensor | None) -> None:
         if len(drafted) and not 0 <= int(drafted.min()) <= int(drafted.max()) < self.vocabulary:
             raise SettingError(
                 f"{name} returned token ids from {int(drafted.min())} to {int(drafted.max())}, but the model has ids 0 "
@@ -71,7 +140,7 @@ class CandidateDraft:
 
     def _q(self, logits: list[torch.Tensor | None], tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
         known = [scores for scores in logits if scores is not None]
-        if not self.do_sample or not known:
+        if not self.scorer.do_sample or not known:
             return None
         q = torch.zeros(len(logits), max(lengths), known[0].shape[-1], device=known[0].device)
         for row, scores in enumerate(logits):
@@ -82,11 +151,17 @@ class CandidateDraft:
         return q
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Tells the generator how its tokens fared, in batches of one as its interface has it."""
-        if text.batch_size == 1:
-            start = max(0, -text.base[0])
-            matches = len(verdicts[0].tokens) - 1
-            self.generator.update_candidate_strategy(text.prefix(0)[:, start:], logits, matches)
+        """Reports to each generator how its tokens fared, as transformers' assisted generation does.
+
+        It gets the row's text with the new tokens, the scores ``[1, t + 1, v]`` of the model at the last token and at
+        the ``t`` drafted ones, and how many drafted tokens were kept. Deviation: where a logits processor looks at the
+        text, scores are the model's logits, since it must not be called for tokens that are not emitted.
+        """
+        for row, (generator, asked) in enumerate(zip(self.generators, self._asked, strict=True)):
+            if asked is not None:
+                ids = text.prefix(row)[:, asked.start :]
+                scores = self.scorer.roughly(logits[row : row + 1, : asked.drafted + 1])
+                generator.update_candidate_strategy(ids, scores, text.lengths[row] - asked.length - 1)
 
     def finish(self, text: Text) -> None:
         """Nothing to tell: the generator has seen all."""

@@ -20,6 +20,7 @@ class Stopper:
         criteria: the list that ``generate`` prepared.
 
     Attributes:
+        criteria: as given.
         max_length: the most columns of a text, ``None`` for no limit.
         eos_tokens: ids that end a row.
         has_eos: rows that have ended are padded.
@@ -35,7 +36,7 @@ class Stopper:
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.is_in_step = not all(is_stateless(criterion) for criterion in criteria)
-        self._all = criteria
+        self.criteria = criteria
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
 
     def __call__(self, text: Text, row: int, ahead: int, token: int, scores: list[torch.Tensor] | None) -> bool:
@@ -66,7 +67,7 @@ class Stopper:
             scores: for each row the scores ``[v]`` of its tokens, where ``generate`` was asked to return them.
         """
         steps = 0 if scores is None else max(len(row) for row in scores)
-        ended: list[bool] = self._all(input_ids, by_step(scores, steps)).tolist()
+        ended: list[bool] = self.criteria(input_ids, by_step(scores, steps)).tolist()
         return ended
 
     def room(self, text: Text, row: int) -> int:

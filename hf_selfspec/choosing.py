@@ -1,0 +1,149 @@
+"""Which ``SelfSpec`` serves a call of ``generate``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from transformers import GenerationConfig
+
+from . import saving
+from .attached import attached
+from .errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError
+from .notices import say_once
+from .selfspec import CONFIG_KEY, SelfSpec
+
+# Options of a call or a generation config that choose another way to decode than an assistant that is set elsewhere.
+_OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+_ALLOWED = "a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), or False for none"
+# Where a generation config may hold a SelfSpec, as in a call.
+CONFIG_NAMES = ("custom_generate", "assistant")
+# SelfSpecs of saved configs that are kept.
+_RESTORED = 64
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What serves a call.
+
+    Attributes:
+        spec: the settings.
+        default_of: where ``spec`` stands if the call itself does not ask for it; a call that it cannot serve is then
+            served by plain ``generate``. Empty where such a call is an error.
+    """
+
+    spec: SelfSpec
+    default_of: str = ""
+
+
+def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None:
+    """What serves a call: its own arguments, its generation config, the model's, or what is attached, in this order.
+
+    Args:
+        model: whose ``generate`` is called.
+        assistant: the argument of that name.
+        call: the other arguments of the call by name.
+
+    Returns:
+        The choice, ``None`` for transformers' own decoding.
+
+    Raises:
+        SettingTypeError: ``assistant`` is something else than a ``SelfSpec``.
+        UnsupportedOptionError: the call has another way of drafting beside it.
+    """
+    passed, own = call.get("generation_config"), getattr(model, "generation_config", None)
+    if assistant is not None or isinstance(call.get("custom_generate"), SelfSpec):
+        return _of_call(assistant, call)
+    # A model that drafts for transformers' own assisted generation gets a copy of the main model's config.
+    if _has_other_way(call) or getattr(passed, "is_assistant", None):
+        return None
+    in_passed, in_own = _in_config(passed), _in_own_config(own)
+    default_of = f"in the generation config of this {type(model).__name__}"
+    if in_passed is not None:
+        # Pipelines and servers pass a copy of the model's config, whose SelfSpec their caller did not ask for.
+        return Chosen(in_passed, default_of if in_passed == in_own else "") if in_passed else None
+    if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
+        return None
+    if in_own is not None:
+        return Chosen(in_own, default_of) if in_own else None
+    spec = attached(model)
+    return None if spec is None else Chosen(spec, f"attached to this {type(model).__name__}")
+
+
+def _of_call(assistant: Any, call: Mapping[str, Any]) -> Chosen | None:
+    custom = call.get("custom_generate")
+    if assistant is None or assistant is False:
+        spec = custom if isinstance(custom, SelfSpec) else None
+    elif not isinstance(assistant, SelfSpec):
+        raise SettingTypeError(
+            f"generate(assistant=...) takes {_ALLOWED}, got {assistant!r}. For a second model use transformers' "
+            "`assistant_model`."
+        )
+    elif custom is not None:
+        raise UnsupportedOptionError(
+            "generate(assistant=...) and generate(custom_generate=...) both replace the decode loop: give one."
+        )
+    else:
+        spec = assistant
+    if spec is not None and call.get("assistant_model") is not None:
+        raise UnsupportedOptionError(
+            "generate(assistant_model=...) is another way of drafting than `assistant`: give one of the two."
+        )
+    return None if spec is None else Chosen(spec)
+
+
+def _has_other_way(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) not in (None, False) for name in _OTHER_WAYS)
+
+
+def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
+    """The ``assistant`` of a generation config, ``False`` where it is switched off.
+
+    Raises:
+        SettingTypeError, SettingError: it is something else.
+    """
+    custom, assistant = (getattr(config, name, None) for name in CONFIG_NAMES)
+    if assistant is None and isinstance(custom, SelfSpec):
+        return custom
+    if isinstance(assistant, Mapping) and CONFIG_KEY in assistant:
+        return _restored(json.dumps(assistant[CONFIG_KEY], sort_keys=True))
+    if assistant is None or assistant is False or isinstance(assistant, SelfSpec):
+        return assistant
+    raise SettingTypeError(f"GenerationConfig(assistant=...) takes {_ALLOWED}, got {assistant!r}.")
+
+
+@lru_cache(maxsize=_RESTORED)
+def _restored(settings: str) -> SelfSpec:
+    """The ``SelfSpec`` of a saved config, the same for the same settings: what it learns carries over to other calls.
+
+    Args:
+        settings: JSON, see ``SelfSpec.to_dict``.
+
+    Raises:
+        SettingError: they are not settings of this version, or were not saved.
+    """
+    encoded = json.loads(settings)
+    if isinstance(encoded, str):
+        raise SettingError(
+            f"the generation config was saved with {encoded}, which holds a function or generator of your own that "
+            "cannot be saved. Set `assistant` again."
+        )
+    try:
+        return SelfSpec(**saving.decode_settings(encoded))
+    except (SelfSpecError, KeyError, TypeError, AttributeError) as error:
+        raise SettingError(
+            f"the generation config was saved with an assistant that this version of hf_selfspec cannot use ({error}): "
+            f"{settings}. Set `assistant` again."
+        ) from error
+
+
+def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:
+    """The same for the model's own config, where a caller can do nothing about what is wrong."""
+    try:
+        return _in_config(config)
+    except (SettingError, SettingTypeError) as error:
+        say_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
+        return None
