@@ -72,8 +72,8 @@ def test_room_is_for_what_a_call_can_use(name: str, reserved: list[int], llama: 
     assert max(reserved) <= 1.25 * (PROMPT + NEW + max(ahead, LAYERS)) + 1
 
 
-def test_room_without_a_length(reserved: list[int], llama: LlamaForCausalLM) -> None:
-    """Where a text ends by what is in it, its first slots bound the first reservation."""
+def test_room_for_a_text_that_ends_early(reserved: list[int], llama: LlamaForCausalLM) -> None:
+    """What is reserved follows from the most that it may get."""
     ends = llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=NEW, do_sample=False)[0, -1].item()
     spec = SelfSpec(EarlyExit(3), FixedLength(1024), TopKTree(((1.0, 256),)), max_draft=1024)
     llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=400, do_sample=False, eos_token_id=ends, assistant=spec)
