@@ -308,7 +308,7 @@ def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.T
     module = torch.nn.Module()
     module.num_key_value_groups = 2
     output, _ = grouped_attention(
-        lambda m, group: m.repeat(1, 1, group, 1),
+        lambda m, group, dtype: m.repeat(1, 1, group, 1),
         module,
         query,
         key,

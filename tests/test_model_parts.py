@@ -22,11 +22,10 @@ from hf_selfspec import (
     register_architecture,
 )
 from hf_selfspec.model import anatomy as anatomy_module
-from hf_selfspec.model import linear
+from hf_selfspec.model import attention
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.linear import FewTokenLinear, few_token_forward, is_served
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 from hf_selfspec.model.target import Nodes, Target
 
@@ -213,7 +212,7 @@ def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> 
             torch.testing.assert_close(logits[row, path[-1]], alone)
 
 
-def in_line(mask: torch.Tensor, group: int) -> torch.Tensor:
+def in_line(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     return mask.repeat(1, 1, group, 1)
 
 
@@ -228,44 +227,18 @@ def test_grouped_attention_equals_repeated_keys(llama: LlamaForCausalLM, queries
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 40])
-def test_few_token_linear_equals_linear(tokens: int, bias: bool) -> None:
-    layer = torch.nn.Linear(800, 700, bias=bias)
-    forward = few_token_forward(layer, is_active=lambda: True)
-    x = torch.randn(1, tokens, layer.in_features)
-    with torch.no_grad():
-        torch.testing.assert_close(forward(x), layer(x))
-        assert forward(x).is_contiguous()
+def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make one of a boolean mask in each layer."""
+    sdpa, masks = attention.scaled_dot_product_attention, []
 
+    def recording(*args: torch.Tensor, attn_mask: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        masks.append(attn_mask)
+        return sdpa(*args, attn_mask=attn_mask, **kwargs)
 
-def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
-    large = {"in_features": 800, "out_features": 700}
-    assert is_served(torch.nn.Linear(**large))
-    assert not is_served(torch.nn.Linear(40, 24))
-    assert not is_served(torch.nn.Linear(**large, dtype=torch.bfloat16))
-    assert not is_served(torch.nn.Linear(**large, device="meta"))
-    hooked = torch.nn.Linear(**large)
-    hooked.forward = hooked.forward
-    assert not is_served(hooked)
-
-
-@pytest.mark.parametrize("shape", [(1, 1024), (3, 1024), (2, 4, 1024), (2, 40, 1024)])
-def test_few_token_layers_of_our_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are linear layers; the other kernel serves few tokens without gradients alone."""
-    torch.manual_seed(0)
-    layer, plain = FewTokenLinear(1024, 768, bias=False), torch.nn.Linear(1024, 768, bias=False)
-    plain.load_state_dict(layer.state_dict())
-    input, served = torch.randn(shape), []
-    of_few = linear._of_few
-    monkeypatch.setattr(linear, "_of_few", lambda *args: served.append(1) or of_few(*args))
-    with torch.no_grad():
-        torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
-    assert bool(served) == (input.numel() <= 32 * 1024)
-    served.clear()
-    layer(input).sum().backward()
-    plain(input).sum().backward()
-    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
-    with torch.no_grad():
-        torch.testing.assert_close(layer.double()(input.double()), plain.double()(input.double()))
-    assert not served
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recording)
+    target = target_of(llama)
+    with torch.no_grad(), target.prepared():
+        target.step(torch.tensor([[5, 6, 7]]), [0])
+    assert len(masks) == llama.config.num_hidden_layers
+    assert all(mask is masks[0] for mask in masks)
+    assert masks[0].dtype is torch.float32

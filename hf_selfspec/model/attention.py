@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 def grouped_attention(
-    for_groups: Callable[[torch.Tensor, int], torch.Tensor],
+    for_groups: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor],
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -27,7 +27,8 @@ def grouped_attention(
     one query; at 8k context that copy costs several times the attention itself.
 
     Args:
-        for_groups: lays a mask ``[b, 1, s, n]`` out for ``g`` query heads in line, ``[b, 1, g*s, n]``.
+        for_groups: lays a mask ``[b, 1, s, n]`` out for ``g`` query heads in line, ``[b, 1, g*s, n]``, additive in a
+            dtype.
         module: the attention block.
         query: ``[b, k*g, s, h]`` with ``g`` query heads per key head.
         key, value: ``[b, k, n, h]``.
@@ -43,11 +44,12 @@ def grouped_attention(
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
         return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap, sinks)
     fits = s == 1 if attention_mask is None else attention_mask.shape[1] == 1
-    if k == heads or not fits or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    apart = not fits or kwargs.get("position_bias") is not None
     group = heads // k
-    if attention_mask is not None:
-        attention_mask = for_groups(attention_mask, group)
+    if attention_mask is not None and not apart:
+        attention_mask = for_groups(attention_mask, group, query.dtype)
+    if apart or group == 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     output = scaled_dot_product_attention(
         query.reshape(b, k, group * s, h), key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )

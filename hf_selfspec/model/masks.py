@@ -34,12 +34,17 @@ class Geometry:
     query_positions: torch.Tensor
     key_positions: torch.Tensor
     visible: torch.Tensor | None = None
-    grouped: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    grouped: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def for_groups(self, mask: torch.Tensor, group: int) -> torch.Tensor:
-        """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line; made once a forward."""
-        key = (id(mask), group)
+    def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+        """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line, additive.
+
+        Made once a forward: sdpa would make an additive mask of a boolean one in each layer.
+        """
+        key = (id(mask), group, dtype)
         if key not in self.grouped:
+            if mask.dtype is torch.bool:
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
             self.grouped[key] = mask.repeat(1, 1, group, 1)
         return self.grouped[key]
 

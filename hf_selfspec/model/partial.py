@@ -19,7 +19,7 @@ import torch.nn as nn
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
 from .forwards import Forward, InstanceForwards, SharedChange, with_states
-from .linear import few_token_forward, is_served
+from .linear import few_token_forwards
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,8 @@ class _Installation:
         self.arity: dict[type, int | None] = {}
 
     def install(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if is_served(module):
-                self.forwards.replace(module, few_token_forward(module, _is_speculating))
+        for linear, forward in few_token_forwards(model.modules(), _is_speculating):
+            self.forwards.replace(linear, forward)
         self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
         for index, layer in enumerate(self.anatomy.layers):
             self.forwards.replace(layer, self._layer_forward(index, layer))
