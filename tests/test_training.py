@@ -97,7 +97,6 @@ def test_loss_scale() -> None:
         (EarlyExitLoss(0.5, None, [2], even), 0, 8, {1: 0.5, 5: 1.0}),
         (EarlyExitLoss(0.0, None), 0, 8, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 5.0}),
     ],
-    ids=str,
 )
 def test_loss_weights(callback: EarlyExitLoss, step: int, steps: int, scales: dict[int, float]) -> None:
     """``ẽ(t, l)`` is each enabled layer's share of all enabled scales."""
