@@ -22,7 +22,6 @@ from .errors import SettingError, SettingTypeError
 from .files import read_json, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.partial import LayerPlan
-from .search.bayes import suggest
 from .search.costs import wait_for
 from .search.on_the_fly import ClosestLayers
 from .search.replay import Rule, rules
@@ -206,6 +205,8 @@ class _Tuning:
         drawn = sum(1 for plan in self.speeds if plan.skipped_attention != plan.skipped_mlp)
         if drawn < self.search.random_steps or not self.speeds:
             return self.runner.space.random(chance, float(chance.uniform(*_RATIOS)))
+        from .search.bayes import suggest  # scikit-learn and SciPy, which the package as a whole does not need
+
         return suggest(self.runner.space, self.speeds, chance, resize=True)
 
     def _finish(self) -> SelfSpec:

@@ -29,6 +29,17 @@ def test_public_names_are_the_real_surface() -> None:
     assert list(hf_selfspec.__all__) == sorted(hf_selfspec.__all__)
 
 
+def test_importing_the_package_imports_little() -> None:
+    """What few calls need (Bayesian optimisation, pictures, data sets) is imported by them."""
+    heavy = ("bayes_opt", "sklearn", "scipy", "matplotlib", "datasets")
+    script = (
+        "import sys, transformers; from transformers import Trainer, GenerationMixin; before = set(sys.modules)\n"
+        f"import hf_selfspec; print([name for name in {heavy} if name in set(sys.modules) - before])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert run.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_differs_only_at_near_ties(dtype: torch.dtype) -> None:
     model = tiny_llama().to(dtype)

@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 
 from ..model.partial import LayerPlan
-from .bayes import suggest
 from .block_effects import BlockEffects, block_effects
 from .estimates import Scores, effects
 from .on_the_fly import ClosestLayers, OnTheFlySearch
@@ -105,6 +104,8 @@ class RandomAndBayes:
         if scores.plans and (steps + 1) % self.settings.bayes_interval == 0:
             worth = zip(scores.plans, self.estimates(scores).tolist(), strict=True)
             if like := {plan: value for plan, value in worth if self.proposes(plan)}:
+                from .bayes import suggest  # scikit-learn and SciPy, which few calls need
+
                 return suggest(self.space, like, self._chance)
         if steps < _UNIFORM:
             return self.space.random(self._chance, self.ratio)
