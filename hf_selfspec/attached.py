@@ -30,6 +30,8 @@ class Attachment:
         self._before = _replace(model, spec)
 
     def __enter__(self) -> SelfSpec:
+        if attached(self._model) is not self.spec:
+            self._before = _replace(self._model, self.spec)
         return self.spec
 
     def __exit__(

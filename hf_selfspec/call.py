@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from .checks import check_call, check_length, check_lossy
 from .decoding import Decoder, Record
 from .draft.early_exit import EarlyExit, EarlyExitOnly
+from .draft.exit_heads import DynamicExit
 from .draft.partial import Limits
 from .draft.skip_layers import SkipLayers
 from .drafting import Drafting
@@ -49,10 +50,12 @@ class Call:
     Attributes:
         drafting: what drafts.
         tree: siblings at each depth, ``None`` for a line.
+        checks_logits: see :class:`Decoder`.
     """
 
     drafting: Drafting
     tree: Tree | None
+    checks_logits: bool = True
 
     def ready(
         self,
@@ -82,7 +85,8 @@ class Call:
         _warn_of_checkpointing(model)
         kind = bool(generation_config.do_sample), len(input_ids) > 1
         cut = isinstance(self.drafting.draft, EarlyExitOnly)
-        why = "" if cut else self._left_to_generate(model, kind, model_kwargs.get("attention_mask"))
+        lossless = getattr(self.drafting.draft, "lossless", True)
+        why = "" if not lossless else self._left_to_generate(model, kind, model_kwargs.get("attention_mask"))
         if why:
             options: dict[str, Any] = {
                 "logits_processor": logits_processor,
@@ -111,11 +115,11 @@ class Call:
         )
         batch_size, width = input_ids.shape
         check_length(model, anatomy, prompt, generation_config.max_length, width)
-        record = Record.of(generation_config, batch_size)
         scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
         stopper = Stopper(stopping_criteria)
-        if not getattr(self.drafting.draft, "lossless", True):
-            check_lossy(logits_processor)
+        record = Record.of(generation_config, batch_size, bool(scorer.stateful or stopper.stateful))
+        if isinstance(self.drafting.draft, DynamicExit) and not self.drafting.draft.lossless:
+            check_lossy([*logits_processor, *stopping_criteria])
         new_tokens = FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, FIRST_SLOTS)
         if self._window:
             self._check_window(anatomy, None if stopper.max_length is None else stopper.max_length - width)
@@ -151,6 +155,7 @@ class Call:
             pad_token=_pad_token(generation_config),
             streamer=streamer,
             prefill_chunk=generation_config.prefill_chunk_size,
+            checks_logits=self.checks_logits,
         )
         if seen := past.get_seq_length():
             target.cache.take_in(past, prompt.past_columns(seen))

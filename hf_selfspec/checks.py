@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
@@ -89,18 +89,18 @@ def check_call(
         )
 
 
-def check_lossy(processors: LogitsProcessorList) -> None:
-    """Checks that no processor has to see each token before it is taken.
+def check_lossy(given: list[Any]) -> None:
+    """Checks that none of these processors and criteria has to see each token before the next one.
 
     Raises:
         UnsupportedOptionError: one may keep a state.
     """
-    for processor in processors:
-        if not is_stateless(processor):
+    for one in given:
+        if not is_stateless(one):
             raise UnsupportedOptionError(
-                f"{type(processor).__name__} may keep a state from token to token, but exit heads with lossless=False "
+                f"{type(one).__name__} may keep a state from token to token, but exit heads with lossless=False "
                 "(SelfSpec.early_exit_only) take tokens without the whole model and without it. Use lossless heads "
-                "(SelfSpec.dssd), or declare it with `is_stateless = True` if its scores follow from its arguments."
+                "(SelfSpec.dssd), or declare it with `is_stateless = True` if its result follows from its arguments."
             )
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import GenerationConfig
@@ -75,6 +76,10 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None
 
 def _of_call(assistant: Any, call: Mapping[str, Any]) -> Chosen | None:
     custom = call.get("custom_generate")
+    if assistant is False and isinstance(custom, SelfSpec):
+        raise UnsupportedOptionError(
+            "generate(assistant=False) is plain generate, and generate(custom_generate=...) holds a SelfSpec: give one."
+        )
     if assistant is None or assistant is False:
         spec = custom if isinstance(custom, SelfSpec) else None
     elif not isinstance(assistant, SelfSpec):
@@ -109,7 +114,8 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
     if assistant is None and isinstance(custom, SelfSpec):
         return custom
     if isinstance(assistant, Mapping) and CONFIG_KEY in assistant:
-        return _restored(json.dumps(assistant[CONFIG_KEY], sort_keys=True))
+        # The object takes the place of what the file holds, so that its statistics can be seen.
+        config.assistant = assistant = _restored(json.dumps(assistant[CONFIG_KEY], sort_keys=True))
     if assistant is None or assistant is False or isinstance(assistant, SelfSpec):
         return assistant
     raise SettingTypeError(f"GenerationConfig(assistant=...) takes {_ALLOWED}, got {assistant!r}.")
@@ -132,12 +138,29 @@ def _restored(settings: str) -> SelfSpec:
             "cannot be saved. Set `assistant` again."
         )
     try:
-        return SelfSpec(**saving.decode_settings(encoded))
+        _check_parts(encoded)
+        spec = SelfSpec(**saving.decode_settings(encoded))
+        if not getattr(spec.draft, "lossless", True):
+            raise SettingError(f"{spec.draft!r} changes the output, which no file chooses")
+        return spec
     except (SelfSpecError, KeyError, TypeError, AttributeError) as error:
         raise SettingError(
             f"the generation config was saved with an assistant that this version of hf_selfspec cannot use ({error}): "
             f"{settings}. Set `assistant` again."
         ) from error
+
+
+def _check_parts(settings: Any) -> None:
+    """Checks that a config names adapters and heads by folders that are there: nobody asked to download them.
+
+    Raises:
+        SettingError: it names something else.
+    """
+    draft = settings.get("draft") if isinstance(settings, dict) else None
+    for name in saving.PARTS:
+        place = draft.get(name) if isinstance(draft, dict) else None
+        if place is not None and not (isinstance(place, str) and Path(place).is_dir()):
+            raise SettingError(f"draft.{name} is {place!r}, and there is no such folder")
 
 
 def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .model.prompt import Prompt
 from .model.target import Nodes, Target
-from .types import Draft, GenerationStats, Text, Verdict, by_step
+from .types import Draft, GenerationStats, Text, Verdict
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_logits
 from .verify.stopping import Stopper
@@ -37,17 +37,26 @@ class RunningDraft(Protocol):
 
 @dataclass
 class Record:
-    """Scores and logits of each row and token, where ``generate`` was asked to return them."""
+    """Scores and logits, where ``generate`` was asked to return them.
+
+    Attributes:
+        scores: of each row and token ``[v]``.
+        steps: scores ``[b, v]`` of each token of all rows, in the place of ``scores`` where rows advance together.
+        logits: of each row and token ``[v]``.
+    """
 
     scores: list[list[torch.Tensor]] | None
+    steps: list[torch.Tensor] | None
     logits: list[list[torch.Tensor]] | None
 
     @classmethod
-    def of(cls, config: GenerationConfig, batch_size: int) -> Record:
-        """An empty record of what ``config`` asks for."""
+    def of(cls, config: GenerationConfig, batch_size: int, in_step: bool) -> Record:
+        """An empty record of what ``config`` asks for; ``in_step`` where rows advance together."""
         returned = config.return_dict_in_generate
+        scores = returned and config.output_scores
         return cls(
-            scores=[[] for _ in range(batch_size)] if returned and config.output_scores else None,
+            scores=[[] for _ in range(batch_size)] if scores and not in_step else None,
+            steps=[] if scores and in_step else None,
             logits=[[] for _ in range(batch_size)] if returned and config.output_logits else None,
         )
 
@@ -73,6 +82,7 @@ class Decoder:
         pad_token: id for rows that have ended.
         streamer: gets tokens as all rows have them, or ``None``.
         prefill_chunk: most tokens of the prompt in one forward, ``None`` for all.
+        checks_logits: NaN and infinite logits are an error; otherwise they are taken as ``generate`` takes them.
     """
 
     target: Target
@@ -85,13 +95,17 @@ class Decoder:
     pad_token: int
     streamer: BaseStreamer | None = None
     prefill_chunk: int | None = None
+    checks_logits: bool = True
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
         b = self.text.batch_size
         self._ended: list[int | None] = [None] * b
         self._streamed = 0
-        self._in_step = self.scorer.is_in_step or self.stopper.is_in_step
+        stateful = (*self.scorer.stateful, *self.stopper.stateful)
+        self._in_step = bool(stateful)
+        if b > 1:
+            self.stats.together_for = ", ".join(stateful)
         self.stats.from_draft = [[] for _ in range(b)]
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -179,15 +193,17 @@ class Decoder:
         return logits
 
     def _check(self, logits: torch.Tensor) -> None:
-        if not self.scorer.repairs:  # ``remove_invalid_values``
+        if self.checks_logits and not self.scorer.repairs:  # ``remove_invalid_values``
             check_logits(logits, self.target.anatomy.model_name)
 
     # Committing --------------------------------------------------------------------------------------------------
 
     def _judge(self, draft: Draft, logits: torch.Tensor) -> list[Verdict]:
         done = [self._is_done(row) for row in range(self.text.batch_size)]
-        given = (self.text, draft, logits, self.scorer, self.stopper, done, self.record.scores)
-        return verify_in_step(*given, self.pad_token) if self._in_step else verify(*given)
+        given = (self.text, draft, logits, self.scorer, self.stopper, done)
+        if self._in_step:
+            return verify_in_step(*given, self.record.steps, self.pad_token)
+        return verify(*given, self.record.scores)
 
     def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         together = self._in_step or self.target.padding is not None
@@ -297,8 +313,8 @@ class Decoder:
         steps = ids.shape[1] - self.text.prompt_width
         return GenerateDecoderOnlyOutput(
             sequences=ids,
-            scores=by_step(self.record.scores, steps),
-            logits=by_step(self.record.logits, steps),
+            scores=_by_step(self.record.scores, steps) if self.record.steps is None else tuple(self.record.steps),
+            logits=_by_step(self.record.logits, steps),
             past_key_values=cache,
         )
 
@@ -312,3 +328,11 @@ class Decoder:
                 self.text.last_tokens(), self.text.roots(), head=False, capture=self.target.anatomy.num_layers
             )
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
+
+
+def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    """For each step ``[b, ...]`` of what rows have for their tokens, zeros behind a row's end."""
+    if rows is None:
+        return None
+    empty = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

@@ -112,7 +112,10 @@ def _decode_or_plain(
     streamer: BaseStreamer | None,
     **model_kwargs: Any,
 ) -> Any:
-    """The same as calling the ``SelfSpec``, and transformers' own loop where it cannot serve what was prepared."""
+    """The same as calling the ``SelfSpec``, and transformers' own loop where it cannot serve what was prepared.
+
+    Whoever called did not ask for a ``SelfSpec``, so that invalid logits are no error either.
+    """
     prepared: dict[str, Any] = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
@@ -121,7 +124,7 @@ def _decode_or_plain(
         "streamer": streamer,
     }
     try:
-        decode = chosen.spec.call().ready(model, input_ids, **prepared, model_kwargs=model_kwargs)
+        decode = chosen.spec.call(checks_logits=False).ready(model, input_ids, **prepared, model_kwargs=model_kwargs)
     except SelfSpecError as error:
         _say_plain(chosen, error)
         return type(model)._sample(model, input_ids, **prepared, **model_kwargs)

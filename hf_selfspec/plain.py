@@ -34,10 +34,9 @@ def decode_plainly(
         output = type(model)._sample(model, input_ids, **options)
     seconds, eos_tokens = perf_counter() - begun, Stopper(options["stopping_criteria"]).eos_tokens
     ids, width = output if isinstance(output, torch.Tensor) else output.sequences, input_ids.shape[1]
-    counts = []
-    for row in ids[:, width:].tolist():
-        ends = (index for index, token in enumerate(row, start=1) if token in eos_tokens)
-        counts.append(next(ends, len(row)))
+    pad = getattr(options["generation_config"], "_pad_token_tensor", None)
+    padding = None if pad is None or not eos_tokens else int(pad)
+    counts = [_generated(row, eos_tokens, padding) for row in ids[:, width:].tolist()]
     tokens, rounds = sum(counts), sum(counts) - len(counts)
     return output, GenerationStats(
         tokens=tokens,
@@ -49,3 +48,14 @@ def decode_plainly(
         drafts=False,
         timeline=[(tokens, seconds)],
     )
+
+
+def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
+    """How many tokens of a row were generated: up to its end-of-text token, or to the padding behind its end."""
+    for index, token in enumerate(row, start=1):
+        if token in eos_tokens:
+            return index
+    count = len(row)
+    while count and row[count - 1] == padding:
+        count -= 1
+    return count

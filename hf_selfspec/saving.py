@@ -36,7 +36,7 @@ _PLACES: dict[str, tuple[type, ...]] = {
 }
 _CLASSES = {kind.__name__: kind for kinds in _PLACES.values() for kind in kinds}
 # Settings that say where a part is loaded from.
-_PARTS = ("adapter", "heads")
+PARTS = ("adapter", "heads")
 
 
 _T = TypeVar("_T")
@@ -111,7 +111,7 @@ def decode(value: Any, name: str) -> Any:
         given = {field: one for field, one in value.items() if field != "class"}
         _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
         return kind(**{field: decode(one, f"{name}.{field}") for field, one in given.items()})
-    if setting in _PARTS:
+    if setting in PARTS:
         _check_place(name, value)
     return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
 

@@ -460,12 +460,12 @@ class SelfSpec:
             model_kwargs,
         )()
 
-    def call(self) -> Call:
+    def call(self, checks_logits: bool = True) -> Call:
         """What decodes one call, for the package's own use."""
         drafting = Drafting(
             self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
         )
-        return Call(drafting, self.tree)
+        return Call(drafting, self.tree, checks_logits)
 
     def _settings(self, checked: bool = False) -> dict[str, Any]:
         """What is saved of the settings; ``checked`` for an error where they cannot be."""

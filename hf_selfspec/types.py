@@ -164,14 +164,6 @@ class Verdict:
         self.sources.append(source)
 
 
-def by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
-    """For each step ``[b, ...]`` of what rows have for their tokens, zeros behind a row's end."""
-    if rows is None:
-        return None
-    empty = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))
-
-
 @dataclass
 class GenerationStats:
     """What one call of ``generate`` did.
@@ -195,6 +187,7 @@ class GenerationStats:
         drafts: whether it was worth drafting at the end of the call.
         left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
             verified then.
+        together_for: processors and criteria that may keep a state, for which the rows of a batch advanced together.
         exit_layers: of drafts that choose an exit for each token, how many were taken at each.
         timeline: after each round the tokens of all rows so far and the seconds since the call began.
     """
@@ -218,6 +211,7 @@ class GenerationStats:
     matchness: list[float] = field(default_factory=list, repr=False)
     drafts: bool = True
     left_to_generate: str = ""
+    together_for: str = ""
     exit_layers: Counter[int] = field(default_factory=Counter)
     timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
 
@@ -284,6 +278,8 @@ class GenerationStats:
             ("c (step / verify pass)", f"{self.draft_cost:.3f}"),
             ("expected speed-up", f"{self.expected_speedup:.2f}"),
         ]
+        if self.together_for:
+            lines.append(("rows advance together", f"since {self.together_for} may keep a state"))
         if self.exit_layers:
             taken = ", ".join(f"{count} at {layer}" for layer, count in sorted(self.exit_layers.items()))
             lines.append(("exits", taken))

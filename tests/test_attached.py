@@ -29,6 +29,7 @@ import hf_selfspec
 from hf_selfspec import (
     EarlyExit,
     FixedLength,
+    NumericalError,
     SelfSpec,
     SettingTypeError,
     UnsupportedOptionError,
@@ -440,3 +441,38 @@ def test_uninstalling_waits(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     finally:
         hf_selfspec.install()
     assert_used(llama, spec)
+
+
+def test_an_attachment_can_be_entered_again(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(EarlyExit(3), FixedLength(2))
+    attachment = attach(llama, spec)
+    for _ in range(2):
+        before = calls(spec)
+        with attachment:
+            llama.generate(**ROW, max_new_tokens=4)
+        assert calls(spec) == before + 1
+        llama.generate(**ROW, max_new_tokens=4)
+        assert calls(spec) == before + 1
+
+
+def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    plain = model.generate(**ROW, max_new_tokens=8)
+    with attach(model, SelfSpec(EarlyExit(3), FixedLength(2))):
+        assert torch.equal(model.generate(**ROW, max_new_tokens=8), plain)
+    with pytest.raises(NumericalError):
+        model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(EarlyExit(3), FixedLength(2)))
+
+
+def test_plain_beside_a_custom_loop_is_refused(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"assistant=False.*custom_generate.*give one"):
+        llama.generate(**ROW, max_new_tokens=4, assistant=False, custom_generate=SelfSpec())
+
+
+def test_warnings_name_the_line_of_the_caller(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    with attach(llama, SelfSpec()), pytest.warns(UserWarning, match="plain generate serves it") as told:
+        llama.generate(**ROW, max_new_tokens=4, num_beams=2)
+    assert told[0].filename == __file__

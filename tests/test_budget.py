@@ -117,6 +117,14 @@ class Watched:
 
 
 @pytest.mark.parametrize("search", [ClosestLayers(), OnTheFlySearch()])
+@pytest.mark.parametrize("tokens", [8, 40, 128])
+def test_a_given_ratio_is_no_exception(search: Any, tokens: int, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    watched = Watched(monkeypatch, clock)
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=search, ratio=0.4))
+    assert max(watched.share(spec, model, tokens) for _ in range(4)) <= search.budget
+
+
+@pytest.mark.parametrize("search", [ClosestLayers(), OnTheFlySearch()])
 def test_no_call_spends_more_than_its_share(search: Any, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Not even the first; what does not fit into one is gone on with in the next."""
     watched = Watched(monkeypatch, clock)

@@ -26,7 +26,6 @@ from hf_selfspec import (
     attach,
     notices,
 )
-from hf_selfspec.choosing import choose
 
 ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch()
 NAMES = ("assistant", "custom_generate")
@@ -197,10 +196,9 @@ def test_a_saved_model_drafts_again(llama: LlamaForCausalLM, tmp_path: Path) -> 
     loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
     for times in (1, 2):
         assert torch.equal(loaded.generate(**ROW, max_new_tokens=16), plain)
-        chosen = choose(loaded, None, {})
-        assert chosen is not None
-        assert chosen.spec == llama.generation_config.assistant
-        assert calls(chosen.spec) == times
+        spec = loaded.generation_config.assistant
+        assert spec == llama.generation_config.assistant
+        assert calls(spec) == times
 
 
 @pytest.mark.parametrize(
@@ -211,6 +209,8 @@ def test_a_saved_model_drafts_again(llama: LlamaForCausalLM, tmp_path: Path) -> 
         ("SelfSpec(draft=Own)", "function or generator of your own"),
         ([3], "cannot use"),
         ({"cache_dir": "elsewhere"}, "it sets cache_dir, which a file cannot"),
+        ({"draft": {"class": "EarlyExitOnly", "layer": 1}}, "changes the output, which no file chooses"),
+        ({"draft": {"class": "DynamicExit", "heads": "someone/heads"}}, "no such folder"),
     ],
     ids=str,
 )

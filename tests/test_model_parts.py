@@ -26,6 +26,7 @@ from hf_selfspec.model import attention
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.masks import Geometry
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 from hf_selfspec.model.target import Nodes, Target
 
@@ -242,3 +243,14 @@ def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypa
     assert len(masks) == llama.config.num_hidden_layers
     assert all(mask is masks[0] for mask in masks)
     assert masks[0].dtype is torch.float32
+
+
+def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:
+    """Layers may make masks of their own, which get the memory of earlier ones."""
+    positions = torch.arange(6)[None]
+    geometry, whole = Geometry(positions, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    for layer in range(12):
+        mask = whole.triu(-2) if layer % 2 else whole.clone()
+        expected = torch.zeros(1, 1, 6, 6).masked_fill(~mask, -torch.inf).repeat(1, 1, 2, 1)
+        assert torch.equal(geometry.for_groups(mask, 2, torch.float32), expected)
+        del mask

@@ -13,7 +13,16 @@ from conftest import ragged_batch, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
-from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SettingError, TopKTree, first_differences
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    GenerationStats,
+    SelfSpec,
+    SettingError,
+    SkipLayers,
+    TopKTree,
+    first_differences,
+)
 from hf_selfspec.bench.measure import Sample, Timings, interleave
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -126,7 +135,7 @@ def test_demo_model_is_lossless_and_partly_right() -> None:
     plain = model.generate(**batch, max_new_tokens=32, do_sample=False)
     for spec in (
         SelfSpec(draft=EarlyExit(model.config.num_hidden_layers // 2), stop=FixedLength(3)),
-        SelfSpec(stop=FixedLength(4), tree=TopKTree()),
+        SelfSpec(SkipLayers(), FixedLength(4), TopKTree()),
     ):
         assert torch.equal(model.generate(**batch, max_new_tokens=32, do_sample=False, assistant=spec), plain)
         assert spec.stats is not None

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
 EXIT = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+SKIPS = SelfSpec(SkipLayers())
 TREE = SelfSpec(draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3), tree=TopKTree(((0.5, 3), (1.0, 1))))
 ROW = ragged_batch((12,), seed=11)
 BATCH = ragged_batch()
@@ -69,7 +70,7 @@ def assert_right(model: LlamaForCausalLM, spec: SelfSpec) -> None:
         assert 0 < spec.stats.acceptance_rate < 1
 
 
-@pytest.mark.parametrize("spec", [EXIT, SelfSpec(), TREE], ids=["exit", "default", "tree"])
+@pytest.mark.parametrize("spec", [EXIT, SKIPS, TREE], ids=["exit", "skips", "tree"])
 def test_after_a_normal_call(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     with unchanged(llama):
         assert_right(llama, spec)
@@ -89,7 +90,7 @@ def test_while_it_runs_the_model_is_changed(llama: LlamaForCausalLM) -> None:
     assert all(seen)
 
 
-@pytest.mark.parametrize("spec", [EXIT, SelfSpec(), TREE], ids=["exit", "default", "tree"])
+@pytest.mark.parametrize("spec", [EXIT, SKIPS, TREE], ids=["exit", "skips", "tree"])
 def test_forwards_that_others_put_there(spec: SelfSpec) -> None:
     """As accelerate does it: an instance ``forward`` on layers and blocks runs underneath and stays the same object."""
     model = tiny_llama(factor=0.5)
@@ -266,7 +267,7 @@ def live_tensors() -> int:
 
 def test_no_growth_over_200_calls(llama: LlamaForCausalLM) -> None:
     """One leaked cache would be 1.6 MB a call."""
-    specs = [EXIT, SelfSpec(), TREE]
+    specs = [EXIT, SKIPS, SelfSpec(), TREE]
 
     def call(index: int) -> None:
         inputs = BATCH if index % 2 else ROW

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import VOCABULARY, ragged_batch, tiny_gpt2
 from transformers import LlamaForCausalLM
 
 import hf_selfspec.call
@@ -120,7 +120,7 @@ def test_candidates_for_other_loops_fit_the_model(monkeypatch: pytest.MonkeyPatc
         return of(cls, ids, base, room)
 
     monkeypatch.setattr(Text, "of", classmethod(watched))
-    model = tiny_llama()
+    model = tiny_gpt2(positions=512)
     generator = SelfSpec(EarlyExit(3), FixedLength(1024), max_draft=1024).candidate_generator(model)
     ids = ragged_batch((500,))["input_ids"]
     assert generator.get_candidates(ids)[0].shape[1] <= 512

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from test_exit_heads import heads_of
 from test_fitting import adapter_of
 from test_sampling import check_exact, exact_joint, llama, sample
 from transformers import (
+    GenerationMixin,
     LlamaForCausalLM,
     LogitsProcessor,
     PreTrainedTokenizerFast,
@@ -34,11 +38,13 @@ from hf_selfspec import (
     FixedLength,
     OnTheFlySearch,
     SelfSpec,
+    SettingError,
     SettingTypeError,
     SkipLayers,
     TopKTree,
     UnsupportedOptionError,
 )
+from hf_selfspec.verify import stateless
 from hf_selfspec.verify.stateless import is_stateless
 
 MODEL = tiny_llama(factor=0.5)
@@ -251,6 +257,45 @@ def test_a_declared_processor_is_called_for_drafts() -> None:
     assert len(processor.seen) > 20
 
 
+def test_recorded_scores_are_not_gathered_again_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A criterion gets the recorded scores themselves, as in plain ``generate``, not a copy of all of them."""
+    seen: list[tuple[int, ...]] = []
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(tuple(id(step) for step in scores))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    model, make = SPECS["exit"]
+    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
+    output = model.generate(**ragged_batch(), max_new_tokens=20, do_sample=False, **options, assistant=make())
+    assert [len(steps) for steps in seen] == list(range(1, 21))
+    assert all(after[:-1] == before for before, after in pairwise(seen))
+    assert tuple(id(step) for step in output.scores) == seen[-1]
+
+
+def test_statistics_name_what_rows_advance_together_for() -> None:
+    model, make = SPECS["exit"]
+    for lengths, words in (((12,), ""), ((4, 9, 6), "Counting, AfterCalls")):
+        spec = make()
+        texts(model, spec, ragged_batch(lengths), Counting, stopping_criteria=[AfterCalls([30, 30, 30])])
+        assert spec.stats.together_for == words
+        assert ("since Counting, AfterCalls may keep a state" in str(spec.stats)) == bool(words)
+
+
+def test_only_what_is_known_is_stateless() -> None:
+    """All that generate makes for a decoder-only model, but for two; a class that is new to us is not trusted."""
+    known = {kind.__name__ for kind in stateless._registered}
+    source = inspect.getsource(GenerationMixin._get_logits_processor)
+    made = set(re.findall(r"\b(\w+(?:LogitsProcessor|LogitsWarper|LengthPenalty|LogitNormalization))\(", source))
+    others = {
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "PrefixConstrainedLogitsProcessor",  # as its function is
+    }
+    assert {"TopPLogitsWarper", "MinLengthLogitsProcessor"} <= made
+    assert made - known == others & made
+    assert not is_stateless(lp.DiaEOSDelayPatternLogitsProcessor([1, 2], 1, 16))
+
+
 # Transformers' own with a state ---------------------------------------------------------------------------------------
 
 STATEFUL_OPTIONS = {
@@ -318,16 +363,20 @@ def test_drawn_tokens_are_exact(spec: SelfSpec) -> None:
 
 def test_drawn_tokens_of_a_batch_are_exact() -> None:
     model, spec = llama(), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
-    sequences = [sample(spec, rows=4, calls=1, seed=seed, logits_processor=[Tightening()])[0] for seed in range(100)]
-    assert spec.stats.drafted
-    joint = exact_joint(model, [TighteningByLength()])
-    check_exact((torch.cat(sequences), 0.5), joint)
+    samples = [sample(spec, rows=4, seed=seed, logits_processor=[Tightening()]) for seed in range(100)]
+    rate = sum(accepted for _, accepted in samples) / len(samples)
+    check_exact((torch.cat([sequences for sequences, _ in samples]), rate), exact_joint(model, [TighteningByLength()]))
 
 
 def test_lossy_heads_are_refused() -> None:
     spec = SelfSpec.early_exit_only(heads=heads_of(DEEP, 0.6))
     with pytest.raises(UnsupportedOptionError, match=r"Counting.*without the whole model.*lossless"):
         texts(DEEP, spec, ragged_batch((12,)), Counting)
+    with pytest.raises(UnsupportedOptionError, match=r"AfterCalls.*without the whole model"):
+        DEEP.generate(**ragged_batch((12,)), max_new_tokens=8, stopping_criteria=[AfterCalls([9])], assistant=spec)
+    right = {name: value.flip(1) for name, value in ragged_batch((4, 9)).items()}
+    with pytest.raises(SettingError, match="padded on the right"):
+        DEEP.generate(**right, max_new_tokens=8, assistant=spec)
 
 
 # Grammars of other libraries ------------------------------------------------------------------------------------------

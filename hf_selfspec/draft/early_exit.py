@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -50,6 +51,7 @@ class EarlyExitOnly:
     """
 
     layer: int
+    lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("EarlyExitOnly(layer)", self.layer)

@@ -90,7 +90,8 @@ class SearchingDraft(PartialDraft):
                 seconds=seconds,
             )
             self.target.roots = text.roots()
-            search.begin(lambda most: self._look(text, most))
+            if self._budget.left == math.inf or self._has_time(search.look_size):
+                search.begin(lambda most: self._look(text, most))
             if self._said is not None:
                 if search.is_over and search.choice.drafts:
                     self._said.forget()

@@ -28,13 +28,13 @@ class Geometry:
         query_positions: ``[b, s]`` position of each token that runs.
         key_positions: ``[b, n]`` position of the token in each cache slot.
         visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
-        grouped: masks that attention has already laid out for grouped query heads.
+        grouped: masks, each with how attention has already laid it out for grouped query heads.
     """
 
     query_positions: torch.Tensor
     key_positions: torch.Tensor
     visible: torch.Tensor | None = None
-    grouped: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line, additive.
@@ -43,10 +43,12 @@ class Geometry:
         """
         key = (id(mask), group, dtype)
         if key not in self.grouped:
+            additive = mask
             if mask.dtype is torch.bool:
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-            self.grouped[key] = mask.repeat(1, 1, group, 1)
-        return self.grouped[key]
+                additive = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+            # The mask itself is kept too: another one would get its id once it is freed.
+            self.grouped[key] = mask, additive.repeat(1, 1, group, 1)
+        return self.grouped[key][1]
 
 
 class _Current(threading.local):

@@ -20,7 +20,7 @@ def verify_in_step(
     scorer: Scorer,
     stopper: Stopper,
     done: list[bool],
-    scores_so_far: list[list[torch.Tensor]] | None,
+    steps: list[torch.Tensor] | None,
     pad_token: int,
 ) -> list[Verdict]:
     """Walks all rows through their drafts together, as far as the full model agrees in each of them.
@@ -30,8 +30,9 @@ def verify_in_step(
     contain, so every row gets the same number of tokens.
 
     Args:
-        text, draft, logits, scorer, stopper, scores_so_far: see :func:`.walk.verify`; all rows have the same length.
+        text, draft, logits, scorer, stopper: see :func:`.walk.verify`; all rows have the same length.
         done: rows that have ended; they get ``pad_token`` and their verdict is empty.
+        steps: for each token so far the scores ``[b, v]``, if they are recorded; is added to.
         pad_token: as in ``generate``.
 
     Returns:
@@ -40,11 +41,12 @@ def verify_in_step(
     choose = choose_sampled if scorer.do_sample else choose_greedy
     drafted, rows = draft.tokens.tolist(), range(text.batch_size)
     verdicts = [Verdict([], [], False, []) for _ in rows]
-    recorded = None if scores_so_far is None else [list(scores) for scores in scores_so_far]
     nodes = [0 for _ in rows]
     for ahead in count():
         at_nodes = logits[torch.arange(len(nodes)), nodes]
         scores = scorer.in_step(text.ahead(ahead).clone(), at_nodes)
+        if steps is not None:
+            steps.append(scores)
         goes_on = True
         for row in rows:
             if done[row]:
@@ -58,10 +60,7 @@ def verify_in_step(
             verdicts[row].add(token, node, nodes[row])
             goes_on &= node >= 0
             nodes[row] = max(node, 0)
-            if recorded is not None:
-                verdicts[row].scores.append(scores[row].clone())
-                recorded[row].append(verdicts[row].scores[-1])
-        ended = stopper.in_step(text.ahead(ahead + 1).clone(), recorded)
+        ended = stopper.in_step(text.ahead(ahead + 1).clone(), steps)
         for verdict, end, was_done in zip(verdicts, ended, done, strict=True):
             verdict.stopped = end and not was_done
             goes_on &= not verdict.stopped

@@ -7,7 +7,7 @@ from transformers.generation import logits_process as lp
 
 from ..errors import NumericalError
 from ..types import Text
-from .stateless import is_stateless
+from .stateless import is_stateless, stateful
 
 # These look at the scores alone, so that any number of positions can be processed in one call.
 _PREFIX_FREE = (
@@ -45,14 +45,14 @@ class Scorer:
         do_sample: whether tokens are sampled.
 
     Attributes:
-        is_in_step: a processor may keep a state, so all are called by :meth:`in_step` alone.
+        stateful: names of processors that may keep a state; with any, all are called by :meth:`in_step` alone.
         prefix_free: no processor looks at the text, so any number of positions can be processed at once.
         repairs: NaN and infinite logits are repaired.
     """
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
-        self.is_in_step = not all(is_stateless(processor) for processor in processors)
+        self.stateful = stateful(processors)
         self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self._empty = len(processors) == 0
@@ -64,7 +64,7 @@ class Scorer:
     @property
     def for_drafts(self) -> Scorer:
         """The same without processors that may keep a state: these must not see tokens that are not emitted."""
-        if not self.is_in_step:
+        if not self.stateful:
             return self
         stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)

@@ -7,6 +7,7 @@ tokens that are never emitted. So whatever is not known to be stateless is calle
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers.generation import logits_process as lp
@@ -14,11 +15,22 @@ from transformers.generation import stopping_criteria
 
 from ..errors import SettingTypeError
 
-_MODULES = (lp.__name__, stopping_criteria.__name__)
-# Transformers' own that keep a state: a cache of their own forwards, the contexts that were hashed already.
-_STATEFUL = (lp.UnbatchedClassifierFreeGuidanceLogitsProcessor, lp.SynthIDTextWatermarkLogitsProcessor)
+# Transformers' own for decoder-only models, as far as this version has them. UnbatchedClassifierFreeGuidance and
+# SynthID are not among them: they keep a cache of their own forwards, and the contexts that were hashed already.
+_PROCESSORS = (
+    "Temperature", "TopK", "TopP", "TopH", "MinP", "Typical", "Epsilon", "Eta", "LogitNormalization",
+    "RepetitionPenalty", "EncoderRepetitionPenalty", "NoRepeatNGram", "EncoderNoRepeatNGram", "NoBadWords",
+    "SequenceBias", "MinLength", "MinNewTokensLength", "ForcedBOSToken", "ForcedEOSToken", "InfNanRemove",
+    "ExponentialDecayLengthPenalty", "SuppressTokens", "SuppressTokensAtBegin", "Watermark",
+)  # fmt: skip
+_CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria", "ConfidenceCriteria")
 
-_registered: set[type] = set()
+_registered: set[type] = {
+    kind
+    for name in _PROCESSORS
+    for ending in ("", "LogitsProcessor", "LogitsWarper")
+    if isinstance(kind := getattr(lp, name + ending, None), type)
+} | {getattr(stopping_criteria, name) for name in _CRITERIA}
 
 
 def register_stateless(kind: type) -> None:
@@ -43,6 +55,11 @@ def register_stateless(kind: type) -> None:
     _registered.add(kind)
 
 
+def stateful(given: Iterable[Any]) -> tuple[str, ...]:
+    """Names of those processors or criteria that may keep a state."""
+    return tuple(getattr(one, "__name__", type(one).__name__) for one in given if not is_stateless(one))
+
+
 def is_stateless(given: Any) -> bool:
     """Whether a logits processor, a stopping criterion or a function of either is known to keep no state."""
     declared = getattr(given, "is_stateless", None)
@@ -51,4 +68,4 @@ def is_stateless(given: Any) -> bool:
     kind = type(given)
     if kind is lp.PrefixConstrainedLogitsProcessor:
         return is_stateless(given._prefix_allowed_tokens_fn)
-    return kind in _registered or (kind.__module__ in _MODULES and kind not in _STATEFUL)
+    return kind in _registered

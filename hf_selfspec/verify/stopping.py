@@ -9,8 +9,8 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from ..types import Text, by_step
-from .stateless import is_stateless
+from ..types import Text
+from .stateless import stateful
 
 
 class Stopper:
@@ -24,7 +24,7 @@ class Stopper:
         max_length: the most columns of a text, ``None`` for no limit.
         eos_tokens: ids that end a row.
         has_eos: rows that have ended are padded.
-        is_in_step: a criterion may keep a state, so all are called by :meth:`in_step` alone.
+        stateful: names of criteria that may keep a state; with any, all are called by :meth:`in_step` alone.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -35,7 +35,7 @@ class Stopper:
             int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.is_in_step = not all(is_stateless(criterion) for criterion in criteria)
+        self.stateful = stateful(criteria)
         self.criteria = criteria
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
 
@@ -59,15 +59,14 @@ class Stopper:
             done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), kept)[row])
         return done
 
-    def in_step(self, input_ids: torch.Tensor, scores: list[list[torch.Tensor]] | None) -> list[bool]:
+    def in_step(self, input_ids: torch.Tensor, scores: list[torch.Tensor] | None) -> list[bool]:
         """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as plain ``generate`` finds out.
 
         Args:
             input_ids: all rows at the same length.
-            scores: for each row the scores ``[v]`` of its tokens, where ``generate`` was asked to return them.
+            scores: for each token so far the scores ``[b, v]``, where ``generate`` was asked to return them.
         """
-        steps = 0 if scores is None else max(len(row) for row in scores)
-        ended: list[bool] = self.criteria(input_ids, by_step(scores, steps)).tolist()
+        ended: list[bool] = self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
         return ended
 
     def room(self, text: Text, row: int) -> int:
