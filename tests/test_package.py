@@ -127,6 +127,15 @@ def test_bench_command_prints_its_figures() -> None:
     assert len(row.split("|")) == 14
 
 
+def test_bench_command_prints_forwards() -> None:
+    command = [sys.executable, "-m", "hf_selfspec.bench", "forward", "--model", str(EXAMPLES / "demo_model")]
+    command += ["--dtype", "float32", "--repeats", "1", "--prompt", "20"]
+    theirs, ours = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-2:]
+    assert [float(cell) > 0 for cell in theirs.split("|")[2:-1]] == [True] * 7
+    assert float(theirs.split("|")[2]) == 1
+    assert len(ours.split("|")) == len(theirs.split("|"))
+
+
 def test_demo_model_is_lossless_and_partly_right() -> None:
     model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "demo_model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "demo_model")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ..draft.early_exit import EarlyExit
 from ..draft.skip_layers import SkipLayers
@@ -17,6 +17,7 @@ from ..selfspec import SelfSpec
 from ..stop.rules import FixedLength
 from . import known_answer
 from .engine import EngineFigures, engine_figures, peak_memory
+from .forward import COUNTS, forward_seconds
 from .measure import machine
 from .synthetic import LlamaShape, damped_llama, known_skips_llama, random_prompt
 from .training import VARIANTS, TrainingShape, peak_training_memory, step_seconds
@@ -29,11 +30,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "figure",
-        choices=("engine", "context", "batch", "memory", "training", "known-answer"),
+        choices=("engine", "context", "batch", "memory", "training", "known-answer", "forward"),
         help="engine: efficiency; context: cost per token by context; batch: by batch size; memory: peak memory; "
         "training: step time and peak memory with early-exit loss and with layer dropout; known-answer: how well "
-        "searches find the half of the blocks that hardly matters",
+        "searches find the half of the blocks that hardly matters; forward: our forwards over 1 to 32 tokens over "
+        "transformers' own over one",
     )
+    parser.add_argument("--model", help="folder or name of the model whose forwards are timed (forward)")
     parser.add_argument("--width", type=int, nargs="+", default=[256, 1024], help="hidden sizes")
     parser.add_argument(
         "--dtype", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16", "float16")
@@ -190,6 +193,30 @@ def _known_answer(args: argparse.Namespace) -> None:
         known_answer.plot(courses, f"{args.layers} layers of width {args.width[0]}", args.plot)
 
 
+def _forward(args: argparse.Namespace) -> None:
+    """Forwards over few tokens of a model that was named, or of random ones."""
+    context = (args.prompt or [300])[0]
+    print(f"{machine(torch.device(args.device))}; {context} tokens before, medians of {args.repeats}")
+    print(f"python -m hf_selfspec.bench {' '.join(sys.argv[1:])}\n")
+    print(
+        f"| forward, in transformers' over one token | {' | '.join(map(str, COUNTS))} |\n{'|---' * (len(COUNTS) + 1)}|"
+    )
+    for width, name in itertools.product(args.width if args.model is None else [None], args.dtype):
+        dtype = getattr(torch, name)
+        if width is None:
+            model: PreTrainedModel = (
+                AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
+            )
+        else:
+            model = LlamaShape(
+                width, args.layers, args.intermediate, args.vocabulary, dtype=dtype, device=args.device
+            ).model()
+        theirs, ours = forward_seconds(model, context, args.repeats)
+        for whose, seconds in (("transformers", theirs), ("ours", ours)):
+            ratios = " | ".join(f"{seconds[count] / theirs[1]:.2f}" for count in COUNTS)
+            print(f"| {args.model or f'width {width}'}, {name}, {whose} | {ratios} |", flush=True)
+
+
 def main() -> None:
     """Runs one figure and prints it as a table."""
     args = _parser().parse_args()
@@ -198,6 +225,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.figure == "known-answer":
         _known_answer(args)
+        return
+    if args.figure == "forward":
+        _forward(args)
         return
     cases = _cases(args)
     if args.figure == "training":

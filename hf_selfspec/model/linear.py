@@ -25,7 +25,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import inf
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeGuard
 
@@ -33,21 +33,16 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
 
-# input [n, i], weight [o, i], bias [o] or None -> [n, o], contiguous
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would spare less
 # than the choice costs; of a 192 x 576 one (46 µs) it spares a third.
 _SMALLEST = 2**16
-# Token counts for which ways are timed; others go with the next larger one. Between them no way overtook another.
+# Token counts for which ways are timed; others go with the next larger one.
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
-# Times that each way runs, and again if it came within a factor of the fastest one's time. The first time oneDNN also
-# compiles a kernel for the shape (0.3 to 0.5 ms); what else disturbs a timing makes it longer, too.
-_RUNS = 2
-_CLOSE = 1.5
-# Numbers of a weight's rows that one run multiplies for each thread (0.15 ms, of which the call itself takes 10 µs),
-# and what the number of rows is a multiple of, as that of most weights is.
-_PIECE = 2**19
+# Ways whose time came within this factor of the fastest one's are timed once more.
+_CLOSE = 1.2
+# Numbers of a weight's rows that one run multiplies for each thread (0.8 ms), and what the number of rows is a multiple
+# of, as that of most weights is. Of half as many BLAS takes less time for each than of a whole 2688 x 1024 weight.
+_PIECE = 2**21
 _ROWS = 64
 
 
@@ -70,13 +65,30 @@ def onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 def onednn_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN with the two matrices in each other's place: the weight is read once, in order, for up to 16 tokens."""
-    found = onednn(weight, input, None).t().contiguous()
+    # A right-hand matrix with gaps takes it a hundred times as long.
+    found = onednn(weight, input.contiguous(), None).t().contiguous()
     return found if bias is None else found.add_(bias)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to multiply.
+
+    Attributes:
+        multiply: makes ``[n, o]``, contiguous, of input ``[n, i]``, weight ``[o, i]`` and bias ``[o]`` or ``None``.
+        compiles: whether the first time that it meets a shape takes longer (oneDNN's: 0.3 to 0.5 ms).
+    """
+
+    multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    compiles: bool = False
 
 
 def available_ways() -> tuple[Way, ...]:
     """The ways that this build of torch has."""
-    return (blas, blas_transposed, *((onednn, onednn_transposed) if torch.backends.mkldnn.is_available() else ()))
+    of_blas = Way(blas), Way(blas_transposed)
+    if not torch.backends.mkldnn.is_available():
+        return of_blas
+    return (*of_blas, Way(onednn, compiles=True), Way(onednn_transposed, compiles=True))
 
 
 class FastestWays:
@@ -116,19 +128,23 @@ class FastestWays:
     def _timed(self, count: int, alike: Sequence[torch.Tensor]) -> Way:
         input = alike[0].new_ones(count, alike[0].shape[1])
         pieces = itertools.cycle(_pieces(alike))
-        seconds = dict.fromkeys(self._ways, inf)
 
-        def run(ways: list[Way]) -> None:
-            for way in ways * _RUNS:
-                piece = next(pieces)
-                begun = self._clock()
-                way(input, piece, None)
-                seconds[way] = min(seconds[way], self._clock() - begun)
+        def seconds_of(way: Way) -> float:
+            piece = next(pieces)
+            begun = self._clock()
+            way.multiply(input, piece, None)
+            return self._clock() - begun
 
-        run(list(self._ways))
+        for way in self._ways:
+            if way.compiles:
+                seconds_of(way)
+        seconds = {way: seconds_of(way) for way in self._ways}
         limit = _CLOSE * min(seconds.values())
-        run([way for way in self._ways if seconds[way] <= limit])
-        return min(self._ways, key=lambda way: seconds[way])
+        close = [way for way in self._ways if seconds[way] <= limit]
+        if len(close) > 1:
+            # What disturbs a run makes it longer.
+            seconds = {way: min(seconds[way], seconds_of(way)) for way in close}
+        return min(seconds, key=lambda way: seconds[way])
 
 
 def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -145,12 +161,7 @@ _fastest = FastestWays(available_ways())
 
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether ``module`` is a float32 linear layer of some size in CPU memory that nobody else has changed."""
-    return (
-        type(module) is nn.Linear
-        and "forward" not in module.__dict__
-        and type(module.weight) is nn.Parameter
-        and _has_ways(module.weight)
-    )
+    return type(module) is nn.Linear and "forward" not in module.__dict__ and _has_ways(module.weight)
 
 
 def few_token_forwards(
@@ -189,8 +200,8 @@ class FewTokenLinear(nn.Linear):
 
 
 def _has_ways(weight: torch.Tensor) -> bool:
-    plain = weight.is_cpu and weight.dtype is torch.float32 and weight.is_contiguous()
-    return plain and weight.numel() >= _SMALLEST
+    plain = type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
+    return plain and weight.is_contiguous() and weight.numel() >= _SMALLEST
 
 
 def _are_few(input: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -207,5 +218,5 @@ def _are_few(input: torch.Tensor, weight: torch.Tensor) -> bool:
 def _of_few(input: torch.Tensor, module: nn.Linear, alike: Sequence[torch.Tensor]) -> torch.Tensor:
     weight = module.weight
     tokens = input.reshape(-1, weight.shape[1])
-    found = _fastest.way(tokens.shape[0], weight, alike)(tokens, weight, module.bias)
+    found = _fastest.way(tokens.shape[0], weight, alike).multiply(tokens, weight, module.bias)
     return found.view(*input.shape[:-1], weight.shape[0])
