@@ -15,7 +15,7 @@ from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.search import budget
 from hf_selfspec.search.budget import Budget, Pace
-from hf_selfspec.search.costs import Stopwatch
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.replay import LEAST_SPEEDUP
 
 
@@ -103,6 +103,9 @@ class Watched:
         monkeypatch.setattr(SearchingDraft, "_traces", tried)
         monkeypatch.setattr(SearchingDraft, "_look", looked)
         monkeypatch.setattr(Stopwatch, "measure", timed)
+        # By these no draft pays, so that each call has as many rounds.
+        costs = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.0, token=0.01, step=50.0, num_layers=8)
+        monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: costs)
 
     def take(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -117,7 +120,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("search", [ClosestLayers(), OnTheFlySearch()])
-@pytest.mark.parametrize("tokens", [8, 40, 128])
+@pytest.mark.parametrize("tokens", [40, 128])
 def test_a_given_ratio_is_no_exception(search: Any, tokens: int, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     watched = Watched(monkeypatch, clock)
     model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=search, ratio=0.4))
