@@ -12,25 +12,27 @@ from typing import Any, NoReturn
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from .errors import SelfSpecError, SettingError
+from .errors import SelfSpecError, SettingError, brief
 from .files import check_folder
 from .hub import is_name, trouble
+from .model.anatomy import max_positions
 from .parts.adapter import BLOCKS, Adapter
-from .parts.heads import METRICS
-from .parts.part import CONFIG, Part
-from .settings import check_count, check_positive
+from .parts.heads import METRICS, ExitHeads
+from .parts.part import CONFIG, FILES, Part
+from .settings import check_count, check_exit, check_positive
 from .train import fit_adapter, fit_exit_heads, fit_probe
-from .train.fitting import check_exit, training_arguments
+from .train.adapter import usual_exit, usual_heads
+from .train.fitting import Blocks, check_length, training_arguments
+from .train.heads import chosen_layers, split
 from .train.probe import check_warping
 from .train.texts import texts
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 _USUAL_HEADS, _USUAL_TEMPERATURE = 4, 1.0
-# What transformers raises where a folder or repository holds no model that it can load.
-_NO_MODEL = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, SafetensorError)
+# What the config of every causal LM has, by these names or by those that it maps to them.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
 
 
@@ -84,11 +86,13 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         SettingError, SettingTypeError: something is not allowed, or has no effect beside something else.
     """
-    counts = {"batch": args.batch, "block-size": args.block_size, "exit-layer": getattr(args, "exit_layer", None)}
+    counts = {"batch": args.batch, "exit-layer": getattr(args, "exit_layer", None)}
     counts |= {"heads": getattr(args, "heads", None), "rank": getattr(args, "rank", None)}
     for name, value in counts.items():
         if value is not None:
             check_count(f"--{name}", value)
+    # Exit heads are calibrated on what the model writes behind the beginning of a row.
+    check_count("--block-size", args.block_size, least=2 if args.kind == "heads" else 1)
     for layer in getattr(args, "layers", None) or ():
         check_count("--layers", layer)
     check_positive("--learning-rate", args.learning_rate)
@@ -97,7 +101,7 @@ def _check(args: argparse.Namespace) -> None:
         raise SettingError(name)
     if args.kind == "probe" and args.sample:
         check_warping(_option, _or(args.temperature, _USUAL_TEMPERATURE), args.top_k, args.top_p)
-    check_folder("--out", args.out)
+    check_folder("--out", args.out, FILES)
     if args.cache is not None:
         check_folder("--cache", args.cache)
 
@@ -117,20 +121,42 @@ def _without_effect(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _check_model(args: argparse.Namespace, config: Any) -> None:
-    """Checks what the model's config tells, before there are weights.
+    """Checks what the config of the model's text decoder tells, before there are weights.
 
     Raises:
         SettingError: the model has not those layers, or not that width.
     """
-    text = config.get_text_config(decoder=True)
-    count, width = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
-    layers = args.layers or () if args.kind == "heads" else (args.exit_layer,)
-    for layer in layers:
-        if layer is not None and count is not None:
-            check_exit(f"fit {args.kind}", layer, count)
-    if args.kind == "adapter" and args.heads is not None and width is not None:
-        with torch.device("meta"):
-            Adapter(1, width, args.heads)
+    name = f"fit {args.kind}"
+    check_length(name, args.block_size, max_positions(config))
+    if not all(isinstance(getattr(config, size, None), int) for size in _SIZES):
+        return  # no causal LM, as loading it will tell
+    count, width = config.num_hidden_layers, config.hidden_size
+    with torch.device("meta"):
+        if args.kind == "heads":
+            layers = chosen_layers(name, count, _or(args.heads, _USUAL_HEADS), args.layers)
+            ExitHeads(layers, width, config.vocab_size, args.rank)
+            return
+        layer = usual_exit(config) if args.exit_layer is None else args.exit_layer
+        check_exit(name, "exit_layer", layer, count)
+        if args.kind == "adapter":
+            Adapter(layer, width, args.heads or usual_heads(config.num_attention_heads, width), args.blocks)
+
+
+def _text_config(name: str, **options: Any) -> Any:
+    return AutoConfig.from_pretrained(name, **options).get_text_config(decoder=True)
+
+
+def _rows(args: argparse.Namespace, tokenizer: Any, data: list[str]) -> list[dict[str, list[int]]]:
+    """The text as rows of tokens, which is known to be enough before there are weights.
+
+    Raises:
+        SettingError: it is too little.
+    """
+    name = f"fit {args.kind}"
+    blocks = Blocks(tokenizer, data, args.block_size, name)
+    if args.kind == "heads":
+        split(name, blocks)
+    return [{"input_ids": ids} for ids in blocks.rows.tolist()]
 
 
 def _loaded(what: str, load: Callable[..., Any], name: str, **options: Any) -> Any:
@@ -141,8 +167,8 @@ def _loaded(what: str, load: Callable[..., Any], name: str, **options: Any) -> A
     """
     try:
         return load(name, trust_remote_code=False, **options)
-    except _NO_MODEL as error:
-        raise SettingError(f"--model {name}: its {what} cannot be loaded ({error}). {_GIVE_MODEL}") from error
+    except Exception as error:  # what transformers and the libraries below it raise for damaged files has no base
+        raise SettingError(f"--model {name}: its {what} cannot be loaded ({brief(error)}). {_GIVE_MODEL}") from error
 
 
 def _from_where(name: str) -> dict[str, Any]:
@@ -175,8 +201,8 @@ def _fit(args: argparse.Namespace) -> Part:
     _check(args)
     data = texts(args.data, args.field)
     where = _from_where(args.model)
-    _check_model(args, _loaded("config", AutoConfig.from_pretrained, args.model, **where))
-    tokenizer = _loaded("tokenizer", AutoTokenizer.from_pretrained, args.model, **where)
+    _check_model(args, _loaded("config", _text_config, args.model, **where))
+    rows = _rows(args, _loaded("tokenizer", AutoTokenizer.from_pretrained, args.model, **where), data)
     training = _training(args)
     model = _loaded("model", AutoModelForCausalLM.from_pretrained, args.model, dtype=args.dtype, **where)
     model = model.to(training.device)
@@ -188,14 +214,14 @@ def _fit(args: argparse.Namespace) -> Part:
     }
     if args.kind == "adapter":
         kind = {"blocks": args.blocks, "num_heads": args.heads, "own_head": args.own_head}
-        return fit_adapter(model, tokenizer, data, exit_layer=args.exit_layer, **kind, **common)
+        return fit_adapter(model, None, rows, exit_layer=args.exit_layer, **kind, **common)
     if args.kind == "heads":
         chosen = {"layers": args.layers, "num_heads": _or(args.heads, _USUAL_HEADS), "metric": args.metric}
         kind = {"rank": args.rank, "copied": args.copied}
-        return fit_exit_heads(model, tokenizer, data, **chosen, **kind, **common)
+        return fit_exit_heads(model, None, rows, **chosen, **kind, **common)
     temperature = _or(args.temperature, _USUAL_TEMPERATURE)
     sampling = {"do_sample": args.sample, "temperature": temperature, "top_k": args.top_k, "top_p": args.top_p}
-    return fit_probe(model, tokenizer, data, exit_layer=args.exit_layer, **sampling, **common)
+    return fit_probe(model, None, rows, exit_layer=args.exit_layer, **sampling, **common)
 
 
 def _option(setting: str) -> str:

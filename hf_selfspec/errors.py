@@ -8,6 +8,9 @@
  └── ``NumericalError``         the model returned NaN or infinite logits (also a ``RuntimeError``)
 """
 
+# Characters of a library's message that one of ours repeats; some list hundreds of classes.
+_SHOWN = 200
+
 
 class SelfSpecError(Exception):
     """Base of everything this package raises on purpose."""
@@ -31,3 +34,9 @@ class UnsupportedOptionError(SelfSpecError, ValueError):
 
 class NumericalError(SelfSpecError, RuntimeError):
     """The model returned NaN or infinite logits, so no token can be chosen."""
+
+
+def brief(error: Exception) -> str:
+    """What a library has raised, as one short line."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -66,12 +66,19 @@ def reported(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
+def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str] = ()) -> None:
     """Checks that ``folder`` is one, or can be made, and that files can be made in it.
+
+    Args:
+        name: what it is called in messages.
+        folder: see there.
+        files: names of those that are to be written.
 
     Raises:
         SettingError: it cannot.
     """
+    if not os.fspath(folder):
+        raise SettingError(f"{name} is empty. Name a folder; the current one is `.`.")
     at = Path(folder).expanduser().absolute()
     while True:
         try:
@@ -83,8 +90,15 @@ def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
             raise SettingError(f"{name} {folder}: this cannot be a folder ({_reason(error)}).") from error
     if not at.is_dir():
         raise SettingError(f"{name} {folder}: {at} is a file. Name a folder.")
-    if not os.access(at, os.W_OK | os.X_OK):
-        raise SettingError(f"{name} {folder}: nothing can be written in {at}.")
+    try:  # what os.access allows, a file system can still refuse
+        trial = at / _fresh_name()
+        trial.mkdir()
+        trial.rmdir()
+    except OSError as error:
+        raise SettingError(f"{name} {folder}: nothing can be written in {at} ({_reason(error)}).") from error
+    for file in files:
+        if (Path(folder).expanduser() / file).is_dir():
+            raise SettingError(f"{name} {folder}: {file} is a folder there, but is to be a file. Move it away.")
 
 
 def read_text(path: Path) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 
+from .errors import brief
+
 _NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
 # What no answer is. A base of the Hub's own errors is that of its HTTP library, which differs between its versions.
 NO_ANSWER: tuple[type[Exception], ...] = (
@@ -35,5 +37,5 @@ def trouble(ask: Callable[..., object], name: str) -> str:
     try:
         ask(name, timeout=_PATIENCE)
     except NO_ANSWER as error:
-        return str(error) or type(error).__name__
+        return brief(error)
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,10 +126,11 @@ def _check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None
 def _check_place(name: str, value: Any) -> None:
     """A folder by its whole path, or a repository of the Hub by its name, as they are written.
 
-    Windows signs in at the machine that a path of two backslashes names, so these are not for a file to choose.
+    Windows signs in at the machine that a path names behind two slashes of either kind, so these are not for a file to
+    choose.
     """
-    is_text = isinstance(value, str) and not value.startswith("\\\\")
-    if not is_text or not (Path(value).is_absolute() or is_name(value)):
+    is_usual = isinstance(value, str) and not re.match(r"[\\/]{2}", value)
+    if not is_usual or not (Path(value).is_absolute() or is_name(value)):
         raise SettingError(
             f"{name} is {value!r}, which is neither the whole path of a folder nor the name of a repository on the Hub."
         )

@@ -14,6 +14,8 @@ MOST_DRAFT = 1024
 # Most layers of a model, and most numbers of a state or words of a vocabulary: ten times what the largest models have.
 MOST_LAYERS = 4096
 MOST_WIDTH = 2**22
+# Most tokens on which a search tries a set, for which each call reserves memory: 64 times what the papers need at most.
+MOST_WINDOW = 4096
 # Most candidates at one depth of a tree, each of which the whole model runs over. SWIFT's tree has at most 10 of them.
 MOST_CANDIDATES = 256
 
@@ -30,6 +32,21 @@ def check_count(name: str, value: object, least: int = 1, most: int = LARGEST) -
         raise SettingError(f"{name} must be at least {least}, got {_shown(value)}.")
     if value > most:
         raise SettingError(f"{name} must be at most {most}, got {_shown(value)}.")
+
+
+def check_exit(who: str, setting: str, layer: int, layers: int, model: str = "the model") -> None:
+    """Checks that a model of as many layers has that exit layer.
+
+    Raises:
+        SettingError, SettingTypeError: it has not.
+    """
+    check_count(f"{who}({setting})", layer)
+    if layer >= layers:
+        allowed = f"the exit layer must be between 1 and {layers - 1}" if layers > 1 else "it has no exit layer"
+        plural = "" if layers == 1 else "s"
+        raise SettingError(
+            f"{who}({setting}={_shown(layer)}) is not possible: {model} has {layers} layer{plural}, so {allowed}."
+        )
 
 
 def check_share(name: str, value: object, zero: bool, one: bool) -> None:

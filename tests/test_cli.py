@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 import types
@@ -19,7 +20,14 @@ from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from hf_selfspec import ExitHeads, SelfSpec, SettingError, fit_adapter, fit_exit_heads, fit_probe
 from hf_selfspec.cli import main
@@ -149,6 +157,11 @@ DATA: dict[str, tuple[str, bytes | None, str]] = {
     "no text": ("a.jsonl", b'{"text": 5}', "line 1: there is no text in the column 'text'"),
     "empty text": ("a.txt", b"", "the dataset is empty"),
     "empty lines": ("a.jsonl", b"\n\n", "the dataset is empty"),
+    "half a character": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "abc \\ud800"}',
+        "line 2: this text is not Unicode, so no tokenizer takes it ('utf-8' codec can't encode character '\\ud800'",
+    ),
     "blank": ("a.jsonl", b'{"text": " "}', "the dataset is empty"),
     "table": ("a.csv", b"text\na", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file"),
     "no suffix": ("data", b"text", "is a file of another kind (no suffix)"),
@@ -266,6 +279,13 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"dtype": "foat32"}, "argument --dtype: invalid choice: 'foat32'"),
     ("adapter", {"exit-layer": 0}, "--exit-layer must be at least 1, got 0"),
     ("adapter", {"exit-layer": 6}, "the model has 6 layers, so the exit layer must be between 1 and 5"),
+    ("adapter", {"block-size": 513}, "fit adapter(block_size=513) is more than the 512 positions of the model"),
+    ("heads", {"block-size": 1}, "--block-size must be at least 2, got 1"),
+    ("heads", {"block-size": 64}, "none can be held out to calibrate on: give at least 20 rows"),
+    ("heads", {"layers": [3, 3]}, "needs exit layers from 1 on that rise, got [3, 3]"),
+    ("heads", {"layers": [5, 3]}, "needs exit layers from 1 on that rise, got [5, 3]"),
+    ("heads", {"heads": 10**9}, "fit heads(num_heads) must be at most 4096, got 1000000000"),
+    ("heads", {"rank": 10**9}, "ExitHeads(rank) must be at most 4194304, got 1000000000"),
     ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
     ("adapter", {"heads": 3}, "heads must share the width in even parts"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
@@ -301,10 +321,15 @@ def test_options_that_are_wrong(
 @pytest.mark.usefixtures("no_model")
 def test_places_that_are_wrong(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     file = files["file"]
+    occupied = file.parent / "occupied"
+    (occupied / "config.json").mkdir(parents=True)
     for name, place, words in (
         ("out", file, f"{file} is a file. Name a folder"),
         ("out", file / "a", "cannot be a folder (Not a directory)"),
         ("out", file.parent / ("a" * 300), "cannot be a folder (File name too long)"),
+        ("out", "", "--out is empty"),
+        ("cache", "", "--cache is empty"),
+        ("out", occupied, "config.json is a folder there"),
         ("cache", file, f"{file} is a file. Name a folder"),
         ("model", file.parent / "none", "there is no such folder, and the Hub has no such model"),
         ("model", file, "there is no such folder"),
@@ -343,6 +368,47 @@ def test_models_that_are_damaged(
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith(f"hf-selfspec: --model {folder}: its ")
     assert "cannot be loaded" in line
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("kind", ["adapter", "heads", "probe"])
+def test_too_little_text(kind: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    files["data"].write_text(json.dumps({"text": "a" * 31}))
+    line = refused(asked(kind, files), capsys)
+    assert f"fit {kind} was given 31 tokens, fewer than one row of block_size=32" in line
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_hidden_layers": "x"}, "its config cannot be loaded (Validation error for field 'num_hidden_layers'"),
+        ({"rms_norm_eps": "nan"}, "its config cannot be loaded (Validation error for field 'rms_norm_eps'"),
+        ({"num_attention_heads": 0}, "its config cannot be loaded (integer modulo by zero)"),
+        ({"num_hidden_layers": 1}, "the model has 1 layer, so it has no exit layer"),
+        ({"hidden_size": 33, "num_attention_heads": 3}, "heads must share the width in even parts"),
+    ],
+)
+def test_configs_that_are_wrong(
+    changed: dict[str, Any], words: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(files["model"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    for kind in ("adapter",) if "hidden_size" in changed else ("adapter", "heads", "probe"):
+        assert words in refused(asked(kind, files, model=folder), capsys)
+
+
+@pytest.mark.parametrize("config", [T5Config(), CLIPConfig()])
+def test_models_of_other_kinds(
+    config: PreTrainedConfig, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library's message names every class it knows; ours does not."""
+    folder = shutil.copytree(files["model"], tmp_path / "model")
+    config.save_pretrained(folder)
+    line = refused(asked("adapter", files, model=folder), capsys)
+    assert "its model cannot be loaded (Unrecognized configuration class" in line
+    assert len(line) < 600
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:

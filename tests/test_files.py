@@ -84,7 +84,22 @@ def test_settings_are_of_our_classes_where_they_belong(settings: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "place", ["../adapter", "~/adapter", "a/b/c", "https://example.com/a", "", 3, None, ["a"], r"\\a\b"], ids=repr
+    "place",
+    [
+        "../adapter",
+        "~/adapter",
+        "a/b/c",
+        "https://example.com/a",
+        "",
+        3,
+        None,
+        ["a"],
+        r"\\a\b",
+        "//a/b",
+        r"/\a\b",
+        r"\/a/b",
+    ],
+    ids=repr,
 )
 def test_a_file_names_parts_by_their_whole_path_or_on_the_hub(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -303,6 +318,25 @@ def test_folders_that_are_none(place: str, words: str, tmp_path: Path) -> None:
 
 
 def test_folders_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *args: False)
-    with pytest.raises(SettingError, match="nothing can be written in"):
+    def refuse(self: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(SettingError, match=rf"nothing can be written in {re.escape(str(tmp_path))} .Permission denied"):
         check_folder("--out", tmp_path / "a")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs the file system of processes")
+def test_folders_that_only_seem_writable() -> None:
+    with pytest.raises(SettingError, match=r"--out /proc/x: nothing can be written in /proc"):
+        check_folder("--out", "/proc/x")
+
+
+def test_no_folder_and_folders_in_the_place_of_files(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="--out is empty"):
+        check_folder("--out", "")
+    (tmp_path / "a.json").mkdir()
+    check_folder("--out", tmp_path, ["b.json"])
+    with pytest.raises(SettingError, match=r"a\.json is a folder there, but is to be a file"):
+        check_folder("--out", tmp_path, ["a.json"])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

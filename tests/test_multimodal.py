@@ -118,7 +118,7 @@ def refused(model: PreTrainedModel, words: tuple[str, ...], **inputs: Any) -> No
 
 
 @pytest.mark.parametrize("argument", ["assistant", "custom_generate"])
-@pytest.mark.parametrize("name", ["llava", "paligemma", "idefics3", "internvl", "llama4", "gemma3", *QWEN])
+@pytest.mark.parametrize("name", ["llava", "paligemma", "idefics3", "smolvlm", "internvl", "llama4", "gemma3", *QWEN])
 def test_images_are_refused(name: str, argument: str) -> None:
     words = ("`pixel_values`", type(_model(name)).__name__, "Prompts of text alone are", "without `assistant`")
     refused(_model(name), words, **picture_of(name), **{argument: SelfSpec()})

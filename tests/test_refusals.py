@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,10 +25,13 @@ from transformers import (
 )
 
 from hf_selfspec import (
+    ClosestLayers,
     ConfidenceThreshold,
     EarlyExit,
+    EarlyExitOnly,
     FixedLength,
     NumericalError,
+    OnTheFlySearch,
     SelfSpec,
     SelfSpecError,
     SettingError,
@@ -348,6 +352,21 @@ def test_assistant_of_another_type(llama: LlamaForCausalLM, refused: Refused, as
         (lambda: TopKTree(((0.5, 2),)), SettingError, ("TopKTree(widths)", "[0.5]", "Example:")),
         (lambda: TopKTree(((0.8, 2), (0.5, 3), (1.0, 1))), SettingError, ("confidences that rise", "[0.8, 0.5, 1.0]")),
         (lambda: TopKTree(((0.5, 0), (1.0, 1))), SettingError, ("TopKTree(widths): k", "at least 1", "got 0")),
+        (
+            lambda: TopKTree(((0.5, 3), (math.nan, 2), (1.0, 1))),
+            SettingError,
+            ("TopKTree(widths)", "[0.5, nan, 1.0]"),
+        ),
+        (lambda: EarlyExit(10**12), SettingError, ("EarlyExit(layer)", "at most 4096", "got 1000000000000")),
+        (lambda: EarlyExitOnly(10**20), SettingError, ("EarlyExitOnly(layer)", "at most 4096", "64 bits")),
+        (lambda: SkipLayers(attention=[10**20]), SettingError, ("SkipLayers(attention)", "at most 4096", "64 bits")),
+        (lambda: SkipLayers(mlp=[3, 4097]), SettingError, ("SkipLayers(mlp)", "at most 4096", "got 4097")),
+        (
+            lambda: OnTheFlySearch(context_window=10**9),
+            SettingError,
+            ("OnTheFlySearch(context_window)", "at most 4096", "got 1000000000"),
+        ),
+        (lambda: ClosestLayers(context_window=4097), SettingError, ("ClosestLayers(context_window)", "got 4097")),
         (lambda: TopKTree(5), SettingError, ("TopKTree(widths)", "pairs", "got 5", "Example:")),
         (lambda: SelfSpec(draft="exit"), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'")),
         (lambda: SelfSpec(draft=EarlyExit), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)")),
@@ -398,3 +417,10 @@ def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> N
         SettingTypeError, match=r"only EarlyExit\(layer\) with a stop rule can draft on its own .* got SkipLayers"
     ):
         SelfSpec().candidate_generator(llama)
+
+
+@pytest.mark.parametrize("draft", [EarlyExit(1), EarlyExitOnly(1)])
+def test_a_model_of_one_layer_has_no_exit(draft: EarlyExit | EarlyExitOnly) -> None:
+    words = r"LlamaForCausalLM has 1 layer, so it has no exit layer\."
+    with pytest.raises(SettingError, match=words):
+        tiny_llama(1).generate(**ROW, max_new_tokens=4, assistant=SelfSpec(draft))

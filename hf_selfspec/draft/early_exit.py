@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
-from ..settings import check_count
+from ..settings import MOST_LAYERS, check_count, check_exit
 from ..types import Draft, GenerationStats, Text, Verdict
 
 
@@ -29,7 +28,7 @@ class EarlyExit:
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            check_count("EarlyExit(layer)", self.layer)
+            check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
         """The blocks that run for this model, ``None`` where a probe has to find them.
@@ -54,7 +53,7 @@ class EarlyExitOnly:
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_count("EarlyExitOnly(layer)", self.layer)
+        check_count("EarlyExitOnly(layer)", self.layer, most=MOST_LAYERS)
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
         """The blocks that run for this model.
@@ -93,9 +92,5 @@ class NoDraft:
 
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:
-    if layer >= anatomy.num_layers:
-        raise SettingError(
-            f"{name}(layer={layer}) is not possible: {anatomy.model_name} has {anatomy.num_layers} layers, "
-            f"so the exit layer must be between 1 and {anatomy.num_layers - 1}."
-        )
+    check_exit(name, "layer", layer, anatomy.num_layers, anatomy.model_name)
     return LayerPlan.early_exit(anatomy.num_layers, layer)

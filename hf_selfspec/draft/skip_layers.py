@@ -10,7 +10,7 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
 from ..search.on_the_fly import Search
-from ..settings import check_share
+from ..settings import MOST_LAYERS, check_count, check_share
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class SkipLayers:
                 raise SettingError(
                     f"SkipLayers({name}={list(indices)}): layer numbers start at 0, and layer 0 is never skipped."
                 )
+            check_count(f"SkipLayers({name}): a layer", max(indices, default=1), most=MOST_LAYERS)
             object.__setattr__(self, name, tuple(sorted(set(indices))))
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:

@@ -166,7 +166,7 @@ class Anatomy:
         decoder = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
         text_config = config.get_text_config(decoder=True)
         kv_sources = _kv_sources(text_config)
-        max_positions = _max_positions(text_config)
+        limit = max_positions(text_config)
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = alibi or architecture.tree is False or _takes_position_ids(model)
         return cls(
@@ -177,8 +177,8 @@ class Anatomy:
             decoder=decoder if isinstance(decoder, nn.Module) else model,
             stack=_find_stack(model, layers),
             kv_sources=kv_sources,
-            max_positions=max_positions,
-            position_limit=None if architecture.endless or _is_rotary(text_config) else max_positions,
+            max_positions=limit,
+            position_limit=None if architecture.endless or _is_rotary(text_config) else limit,
             tree=architecture.tree and not alibi and takes_positions,
             ragged=architecture.ragged and takes_positions,
             replay=architecture.replay and not kv_sources,
@@ -195,7 +195,8 @@ def _kv_sources(text_config: Any) -> frozenset[int]:
     return frozenset({kind: index for index, kind in enumerate(kinds)}.values())
 
 
-def _max_positions(text_config: Any) -> int | None:
+def max_positions(text_config: Any) -> int | None:
+    """Length of the texts that a model of this config was made for, ``None`` if it does not say."""
     for name in ("max_position_embeddings", "max_seq_len"):
         limit = getattr(text_config, name, None)
         if isinstance(limit, int) and limit > 0:

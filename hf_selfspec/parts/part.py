@@ -23,7 +23,7 @@ from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..files import folder_written_whole, read_json, reported
 from ..model.fingerprint import SHOWN, Fingerprint
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
 _copying = threading.RLock()
 _P = TypeVar("_P", bound="Part")
 

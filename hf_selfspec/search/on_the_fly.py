@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..settings import check_count, check_share
+from ..settings import MOST_WINDOW, check_count, check_share
 
 
 def usual_ratio(parameters: int) -> float:
@@ -78,7 +78,8 @@ Search = OnTheFlySearch | ClosestLayers
 
 def _check(search: Search) -> None:
     name = type(search).__name__
-    for setting in ("context_window", "max_steps", "patience"):
+    check_count(f"{name}(context_window)", search.context_window, most=MOST_WINDOW)
+    for setting in ("max_steps", "patience"):
         check_count(f"{name}({setting})", getattr(search, setting))
     for setting in ("target_matchness", "budget"):
         check_share(f"{name}({setting})", getattr(search, setting), zero=False, one=True)

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..parts.adapter import Adapter
+from ..settings import check_exit
 from .backbone import Backbone, Observed
 from .fitting import (
     Fitting,
     Pair,
     agreement,
-    check_exit,
     copy_head,
     cross_entropy,
     finished,
@@ -69,12 +69,11 @@ def fit_adapter(
     inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
     rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
-    layers = config.num_hidden_layers
-    chosen = (3 if layers >= 40 else 2) if exit_layer is None else exit_layer
-    check_exit(name, chosen, layers)
+    chosen = usual_exit(config) if exit_layer is None else exit_layer
+    check_exit(name, "exit_layer", chosen, config.num_hidden_layers)
     backbone = Backbone(inner, (chosen,), cache_dir)
     width = backbone.width
-    heads = num_heads or next(count for count in range(config.num_attention_heads, 0, -1) if width % (2 * count) == 0)
+    heads = num_heads or usual_heads(config.num_attention_heads, width)
     with seeded(args):
         vocabulary = config.vocab_size if own_head else None
         adapter = Adapter(chosen, width, heads, tuple(blocks), vocabulary, norm_eps=1e-6).to(backbone.device)
@@ -98,3 +97,13 @@ def fit_adapter(
         figures = measured(backbone, held_out, {"agreement with the whole model": lambda o: logits_of(agreement, o)})
     recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads, "own head": own_head}
     return finished(adapter, inner, recipe, fitted, figures, output_dir)
+
+
+def usual_exit(config: Any) -> int:
+    """The paper's exit layer for a model of this config."""
+    return 3 if config.num_hidden_layers >= 40 else 2
+
+
+def usual_heads(most: int, width: int) -> int:
+    """Attention heads of an adapter: as many as the model has, or fewer that share the width in even parts."""
+    return next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)

@@ -226,9 +226,7 @@ def prepared(
         raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
     if args is not None:
         _check_arguments(f"{name}(args)", args)
-    most = Anatomy.of(inner).max_positions
-    if most is not None and isinstance(block_size, int) and block_size > most:
-        raise SettingError(f"{name}(block_size={block_size}) is more than the {most} positions of the model.")
+    check_length(name, block_size, Anatomy.of(inner).max_positions)
     return inner, Blocks(tokenizer, dataset, block_size, name)
 
 
@@ -244,18 +242,14 @@ def _check_arguments(name: str, args: TrainingArguments) -> None:
         check_positive(f"{name}: num_train_epochs", args.num_train_epochs)
 
 
-def check_exit(name: str, layer: int, layers: int) -> None:
-    """Checks that a model of as many layers has that exit layer.
+def check_length(name: str, block_size: object, positions: int | None) -> None:
+    """Checks that rows are no longer than what the model was made for.
 
     Raises:
-        SettingError, SettingTypeError: it has not.
+        SettingError: they are.
     """
-    check_count(f"{name}(exit_layer)", layer)
-    if layer >= layers:
-        raise SettingError(
-            f"{name}(exit_layer={layer}) is not possible: the model has {layers} layers, so the exit layer must be "
-            f"between 1 and {layers - 1}."
-        )
+    if positions is not None and isinstance(block_size, int) and block_size > positions:
+        raise SettingError(f"{name}(block_size={block_size}) is more than the {positions} positions of the model.")
 
 
 @contextmanager

@@ -18,15 +18,15 @@ from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import Fingerprint
 from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers, figures_of, reached
 from ..parts.part import part_of
-from ..settings import check_count, check_share
+from ..settings import MOST_LAYERS, check_count, check_exit, check_share
 from .backbone import Backbone, Observed
 from .fitting import (
     HELD_OUT,
     MOST_HELD_OUT,
+    Blocks,
     Fitting,
     Pair,
     agreement,
-    check_exit,
     copy_head,
     finished,
     keep,
@@ -86,23 +86,13 @@ def fit_exit_heads(
     """
     name = "fit_exit_heads"
     inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
-    rows, held_out = text.split()
+    rows, held_out = split(name, text)
     config = inner.config.get_text_config(decoder=True)
     check_share(f"{name}(labels)", labels, zero=True, one=True)
-    check_count(f"{name}(num_heads)", num_heads)
     _check(name, metric, epsilons, block_size)
     if copied and rank is not None:
         raise SettingError(f"{name}(copied=True, rank={rank}): the model's own head is a whole one, so leave rank out.")
-    if not len(held_out):
-        raise SettingError(
-            f"{name} was given {len(rows)} rows of {block_size} tokens, of which none can be held out to calibrate on: "
-            f"give at least {HELD_OUT} rows."
-        )
-    chosen = default_layers(config.num_hidden_layers, num_heads) if layers is None else list(layers)
-    if not chosen:
-        raise SettingError(f"{name}(layers) needs at least one exit layer, got {layers!r}.")
-    for layer in chosen:
-        check_exit(name, layer, config.num_hidden_layers)
+    chosen = chosen_layers(name, config.num_hidden_layers, num_heads, layers)
     backbone = Backbone(inner, chosen, cache_dir)
     with seeded(args):
         heads = ExitHeads(chosen, backbone.width, config.vocab_size, rank).to(backbone.device)
@@ -191,6 +181,36 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
         check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
     if not epsilons or list(epsilons) != sorted(set(epsilons)):
         raise SettingError(f"{name}(epsilons) must rise, got {list(epsilons)!r}.")
+
+
+def split(name: str, text: Blocks) -> tuple[Blocks, torch.Tensor]:
+    """The rows to train on, and those that are held out to calibrate on.
+
+    Raises:
+        SettingError: there are none of the latter.
+    """
+    rows, held_out = text.split()
+    if not len(held_out):
+        raise SettingError(
+            f"{name} was given {len(rows)} rows of {rows.rows.shape[1]} tokens, of which none can be held out to "
+            f"calibrate on: give at least {HELD_OUT} rows."
+        )
+    return rows, held_out
+
+
+def chosen_layers(name: str, num_layers: int, num_heads: int, layers: Sequence[int] | None) -> list[int]:
+    """Exit layers of a model of ``num_layers`` layers, spread over its depth where none were given.
+
+    Raises:
+        SettingError, SettingTypeError: the model has not these layers, or no exit layer at all.
+    """
+    check_count(f"{name}(num_heads)", num_heads, most=MOST_LAYERS)
+    chosen = default_layers(num_layers, num_heads) or [1] if layers is None else list(layers)
+    if not chosen:
+        raise SettingError(f"{name}(layers) needs at least one exit layer, got {layers!r}.")
+    for layer in chosen:
+        check_exit(name, "exit_layer", layer, num_layers)
+    return chosen
 
 
 def _unreached(name: str, epsilon: float, rate: float) -> str:

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from ..parts.probe import LinearProbe
-from ..settings import check_count, check_positive, check_share
+from ..settings import check_count, check_exit, check_positive, check_share
 from .backbone import Backbone, Observed
-from .fitting import Fitting, agreement, check_exit, finished, measured, per_token, prepared, train
+from .fitting import Fitting, agreement, finished, measured, per_token, prepared, train
 
 
 def fit_probe(
@@ -59,7 +59,7 @@ def fit_probe(
     inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
     rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
-    check_exit(name, exit_layer, config.num_hidden_layers)
+    check_exit(name, "exit_layer", exit_layer, config.num_hidden_layers)
     backbone = Backbone(inner, (exit_layer,), cache_dir)
     probe = LinearProbe(exit_layer, backbone.width, do_sample).to(backbone.device)
     warpers = _warpers(temperature, top_k, top_p)

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from ..errors import SettingError
+from ..errors import SettingError, brief
 from ..files import read_text
 from ..hub import NO_ANSWER, is_name, trouble
 
@@ -88,6 +88,13 @@ def _texts(data: str, place: str, rows: Iterable[tuple[int, Any]], field: str) -
                 f"--data {data}, {place} {number}: there is no text in the column {field!r}. Of the columns "
                 f"{sorted(map(str, row))} name the one that is meant with --field."
             )
+        try:
+            row[field].encode()
+        except UnicodeEncodeError as error:
+            raise SettingError(
+                f"--data {data}, {place} {number}: this text is not Unicode, so no tokenizer takes it ({error}). Leave "
+                "that character out."
+            ) from error
         yield row[field]
 
 
@@ -107,5 +114,5 @@ def _rows_of_hub(data: str) -> Iterable[Any]:
     try:
         rows: Iterable[Any] = load_dataset(data, split="train")
     except (*NO_ANSWER, ValueError, RuntimeError, exceptions.DatasetsError) as error:
-        raise SettingError(f"--data {data}: the dataset cannot be loaded ({error}). {advice}") from error
+        raise SettingError(f"--data {data}: the dataset cannot be loaded ({brief(error)}). {advice}") from error
     return rows

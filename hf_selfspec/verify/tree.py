@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -36,7 +37,8 @@ class TopKTree:
             if isinstance(edge, bool) or not isinstance(edge, (int, float)):
                 raise SettingTypeError(f"TopKTree(widths): a confidence must be a number, got {edge!r}. {example}")
         edges = [edge for edge, _ in self.widths]
-        if not edges or edges != sorted(set(edges)) or not edges[0] > 0.0 or edges[-1] != 1.0:
+        rising = all(low < high for low, high in pairwise((0.0, *edges)))  # which NaN never is
+        if not edges or not rising or edges[-1] != 1.0:
             raise SettingError(
                 f"TopKTree(widths) needs confidences that rise from above 0 to 1, got {edges!r}. {example}"
             )
