@@ -14,6 +14,7 @@ from ..model.partial import LayerPlan
 from ..model.target import Nodes, Target
 from ..search.budget import Budget
 from ..search.clasp import closest_layers
+from ..search.costs import MANY
 from ..search.replay import Trace, trace
 from ..search.skip_search import SkipSearch
 from ..stop.rules import StopRule, confidence
@@ -155,6 +156,7 @@ class SearchingDraft(PartialDraft):
             if not self.measure(text, stopwatch, _TIMINGS, self._has_time):
                 return
             self._timed = True
+            search.pace.add(MANY, min(stopwatch.seconds["many"]))
             search.time(stopwatch)
         while self._try(text, least) and not search.tries_each_round:
             pass
@@ -165,9 +167,12 @@ class SearchingDraft(PartialDraft):
 
     def _try(self, text: Text, least: int) -> bool:
         """Tries a set on the last tokens, if there is one to try and time for it."""
-        pace, left = self.search.pace, self._budget.left
-        if (look := self.search.look_size) and left < math.inf:
-            left -= pace.seconds(look)
+        pace, size = self.search.pace, self.search.look_size
+        if size:
+            if not self._has_time(size):
+                return False
+            self.search.prepare(lambda most: self._look(text, most))
+        left = self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
         known = self._said is None or any(self._said.counts())
         if window < least or not known:

@@ -40,9 +40,10 @@ _SMALLEST = 2**16
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
 # Ways whose time came within this factor of the fastest one's are timed once more.
 _CLOSE = 1.2
-# Numbers of a weight's rows that one run multiplies for each thread (0.8 ms), and what the number of rows is a multiple
-# of, as that of most weights is. Of half as many BLAS takes less time for each than of a whole 2688 x 1024 weight.
-_PIECE = 2**21
+# Numbers of a weight's rows that one run multiplies for each thread (1 ms), and what the number of rows is a multiple
+# of, as that of most weights is. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and more
+# with oneDNN.
+_PIECE = 3 * 2**20
 _ROWS = 64
 
 

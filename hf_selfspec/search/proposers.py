@@ -44,6 +44,9 @@ class Proposer(Protocol):
     def estimates(self, scores: Scores) -> np.ndarray:
         """``[sets]`` what each set would score on the usual text, as far as its tries and those of others tell."""
 
+    def prepare(self, look: Look) -> None:
+        """Finds the sets for which :attr:`look_size` asks."""
+
     def first(self, look: Look) -> LayerPlan | None:
         """The set that drafts before any was tried, ``None`` for the one that does."""
 
@@ -93,6 +96,9 @@ class RandomAndBayes:
 
     def estimates(self, scores: Scores) -> np.ndarray:
         return self._effects(scores).sets
+
+    def prepare(self, look: Look) -> None:
+        pass
 
     def first(self, look: Look) -> LayerPlan | None:
         return None
@@ -164,9 +170,13 @@ class Closest:
         near = 2 * max(1, round(len(self.space.blocks) / 20))
         return effects(scores, sizes, near, _DOUBT)
 
+    def prepare(self, look: Look) -> None:
+        if not self._found:
+            self._found = look(max(self._queue, default=self._most))
+
     def first(self, look: Look) -> LayerPlan | None:
-        self._found = look(self._most)
-        return self._found[self.count - 1]
+        self.prepare(look)
+        return self._found[min(self.count, len(self._found)) - 1]
 
     def begin_window(self, best: LayerPlan, matchness: float) -> None:
         self._windows += 1
@@ -188,8 +198,7 @@ class Closest:
     def propose(self, scores: Scores, steps: int, look: Look) -> LayerPlan | None:
         if not self._queue:
             return None
-        if not self._found:
-            self._found = look(max(self._queue))
+        self.prepare(look)
         return self._found[self._queue.pop(0) - 1]
 
     def proposes(self, plan: LayerPlan) -> bool:

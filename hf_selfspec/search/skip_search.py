@@ -221,6 +221,13 @@ class SkipSearch:
         """Tokens of the look that comes before the next try, 0 for none."""
         return self._proposer.look_size if not self._has_begun or not self._again else 0
 
+    def prepare(self, look: Look) -> None:
+        """Takes the look that comes before the next try."""
+        with self._lock:
+            self._begin(look)
+            if not self._again:
+                self._proposer.prepare(look)
+
     def propose(self, look: Look) -> LayerPlan | None:
         """The next set to try: first the one that drafts already.
 
