@@ -14,6 +14,7 @@ from hf_selfspec.draft import searching
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.search import budget
+from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.budget import Budget, Pace
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.replay import LEAST_SPEEDUP
@@ -67,7 +68,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
         self.clock, self.calls, self.spent = clock, 0.0, 0.0
         self.tries: list[int] = []
-        self.timed = 0
+        self.timed = self.tokens = 0
         for module in (searching, budget):
             monkeypatch.setattr(module, "perf_counter", clock)
         propose, traces, measure = SearchingDraft.propose, SearchingDraft._traces, Stopwatch.measure
@@ -94,15 +95,21 @@ class Watched:
                 if not may_run(tokens):
                     return False
                 self.timed += 1
-                self.take(1 + 0.1 * tokens)
+                self.tokens = tokens
                 return True
 
             return measure(stopwatch, *others, may)
+
+        def seconds_of(run: Any, device: Any) -> float:
+            run()
+            self.take(1 + 0.1 * self.tokens)
+            return 1 + 0.1 * self.tokens
 
         monkeypatch.setattr(SearchingDraft, "propose", proposed)
         monkeypatch.setattr(SearchingDraft, "_traces", tried)
         monkeypatch.setattr(SearchingDraft, "_look", looked)
         monkeypatch.setattr(Stopwatch, "measure", timed)
+        monkeypatch.setattr(costs_module, "seconds_of", seconds_of)
         # By these no draft pays, so that each call has as many rounds.
         costs = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.0, token=0.01, step=50.0, num_layers=8)
         monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: costs)

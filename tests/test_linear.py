@@ -165,6 +165,21 @@ def test_threads_share_one_timing() -> None:
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
+def test_are_faster(monkeypatch: pytest.MonkeyPatch, everything_served: None) -> None:
+    """As far as another way than ``torch.nn.functional.linear`` was found for a layer and number of tokens."""
+    module = torch.nn.Linear(16, 8)
+    blas_wins = FastestWays([Way(linear.blas)], lambda: 0.0)
+    for fastest, faster in ((FastestWays([Way(linear.onednn)], lambda: 0.0), True), (blas_wins, False)):
+        monkeypatch.setattr(linear, "_fastest", fastest)
+        assert not linear.are_faster([module], 1)  # not timed yet
+        fastest.way(1, module.weight, [module.weight])
+        assert linear.are_faster([torch.nn.ReLU(), module], 1) == faster
+        assert not linear.are_faster([module], 8)
+        assert not linear.are_faster([module], 1000)
+        assert not linear.are_faster([module.to(torch.bfloat16)], 1)
+        module = module.to(torch.float32)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 40])
 def test_few_token_linear_equals_linear(tokens: int, bias: bool) -> None:

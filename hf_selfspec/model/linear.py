@@ -117,14 +117,18 @@ class FastestWays:
             weight: ``[o, i]``.
             alike: all weights of this shape in the model, in the order in which it uses them.
         """
-        key = weight.shape, _COUNTS[bisect_left(_COUNTS, count)], torch.get_num_threads()
-        way = self._found.get(key)
+        way = self.known(count, weight)
         if way is None:
             with self._lock:
-                way = self._found.get(key)
+                way = self.known(count, weight)
                 if way is None:
+                    key = _key(count, weight)
                     way = self._found[key] = self._timed(key[1], alike)
         return way
+
+    def known(self, count: int, weight: torch.Tensor) -> Way | None:
+        """Returns the way that was chosen, ``None`` before the first use."""
+        return self._found.get(_key(count, weight))
 
     def _timed(self, count: int, alike: Sequence[torch.Tensor]) -> Way:
         input = alike[0].new_ones(count, alike[0].shape[1])
@@ -148,6 +152,10 @@ class FastestWays:
         return min(seconds, key=lambda way: seconds[way])
 
 
+def _key(count: int, weight: torch.Tensor) -> tuple[torch.Size, int, int]:
+    return weight.shape, _COUNTS[bisect_left(_COUNTS, count)], torch.get_num_threads()
+
+
 def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """One block of rows after the other, as in a forward: when a weight's turn comes, no cache holds it any more."""
     out, width = weights[0].shape
@@ -163,6 +171,14 @@ _fastest = FastestWays(available_ways())
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether ``module`` is a float32 linear layer of some size in CPU memory that nobody else has changed."""
     return type(module) is nn.Linear and "forward" not in module.__dict__ and _has_ways(module.weight)
+
+
+def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
+    """Whether layers of ``modules`` were found to be faster than their own forwards over so many tokens."""
+    if not 0 < count <= _COUNTS[-1]:
+        return False
+    ways = (_fastest.known(count, module.weight) for module in modules if is_served(module))
+    return any(way is not None and way.multiply is not blas for way in ways)
 
 
 def few_token_forwards(
