@@ -188,6 +188,26 @@ def test_rows_that_end_at_different_times(eos: int | None, lengths: tuple[int, .
             torch.testing.assert_close(ours_of_row, plain_of_row, atol=1e-5, rtol=1e-4)
 
 
+def test_a_criterion_ends_in_the_middle_of_accepted_tokens() -> None:
+    model, spec = tiny_llama(factor=0.01), SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    for count in range(2, 11):
+        found = []
+        for assistant in (None, spec):
+            criterion = AfterCalls([count])
+            ids, processor = texts(model, assistant, ragged_batch((12,)), Counting, stopping_criteria=[criterion])
+            found.append((ids.tolist(), processor.seen, criterion.seen))
+        assert found[0] == found[1]
+        assert len(found[0][1]) == count
+    spec_alone = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    model.generate(**ragged_batch((12,)), max_new_tokens=20, stopping_criteria=[AfterCalls([99])], assistant=spec_alone)
+    assert spec_alone.stats.acceptance_rate > 0.9, "ends have to fall into accepted blocks"
+    for count in range(2, 11):
+        criterion = AfterCalls([count])
+        options = {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": [criterion]}
+        ids = model.generate(**ragged_batch((12,)), **options, assistant=spec_alone)
+        assert (ids.shape[1], len(criterion.seen)) == (12 + count, count)
+
+
 @pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
 def test_end_of_text_ends_a_row_for_such_a_processor(lengths: tuple[int, ...]) -> None:
     model, make = SPECS["exit"]
