@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .checks import check_call, check_length, check_lossy
+from .checks import check_call, check_length
 from .decoding import Decoder, Record
-from .draft.early_exit import EarlyExit, EarlyExitOnly
-from .draft.exit_heads import DynamicExit
-from .draft.partial import Limits
-from .draft.skip_layers import SkipLayers
-from .drafting import Drafting
-from .errors import SettingError, UnsupportedOptionError
+from .draft.source import DraftSource, Session
+from .errors import UnsupportedOptionError
+from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
 from .model.cache import SpeculativeCache
@@ -30,9 +26,7 @@ from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
 from .notices import say_once
 from .plain import decode_plainly
-from .saving import Kind
-from .search.on_the_fly import OnTheFlySearch, Search
-from .stop.rules import ConfidenceThreshold, FixedLength, StopRule
+from .stop.rules import StopRule
 from .types import Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
@@ -45,124 +39,146 @@ _NO_DRAFT_PAYS, _PADDED_ON_THE_RIGHT = "no draft pays", "its prompts are padded 
 
 
 @dataclass(frozen=True)
-class Call:
+class Request:
+    """What ``generate`` asks of a callable that decodes; see ``custom_generate``."""
+
+    model: PreTrainedModel
+    input_ids: torch.LongTensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    synced_gpus: bool
+    streamer: BaseStreamer | None
+    model_kwargs: dict[str, Any]
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether tokens are drawn."""
+        return bool(self.generation_config.do_sample)
+
+    @property
+    def past(self) -> Any:
+        """The cache that ``generate`` passes."""
+        return self.model_kwargs["past_key_values"]
+
+    @property
+    def has_own_cache(self) -> bool:
+        """Whether the cache is the caller's."""
+        return bool(getattr(self.past, "_is_user_defined", False))
+
+    def with_cache(self) -> Request:
+        """The same where the model's own configuration does not switch the cache off: the ids are the same."""
+        given = self.model_kwargs.get("past_key_values")
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
+        return replace(self, model_kwargs=self.model_kwargs | {"past_key_values": cache, "use_cache": True})
+
+
+@dataclass(frozen=True)
+class Generation:
     """Decodes what ``generate`` asks for.
 
     Attributes:
-        drafting: what drafts.
-        tree: siblings at each depth, ``None`` for a line.
+        source: what drafts.
+        stop, tree, max_draft: see ``SelfSpec``.
+        knowledge: what is known for such a call.
         checks_logits: see :class:`Decoder`.
     """
 
-    drafting: Drafting
+    source: DraftSource
+    stop: StopRule | None
     tree: Tree | None
+    max_draft: int
+    knowledge: KnowledgeOfCall
     checks_logits: bool = True
 
-    def ready(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool,
-        streamer: BaseStreamer | None,
-        model_kwargs: dict[str, Any],
-    ) -> Callable[[], Any]:
+    def ready(self, request: Request) -> Callable[[], Any]:
         """Checks the call and prepares it; what is returned generates and returns what ``generate`` does.
-
-        Arguments are those of a ``custom_generate`` callable.
 
         Raises:
             SelfSpecError: the call cannot be served. Nothing was generated yet, so another loop can do it.
         """
-        anatomy = Anatomy.of(model)
-        self.drafting.learned.check(model)
-        has_cache = model_kwargs.get("use_cache") is not False
-        if not has_cache:
-            model_kwargs = _with_cache(model, model_kwargs)
-        check_call(model, input_ids, generation_config, synced_gpus, model_kwargs)
-        extra = extra_arguments(model, model_kwargs)
-        _warn_of_checkpointing(model)
-        kind = bool(generation_config.do_sample), len(input_ids) > 1
-        cut = isinstance(self.drafting.draft, EarlyExitOnly)
-        lossless = getattr(self.drafting.draft, "lossless", True)
-        why = "" if not lossless else self._left_to_generate(model, kind, input_ids, model_kwargs.get("attention_mask"))
-        if why:
-            options: dict[str, Any] = {
-                "logits_processor": logits_processor,
-                "stopping_criteria": stopping_criteria,
-                "generation_config": generation_config,
-                "synced_gpus": synced_gpus,
-                "streamer": streamer,
-            }
-            return partial(self._plain, why, model, kind, input_ids, options | model_kwargs)
-        plan = None if isinstance(self.drafting.draft, CandidateGenerator) else self.drafting.draft.plan(anatomy)
-        past = model_kwargs["past_key_values"]
-        own_cache = bool(getattr(past, "_is_user_defined", False))
-        if cut and own_cache:
+        anatomy = Anatomy.of(request.model)
+        has_cache = request.model_kwargs.get("use_cache") is not False
+        request = request if has_cache else request.with_cache()
+        max_new = self._check(request, anatomy)
+        if why := self._left_to_generate(request):
+            return partial(self._plain, why, request)
+        whole = self.source.whole_model(anatomy)
+        if whole is not None and request.has_own_cache:
             raise UnsupportedOptionError(
                 "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
                 "used again. Leave out `past_key_values`."
             )
-        prompt = Prompt.of(
-            input_ids,
-            model_kwargs.get("inputs_embeds"),
-            model_kwargs.get("attention_mask"),
-            model_kwargs.get("position_ids"),
-            past,
-            getattr(generation_config, "_mask_length", None),
-            anatomy.ragged,
+        prompt = _prompt(request, anatomy)
+        check_length(request.model, anatomy, prompt, request.generation_config.max_length, request.input_ids.shape[1])
+        decoder = self._start(request, anatomy, prompt, max_new)
+        returned = bool(request.generation_config.return_dict_in_generate)
+        cache = request.past if whole is None and (has_cache or request.has_own_cache) else None
+        return partial(self._decode, decoder, cache, returned, request.has_own_cache)
+
+    def _check(self, request: Request, anatomy: Anatomy) -> int | None:
+        """Checks what can be known of the call at once; returns the most tokens that it can generate."""
+        self.knowledge.knowledge.check(request.model)
+        check_call(
+            request.model, request.input_ids, request.generation_config, request.synced_gpus, request.model_kwargs
         )
-        batch_size, width = input_ids.shape
-        check_length(model, anatomy, prompt, generation_config.max_length, width)
-        scorer = Scorer(logits_processor, batch_size, bool(generation_config.do_sample))
-        stopper = Stopper(stopping_criteria)
-        record = Record.of(generation_config, batch_size, bool(scorer.stateful or stopper.stateful))
-        if isinstance(self.drafting.draft, DynamicExit) and not self.drafting.draft.lossless:
-            check_lossy([*logits_processor, *stopping_criteria])
-        new_tokens = FIRST_SLOTS if stopper.max_length is None else min(stopper.max_length - width, FIRST_SLOTS)
-        if self._window:
-            self._check_window(anatomy, None if stopper.max_length is None else stopper.max_length - width)
-        limits = Limits(
-            stop=self.drafting.stop or self._usual_stop,
-            max_draft=self.drafting.max_draft,
-            tree=self._usable_tree(anatomy, prompt),
-            eos_tokens=stopper.eos_tokens,
-            memory=self.drafting.learned.memory(model, kind),
-        )
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        ahead = limits.room(new_tokens, vocabulary), min(self._window, new_tokens), anatomy.num_layers
-        room = new_tokens + max(ahead)
+        extra_arguments(request.model, request.model_kwargs)
+        _warn_of_checkpointing(request.model)
+        longest = Stopper(request.stopping_criteria).max_length
+        max_new = None if longest is None else longest - request.input_ids.shape[1]
+        self.source.check(anatomy, max_new)
+        return max_new
+
+    def _start(self, request: Request, anatomy: Anatomy, prompt: Prompt, max_new: int | None) -> Decoder:
+        """Lays out the text and the cache, and starts the drafter.
+
+        Raises:
+            SelfSpecError: the source cannot draft for this call.
+        """
+        batch_size, config = len(request.input_ids), request.generation_config
+        scorer = Scorer(request.logits_processor, batch_size, request.do_sample)
+        stopper = Stopper(request.stopping_criteria)
+        stateful = (*scorer.stateful, *stopper.stateful)
+        new_tokens = FIRST_SLOTS if max_new is None else min(max_new, FIRST_SLOTS)
         target = Target(
-            model,
+            request.model,
             anatomy,
-            SpeculativeCache(len(past.layers), batch_size, prompt.width + room),
+            SpeculativeCache(len(request.past.layers), batch_size, prompt.width + new_tokens),
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            extra,
-            plan if cut else None,
+            extra_arguments(request.model, request.model_kwargs),
+            self.source.whole_model(anatomy),
         )
-        draft = self.drafting.running(target, plan, limits, scorer.for_drafts)
+        session = Session(
+            target=target,
+            scorer=scorer.for_drafts,
+            stop=self.stop,
+            tree=self._usable_tree(anatomy, prompt),
+            max_draft=self.max_draft,
+            eos_tokens=stopper.eos_tokens,
+            new_tokens=new_tokens,
+            max_new=max_new,
+            stateful=stateful,
+            knowledge=self.knowledge,
+        )
+        drafter = self.source.start(session)
         decoder = Decoder(
             target=target,
             prompt=prompt,
-            text=Text.of(input_ids, prompt.base, room),
-            draft=draft,
+            text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width),
+            draft=drafter,
             scorer=scorer,
             stopper=stopper,
-            record=record,
-            pad_token=_pad_token(generation_config),
-            streamer=streamer,
-            prefill_chunk=generation_config.prefill_chunk_size,
+            record=Record.of(config, batch_size, bool(stateful)),
+            pad_token=_pad_token(config),
+            streamer=request.streamer,
+            prefill_chunk=config.prefill_chunk_size,
             checks_logits=self.checks_logits,
         )
-        if seen := past.get_seq_length():
-            target.cache.take_in(past, prompt.past_columns(seen))
-        returned = bool(generation_config.return_dict_in_generate)
-        cache = past if not cut and (has_cache or own_cache) else None
-        return partial(self._decode, decoder, cache, returned, own_cache)
+        if seen := request.past.get_seq_length():
+            target.cache.take_in(request.past, prompt.past_columns(seen))
+        return decoder
 
     def _decode(self, decoder: Decoder, cache: Any, returned: bool, own_cache: bool) -> Any:
         """Generates.
@@ -177,21 +193,23 @@ class Call:
             ids = decoder.run()
             if (returned or own_cache) and cache is not None:
                 decoder.hand_back(cache, ids)
-        self.drafting.learned.add_call(decoder.stats)
+        self.knowledge.knowledge.add_call(decoder.stats)
         _remind_of_length(decoder.stopper.criteria, ids)
         return decoder.output(ids, cache) if returned else ids
 
-    def _left_to_generate(
-        self, model: PreTrainedModel, kind: Kind, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> str:
+    def _left_to_generate(self, request: Request) -> str:
         """Why the call is left to transformers' own loop, empty where it is not.
 
         Where no draft pays ours is as fast, and faster where linear layers are (float32 on a CPU).
         """
-        known = self.drafting.learned.known(model, kind)
-        if known is not None and known.rests and not are_faster(model.modules(), len(input_ids)):
+        if not self.source.lossless:
+            return ""
+        findings = self.knowledge.all_findings()
+        is_idle = bool(findings) and all(found.is_idle for found in findings)
+        if is_idle and not are_faster(request.model.modules(), len(request.input_ids)):
             return _NO_DRAFT_PAYS
-        if attention_mask is None or not is_right_padded(attention_mask):
+        mask = request.model_kwargs.get("attention_mask")
+        if mask is None or not is_right_padded(mask):
             return ""
         say_once(
             "the prompts are padded on the right, so this call is left to transformers' own loop, which goes on from "
@@ -199,47 +217,23 @@ class Call:
         )
         return _PADDED_ON_THE_RIGHT
 
-    def _plain(
-        self, why: str, model: PreTrainedModel, kind: Kind, input_ids: torch.Tensor, options: dict[str, Any]
-    ) -> Any:
+    def _plain(self, why: str, request: Request) -> Any:
         """The loop of transformers, without any part of ours; what is known of the model learns of the call."""
-        output, stats = decode_plainly(model, input_ids, options)
+        options: dict[str, Any] = {
+            "logits_processor": request.logits_processor,
+            "stopping_criteria": request.stopping_criteria,
+            "generation_config": request.generation_config,
+            "synced_gpus": request.synced_gpus,
+            "streamer": request.streamer,
+        }
+        output, stats = decode_plainly(request.model, request.input_ids, options | request.model_kwargs)
         stats.left_to_generate = why
-        known = self.drafting.learned.known(model, kind)
-        if known is not None and known.rests:
-            known.rest(stats.tokens, stats.total_seconds)
-            known.report(stats)
-        self.drafting.learned.add_call(stats)
+        for found in self.knowledge.all_findings():
+            if found.is_idle:
+                found.rest(stats.tokens, stats.total_seconds)
+                found.report(stats)
+        self.knowledge.knowledge.add_call(stats)
         return output
-
-    @property
-    def _usual_stop(self) -> StopRule:
-        """When drafts end where nothing was given and nothing chosen yet."""
-        return FixedLength(2) if isinstance(self.drafting.draft, EarlyExit) else ConfidenceThreshold()
-
-    @property
-    def _search(self) -> Search | None:
-        draft = self.drafting.draft
-        return draft.search if isinstance(draft, SkipLayers) else None
-
-    @property
-    def _window(self) -> int:
-        """Slots beyond the text that a search needs."""
-        return 0 if self._search is None else self._search.context_window
-
-    def _check_window(self, anatomy: Anatomy, new_tokens: int | None) -> None:
-        """Refuses a window that no text of the model can have, and says so where this text is too short for it."""
-        name = f"{type(self._search).__name__}(context_window={self._window})"
-        if anatomy.max_positions is not None and self._window >= anatomy.max_positions:
-            raise SettingError(
-                f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
-                "Give a shorter window; 32 is usual."
-            )
-        if isinstance(self._search, OnTheFlySearch) and new_tokens is not None and new_tokens <= self._window:
-            say_once(
-                f"{name} is longer than texts of {new_tokens} new tokens: no set of blocks is tried on them. Generate "
-                "more, or give a shorter window."
-            )
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
         if prompt.padding is not None:
@@ -256,11 +250,17 @@ class Call:
         return None
 
 
-def _with_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments where the model's own configuration does not switch the cache off: the ids are the same."""
-    given = model_kwargs.get("past_key_values")
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True)) if given is None else given
-    return model_kwargs | {"past_key_values": cache, "use_cache": True}
+def _prompt(request: Request, anatomy: Anatomy) -> Prompt:
+    given = request.model_kwargs
+    return Prompt.of(
+        request.input_ids,
+        given.get("inputs_embeds"),
+        given.get("attention_mask"),
+        given.get("position_ids"),
+        request.past,
+        getattr(request.generation_config, "_mask_length", None),
+        anatomy.ragged,
+    )
 
 
 def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ from .model.cache import check_cache
 from .model.masks import SERVED_ATTENTION
 from .model.prompt import Prompt
 from .settings import check_count
-from .verify.stateless import is_stateless
 
 # Options of the generation config, the values that leave them off, and what to do instead.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -87,21 +86,6 @@ def check_call(
         raise SettingError(
             "the prompt is empty. Pass at least one token to go on from, e.g. the tokenizer's bos token."
         )
-
-
-def check_lossy(given: list[Any]) -> None:
-    """Checks that none of these processors and criteria has to see each token before the next one.
-
-    Raises:
-        UnsupportedOptionError: one may keep a state.
-    """
-    for one in given:
-        if not is_stateless(one):
-            raise UnsupportedOptionError(
-                f"{type(one).__name__} may keep a state from token to token, but exit heads with lossless=False "
-                "(SelfSpec.early_exit_only) take tokens without the whole model and without it. Use lossless heads "
-                "(SelfSpec.dssd), or declare it with `is_stateless = True` if its result follows from its arguments."
-            )
 
 
 def check_length(model: PreTrainedModel, anatomy: Anatomy, prompt: Prompt, max_length: int | None, width: int) -> None:

@@ -156,11 +156,15 @@ def _check_parts(settings: Any) -> None:
     Raises:
         SettingError: it names something else.
     """
-    draft = settings.get("draft") if isinstance(settings, dict) else None
-    for name in saving.PARTS:
-        place = draft.get(name) if isinstance(draft, dict) else None
-        if place is not None and not (isinstance(place, str) and Path(place).is_dir()):
-            raise SettingError(f"draft.{name} is {place!r}, and there is no such folder")
+    if isinstance(settings, list):
+        for one in settings:
+            _check_parts(one)
+    elif isinstance(settings, dict):
+        for name, value in settings.items():
+            if name not in saving.PARTS:
+                _check_parts(value)
+            elif value is not None and not (isinstance(value, str) and Path(value).is_dir()):
+                raise SettingError(f"draft.{name} is {value!r}, and there is no such folder")
 
 
 def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:

@@ -5,34 +5,22 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from .draft.source import Drafter
+from .model.layout import TreeLayout
 from .model.prompt import Prompt
-from .model.target import Nodes, Target
+from .model.target import Target
 from .types import Draft, GenerationStats, Text, Verdict
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_logits
 from .verify.stopping import Stopper
 from .verify.walk import verify
-
-
-class RunningDraft(Protocol):
-    """What proposes tokens while a generation runs."""
-
-    steps: int
-
-    def propose(self, text: Text, room: list[int]) -> Draft: ...
-
-    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None: ...
-
-    def finish(self, text: Text) -> None: ...
-
-    def report(self, stats: GenerationStats) -> None: ...
 
 
 @dataclass
@@ -88,7 +76,7 @@ class Decoder:
     target: Target
     prompt: Prompt
     text: Text
-    draft: RunningDraft
+    draft: Drafter
     scorer: Scorer
     stopper: Stopper
     record: Record
@@ -113,7 +101,7 @@ class Decoder:
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
         started = perf_counter()
-        nothing = Draft(self.text.ids[:, :0], [0] * self.text.batch_size)
+        nothing = Draft.none(self.text)
         logits = self._prefill()
         self.stats.prefill_seconds = perf_counter() - started
         self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
@@ -134,16 +122,18 @@ class Decoder:
         return ids
 
     def _round(self) -> None:
-        self.target.roots = self.text.roots()
-        room = [self._room(row) for row in range(self.text.batch_size)]
+        self.target.last_slots = self.text.last_slots()
+        max_new = [self._max_new(row) for row in range(self.text.batch_size)]
         begun = perf_counter()
-        draft = self.draft.propose(self.text, room)
+        draft = self.draft.propose(self.text, max_new)
         drafted = perf_counter()
         logits = self._verify_pass(draft)
         verified = perf_counter()
         verdicts = self._judge(draft, logits)
-        self._count(draft, room, drafted - begun, verified - drafted)
+        self._count(draft, drafted - begun, verified - drafted)
+        tokens = self.stats.tokens
         self._commit(verdicts, logits)
+        self.stats.round_sizes.append((draft.size, self.stats.tokens - tokens))
         committed = perf_counter()
         self.draft.update(self.text, verdicts, logits)
         self.stats.search_seconds += perf_counter() - committed
@@ -169,8 +159,8 @@ class Decoder:
         """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""
         text, target = self.text, self.target
         tokens = torch.cat([text.last_tokens(), draft.tokens.to(text.ids.device)], dim=1)
-        roots = text.roots()
-        nodes = Nodes(draft.depths(), draft.parents()) if draft.is_tree else None
+        roots = text.last_slots()
+        nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents)
         if draft.states is None:
             step = target.step(tokens, roots, nodes=nodes)
         else:
@@ -211,7 +201,7 @@ class Decoder:
         # again, so this is exact too.
         shortest = min((len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0)
         moves: list[tuple[int, int, int]] = []
-        roots = self.text.roots()
+        roots = self.text.last_slots()
         for row, verdict in enumerate(verdicts):
             if self._is_done(row):
                 if together:
@@ -242,7 +232,7 @@ class Decoder:
         if self.record.scores is not None:
             self.record.scores[row] += verdict.scores[:count]
 
-    def _count(self, draft: Draft, room: list[int], draft_seconds: float, verify_seconds: float) -> None:
+    def _count(self, draft: Draft, draft_seconds: float, verify_seconds: float) -> None:
         self.stats.draft_seconds += draft_seconds
         self.stats.verify_seconds += verify_seconds
         self.stats.verify_passes += 1
@@ -268,13 +258,13 @@ class Decoder:
         at_most = self.stopper.max_length is not None and self.text.lengths[row] >= self.stopper.max_length
         return at_most or (length is not None and generated >= length)
 
-    def _room(self, row: int) -> int:
+    def _max_new(self, row: int) -> int:
         """Tokens worth drafting: what the row may still get, less the one that verification adds."""
         if self._is_done(row):
             return 0
         room = self.stopper.room(self.text, row) - 1
         limit = self.target.anatomy.position_limit
-        return room if limit is None else max(0, min(room, limit - 1 - self.target.roots[row]))
+        return room if limit is None else max(0, min(room, limit - 1 - self.target.last_slots[row]))
 
     # Output --------------------------------------------------------------------------------------------------------
 
@@ -325,7 +315,7 @@ class Decoder:
         if min(counts) < max(counts) and self.target.padding is None:
             # The last token of a row that ended before others belongs to the cache too; it has not been run yet.
             self.target.step(
-                self.text.last_tokens(), self.text.roots(), head=False, capture=self.target.anatomy.num_layers
+                self.text.last_tokens(), self.text.last_slots(), head=False, capture=self.target.anatomy.num_layers
             )
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
 

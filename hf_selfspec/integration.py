@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from .call import Request
 from .checks import check_options
 from .choosing import CONFIG_NAMES, Chosen, choose
 from .errors import SelfSpecError, UnsupportedOptionError
@@ -123,8 +124,9 @@ def _decode_or_plain(
         "synced_gpus": synced_gpus,
         "streamer": streamer,
     }
+    request = Request(model, input_ids, **prepared, model_kwargs=model_kwargs)
     try:
-        decode = chosen.spec.call(checks_logits=False).ready(model, input_ids, **prepared, model_kwargs=model_kwargs)
+        decode = chosen.spec.generation(request, checks_logits=False).ready(request)
     except SelfSpecError as error:
         _say_plain(chosen, error)
         return type(model)._sample(model, input_ids, **prepared, **model_kwargs)

@@ -9,33 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .draft.adapter import EarlyExitAdapter
-from .draft.early_exit import EarlyExit, EarlyExitOnly
-from .draft.exit_heads import DynamicExit
-from .draft.skip_layers import SkipLayers
 from .errors import SelfSpecError, SettingError
 from .files import read_json, written_whole
 from .hub import is_name
 from .model.fingerprint import Fingerprint
-from .search.on_the_fly import ClosestLayers, OnTheFlySearch
-from .stop.adaptive import AdaptiveThreshold
-from .stop.calibrated import CalibratedEntropy
-from .stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
-from .verify.tree import CostTree, TopKTree
+from .registry import is_registered, registered
 
 FILE_NAME = "selfspec.json"
 _FORMAT = 1
-# What a file may set, and the classes that may stand there. Where a SelfSpec keeps its findings (``cache_dir``,
-# ``task``) is not among it: a file from elsewhere has no say in where this machine writes.
+# What a file may set; the registry knows the classes that may stand there. Where a SelfSpec keeps its findings
+# (``cache_dir``, ``task``) is not among it: a file from elsewhere has no say in where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft")
-_PLACES: dict[str, tuple[type, ...]] = {
-    "draft": (EarlyExit, EarlyExitOnly, EarlyExitAdapter, DynamicExit, SkipLayers),
-    "search": (OnTheFlySearch, ClosestLayers),
-    "stop": (FixedLength, ConfidenceThreshold, ProductThreshold, AdaptiveThreshold, CalibratedEntropy),
-    "rule": (ConfidenceThreshold, ProductThreshold),
-    "tree": (TopKTree, CostTree),
-}
-_CLASSES = {kind.__name__: kind for kinds in _PLACES.values() for kind in kinds}
 # Settings that say where a part is loaded from.
 PARTS = ("adapter", "heads")
 
@@ -46,20 +30,37 @@ Kind = tuple[bool, bool]
 
 
 @dataclasses.dataclass(frozen=True)
+class Key:
+    """What findings are about.
+
+    Attributes:
+        kind: of calls, ``None`` for all.
+        source: of drafts that keeps them; empty in files of earlier versions.
+    """
+
+    kind: Kind | None
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Saved:
     """What a file holds.
 
     Attributes:
         settings: arguments of ``SelfSpec``.
         fingerprint: of the model that the findings, and the settings, belong to; ``None`` for any model.
-        findings: states of searches and probes by kind of call.
+        findings: states of searches, probes and tables.
         path: the file.
     """
 
     settings: dict[str, Any]
     fingerprint: Fingerprint | None
-    findings: dict[Kind, dict[str, Any]]
+    findings: dict[Key, dict[str, Any]]
     path: Path
+
+    def states(self, source: str) -> dict[Kind | None, dict[str, Any]]:
+        """The states of one source by kind of call."""
+        return {key.kind: state for key, state in self.findings.items() if key.source in (source, "")}
 
 
 def encode(value: Any, name: str) -> Any:
@@ -68,7 +69,7 @@ def encode(value: Any, name: str) -> Any:
     Raises:
         SettingError: they hold an object of the user's own.
     """
-    if dataclasses.is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
+    if dataclasses.is_dataclass(value) and is_registered(type(value)):
         fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
         return {"class": type(value).__name__, **fields}
     if isinstance(value, (tuple, list)):
@@ -76,8 +77,8 @@ def encode(value: Any, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise SettingError(
-        f"{name} is {value!r}, which cannot be saved: only settings of hf_selfspec's own classes can. Leave your own "
-        "function or generator out and set it again after loading."
+        f"{name} is {value!r}, which cannot be saved: only settings of hf_selfspec's own classes and of classes with "
+        "hf_selfspec.register can. Leave your own function or generator out and set it again after loading."
     )
 
 
@@ -105,10 +106,12 @@ def decode(value: Any, name: str) -> Any:
     """
     setting = name.rpartition(".")[2]
     if isinstance(value, dict):
-        kinds = {kind.__name__: kind for kind in _PLACES.get(setting, ())}
-        kind = kinds.get(value["class"]) if isinstance(value.get("class"), str) else None
+        kind = registered(setting, value.get("class"))
         if kind is None:
-            raise SettingError(f"{name} has the class {value.get('class')!r}, which cannot stand there.")
+            raise SettingError(
+                f"{name} has the class {value.get('class')!r}, which cannot stand there. If it is your own, import the "
+                "module that registers it (hf_selfspec.register) before loading."
+            )
         given = {field: one for field, one in value.items() if field != "class"}
         _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
         return kind(**{field: decode(one, f"{name}.{field}") for field, one in given.items()})
@@ -137,7 +140,7 @@ def _check_place(name: str, value: Any) -> None:
 
 
 def write(
-    path: Path, settings: Mapping[str, Any], fingerprint: Fingerprint | None, findings: Mapping[Kind, dict[str, Any]]
+    path: Path, settings: Mapping[str, Any], fingerprint: Fingerprint | None, findings: Mapping[Key, dict[str, Any]]
 ) -> None:
     """Writes a file beside its place and moves it there, so that whatever happens, one of the two versions is whole."""
     content = {
@@ -145,8 +148,13 @@ def write(
         "settings": {name: encode(value, name) for name, value in settings.items()},
         "fingerprint": None if fingerprint is None else dataclasses.asdict(fingerprint),
         "findings": [
-            {"do_sample": do_sample, "several_rows": several, "state": state}
-            for (do_sample, several), state in findings.items()
+            {
+                "do_sample": None if key.kind is None else key.kind[0],
+                "several_rows": None if key.kind is None else key.kind[1],
+                "source": key.source,
+                "state": state,
+            }
+            for key, state in findings.items()
         ],
     }
     replace(path, content)
@@ -182,7 +190,7 @@ def read(path: Path) -> Saved:
         return Saved(
             settings=decode_settings(content["settings"]),
             fingerprint=None if kept is None else Fingerprint.read(kept, "fingerprint"),
-            findings={_kind(one): dict(one["state"]) for one in content["findings"]},
+            findings={_key(one): dict(one["state"]) for one in content["findings"]},
             path=path,
         )
     except SelfSpecError as error:
@@ -205,11 +213,11 @@ def construct(kind: Callable[..., _T], saved: Saved) -> _T:
         raise _corrupt(saved.path, str(error)) from error
 
 
-def _kind(one: dict[str, Any]) -> Kind:
-    kind = one["do_sample"], one["several_rows"]
-    if not all(isinstance(value, bool) for value in kind):
-        raise TypeError(f"{kind!r} is no kind of call")
-    return kind
+def _key(one: dict[str, Any]) -> Key:
+    kind, source = (one["do_sample"], one["several_rows"]), one.get("source", "")
+    if not isinstance(source, str) or not (kind == (None, None) or all(isinstance(value, bool) for value in kind)):
+        raise TypeError(f"{kind!r}, {source!r} is no kind of call and source")
+    return Key(None if kind[0] is None else kind, source)
 
 
 def _corrupt(path: Path, why: str) -> SettingError:

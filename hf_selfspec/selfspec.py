@@ -15,17 +15,17 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from . import pictures, saving
-from .call import FIRST_SLOTS, Call
+from .call import FIRST_SLOTS, Generation, Request
 from .draft.adapter import EarlyExitAdapter
-from .draft.candidates import check_generator
+from .draft.candidates import Candidates
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
-from .draft.partial import Limits, PartialDraft
+from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
-from .drafting import Drafting
+from .draft.source import DraftSource, Limits
 from .errors import SettingError, SettingTypeError
 from .files import reported
-from .learned import Learned
+from .knowledge import Knowledge, KnowledgeOfCall
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
 from .model.target import Target
@@ -84,22 +84,19 @@ class SelfSpec:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    draft: EarlyExit | SkipLayers | EarlyExitAdapter | DynamicExit | EarlyExitOnly | CandidateGenerator = field(
-        default_factory=lambda: SkipLayers(search=ClosestLayers())
-    )
+    draft: DraftSource | CandidateGenerator = field(default_factory=lambda: SkipLayers(search=ClosestLayers()))
     stop: StopRule | None = None
     tree: Tree | None = None
     max_draft: int = 25
     cache_dir: str | os.PathLike[str] | None = None
     task: str = "default"
-    _learned: Learned = field(default_factory=Learned, init=False, repr=False, compare=False)
+    _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kinds = (EarlyExit, SkipLayers, EarlyExitAdapter, DynamicExit, EarlyExitOnly, CandidateGenerator)
-        if not isinstance(self.draft, kinds):
+        if not isinstance(self.draft, (DraftSource, CandidateGenerator)):
             raise SettingTypeError(
-                "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), DynamicExit(...) or "
-                f"a CandidateGenerator, got {self.draft!r}."
+                "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), DynamicExit(...), "
+                f"another DraftSource or a CandidateGenerator, got {self.draft!r}."
             )
         is_rule = callable(self.stop) or isinstance(self.stop, RememberingRule)
         if self.stop is not None and (not is_rule or isinstance(self.stop, type)):
@@ -124,15 +121,9 @@ class SelfSpec:
 
     def _check_whole_drafts(self) -> None:
         """Checks drafts whose tokens come all at once, or not at all: nothing ends them early or branches."""
-        if isinstance(self.draft, CandidateGenerator):
-            check_generator(self.draft)
-            why = f"{type(self.draft).__name__} drafts as many tokens as it returns, in a line"
-        elif isinstance(self.draft, EarlyExitOnly):
-            why = f"{self.draft!r} generates without drafts"
-        else:
-            return
+        why = self._source.fixed_because
         for name, value in (("stop", self.stop), ("tree", self.tree)):
-            if value is not None:
+            if why and value is not None:
                 raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
 
     @classmethod
@@ -326,7 +317,8 @@ class SelfSpec:
         Raises:
             SettingTypeError: it is neither.
         """
-        found = self._learned.latest(causal_lm(model, "SelfSpec.choice"))
+        inner = causal_lm(model, "SelfSpec.choice")
+        found = self._knowledge.latest(inner, lambda found: hasattr(found, "choice"))
         return None if found is None else found.choice
 
     def save_pretrained(self, folder: str | os.PathLike[str], model: Any = None) -> None:
@@ -344,7 +336,7 @@ class SelfSpec:
         inner = self._only_model("SelfSpec.save_pretrained", model)
         settings, path = self._settings(checked=True), Path(folder) / saving.FILE_NAME
         with reported(path):
-            self._learned.save(path, inner, settings)
+            self._knowledge.save(path, inner, settings)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> SelfSpec:
@@ -358,7 +350,7 @@ class SelfSpec:
         """
         saved = saving.read(Path(folder) / saving.FILE_NAME)
         spec = saving.construct(cls, saved)
-        spec._learned.saved = saved
+        spec._knowledge.saved = saved
         return spec
 
     def to_dict(self) -> dict[str, Any]:
@@ -378,7 +370,7 @@ class SelfSpec:
     @property
     def stats(self) -> GenerationStats | None:
         """Statistics of the last finished call, ``None`` before the first."""
-        return self._learned.stats
+        return self._knowledge.stats
 
     def plot(self, path: str | os.PathLike[str] | None = None, model: Any = None) -> Figure:
         """Draws what the calls so far did; see :func:`hf_selfspec.pictures.plot`.
@@ -394,17 +386,17 @@ class SelfSpec:
             SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
                 and none is named, or ``path`` cannot be written.
         """
-        if not self._learned.calls:
+        if not self._knowledge.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
         inner = self._only_model("SelfSpec.plot", model)
-        found = None if inner is None else self._learned.latest(inner)
-        return pictures.plot(list(self._learned.calls), found if isinstance(found, SkipSearch) else None, path)
+        found = None if inner is None else self._knowledge.latest(inner, lambda found: isinstance(found, SkipSearch))
+        return pictures.plot(list(self._knowledge.calls), found, path)
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
         """The model that is meant, of those with findings."""
         if model is not None:
             return causal_lm(model, name)
-        used = list(self._learned.models)
+        used = list(self._knowledge.models)
         if len(used) > 1:
             raise SettingError(
                 f"{name}: this SelfSpec has drafted for {len(used)} models. Name the one that is meant with `model`."
@@ -449,7 +441,7 @@ class SelfSpec:
         **model_kwargs: Any,
     ) -> Any:
         """Decodes; called by ``generate`` with everything prepared (``custom_generate``)."""
-        return self.call().ready(
+        request = Request(
             model,
             input_ids,
             logits_processor,
@@ -458,14 +450,24 @@ class SelfSpec:
             synced_gpus,
             streamer,
             model_kwargs,
-        )()
-
-    def call(self, checks_logits: bool = True) -> Call:
-        """What decodes one call, for the package's own use."""
-        drafting = Drafting(
-            self.draft, self.stop, self.max_draft, self._learned, self._cache_folder, self.task, self._settings()
         )
-        return Call(drafting, self.tree, checks_logits)
+        return self.generation(request).ready(request)()
+
+    def generation(self, request: Request, checks_logits: bool = True) -> Generation:
+        """What decodes one call, for the package's own use."""
+        knowledge = KnowledgeOfCall(
+            knowledge=self._knowledge,
+            model=request.model,
+            kind=(request.do_sample, len(request.input_ids) > 1),
+            cache_dir=None if self.cache_dir is None else Path(self.cache_dir).expanduser(),
+            task=self.task,
+            settings=self._settings(),
+        )
+        return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits)
+
+    @property
+    def _source(self) -> DraftSource:
+        return self.draft if isinstance(self.draft, DraftSource) else Candidates(self.draft)
 
     def _settings(self, checked: bool = False) -> dict[str, Any]:
         """What is saved of the settings; ``checked`` for an error where they cannot be."""
@@ -474,7 +476,3 @@ class SelfSpec:
             for name, value in settings.items():
                 saving.encode(value, f"SelfSpec({name})")
         return settings
-
-    @property
-    def _cache_folder(self) -> Path | None:
-        return None if self.cache_dir is None else Path(self.cache_dir).expanduser()

@@ -155,7 +155,7 @@ class _Runner:
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
         for ids in self.rows:
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, assistant=spec)
-        found = spec._learned.latest(self.model)
+        found = spec._knowledge.latest(self.model)
         return [] if found is None else list(dict.fromkeys([found.best, *(done.plan for done in found.tries)]))
 
 
@@ -259,7 +259,7 @@ class _Tuning:
         model = self.runner.model
         return {
             **self.runner.describe(),
-            "model": SelfSpec()._learned.fingerprint(model).name,
+            "model": SelfSpec()._knowledge.fingerprint(model).name,
             "seed": self.search.seed,
         }
 

@@ -40,7 +40,7 @@ class Text:
     def batch_size(self) -> int:
         return len(self.lengths)
 
-    def roots(self) -> list[int]:
+    def last_slots(self) -> list[int]:
         """Cache slot of each row's last token, the one that has not been through the whole model yet."""
         return [length - 1 + base for length, base in zip(self.lengths, self.base, strict=True)]
 
@@ -55,7 +55,7 @@ class Text:
         """``[1, s]`` one row's tokens and ``ahead`` scratch columns."""
         return self.ids[row : row + 1, : self.lengths[row] + ahead]
 
-    def put_ahead(self, tokens: torch.Tensor, ahead: int) -> None:
+    def write_draft(self, tokens: torch.Tensor, ahead: int) -> None:
         """Writes ``tokens`` ``[b]`` as scratch, ``ahead`` columns after each row's end."""
         self.ensure(max(self.lengths) + ahead + 1)
         if self.batch_size == 1:
@@ -70,7 +70,7 @@ class Text:
         self.ensure(column + 1)
         self.ids[row, column] = token
 
-    def ahead(self, length: int) -> torch.Tensor:
+    def with_draft(self, length: int) -> torch.Tensor:
         """``[b, s]`` the rows with ``length`` scratch columns, aligned right (older columns of short rows repeat)."""
         width = max(self.lengths) + length
         if min(self.lengths) == max(self.lengths):
@@ -89,54 +89,66 @@ class Text:
 
 @dataclass
 class Draft:
-    """Tokens proposed after each row's last token: a line, each token of which may have siblings.
+    """Tokens proposed after each row's last token: a line, or a tree of any shape for each row.
 
-    Node 0 is the row's last committed token, nodes ``1..T`` the line, the siblings follow.
+    Node 0 is the row's last committed token, nodes ``1 .. t`` are the drafted ones; parents come before children.
 
     Attributes:
-        tokens: ``[b, t]`` nodes 1 and up.
-        lengths: for each row how much of the line counts; siblings deeper than that do not count either.
-        siblings: for each depth ``1..T`` the nodes that stand beside the line's, in the order in which they were drawn.
-        q: ``[b, T, v]`` the distribution from which the nodes of each depth were drawn without replacement, or
-            ``None`` where they were simply named (greedy, n-gram look-up).
+        tokens: ``[b, t]`` nodes 1 and up; what a row does not use is junk.
+        lengths: for each row the tokens on its longest path; of a line, the tokens that count.
+        parents: for each row the parent of nodes ``1 .. t``, -1 for a node that does not count; ``None`` for lines.
+        q: ``[b, T, v]`` the distributions at nodes ``0 .. T-1`` from which their drawn children were drawn without
+            replacement, in the order of their numbers; ``None`` where all are named (greedy, retrieved tokens).
+        num_drawn: how many of the first nodes were drawn from ``q``, the others are named; ``None`` for all.
         states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``. Where node ``T``
             has been there, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
-        trusted: the line is kept whatever the full model says. The output is another one then.
+        skips_verification: the line is kept whatever the full model chooses. The output is another one then.
     """
 
     tokens: torch.Tensor
     lengths: list[int]
-    siblings: list[list[int]] = field(default_factory=list)
+    parents: list[list[int]] | None = None
     q: torch.Tensor | None = None
+    num_drawn: int | None = None
     states: torch.Tensor | None = None
     prefix: int = 0
-    trusted: bool = False
+    skips_verification: bool = False
+    _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def none(cls, text: Text) -> Draft:
+        """No tokens in any row."""
+        return cls(text.ids[:, :0], [0] * text.batch_size)
 
     @property
-    def line(self) -> int:
-        """``T``, the number of nodes on the line."""
-        return max(self.lengths, default=0)
+    def size(self) -> int:
+        """``t``, the number of drafted nodes of a row."""
+        return self.tokens.shape[1]
 
     @property
     def is_tree(self) -> bool:
-        return any(self.siblings)
+        """Whether nodes may have several children."""
+        return self.parents is not None
 
     def children(self, row: int, node: int) -> list[int]:
         """Nodes that continue ``node`` in ``row``, in the order in which they are to be tried."""
-        if node >= self.lengths[row]:
-            return []
-        siblings = self.siblings[node] if self.siblings else []
-        return [node + 1, *siblings]
+        if self.parents is None:
+            return [node + 1] if node < self.lengths[row] else []
+        if row not in self._children:
+            children: list[list[int]] = [[] for _ in range(self.size + 1)]
+            for index, parent in enumerate(self.parents[row], start=1):
+                if parent >= 0:
+                    children[parent].append(index)
+            self._children[row] = children
+        return self._children[row][node]
 
-    def depths(self) -> list[int]:
-        depths = list(range(self.line + 1))
-        for depth, nodes in enumerate(self.siblings, start=1):
-            depths += [depth] * len(nodes)
-        return depths
-
-    def parents(self) -> list[int]:
-        return [depth - 1 for depth in self.depths()]
+    def candidates(self, row: int, node: int, children: list[int]) -> tuple[torch.Tensor | None, int]:
+        """The distribution ``[v]`` from which drawn ones of the children come, and how many of them, the first, do."""
+        if self.q is None or not children:
+            return None, 0
+        drawn = len(children) if self.num_drawn is None else sum(child <= self.num_drawn for child in children)
+        return (self.q[row, node], drawn) if drawn else (None, 0)
 
 
 @dataclass
@@ -189,6 +201,8 @@ class GenerationStats:
             verified then.
         together_for: processors and criteria that may keep a state, for which the rows of a batch advanced together.
         exit_layers: of drafts that choose an exit for each token, how many were taken at each.
+        round_sizes: for each verification pass the drafted nodes of a row that it took, and the tokens that all rows
+            gained by it.
         timeline: after each round the tokens of all rows so far and the seconds since the call began.
     """
 
@@ -213,6 +227,7 @@ class GenerationStats:
     left_to_generate: str = ""
     together_for: str = ""
     exit_layers: Counter[int] = field(default_factory=Counter)
+    round_sizes: list[tuple[int, int]] = field(default_factory=list, repr=False)
     timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
 
     @property

@@ -64,7 +64,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def calls(spec: SelfSpec) -> int:
-    return len(spec._learned.calls)
+    return len(spec._knowledge.calls)
 
 
 def assert_used(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = BATCH, **options: Any) -> None:

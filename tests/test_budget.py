@@ -142,7 +142,7 @@ def test_no_call_spends_more_than_its_share(search: Any, monkeypatch: pytest.Mon
     shares = [watched.share(spec, model, 128) for _ in range(12)]
     assert max(shares) <= search.budget
     assert shares[0] > 0.5 * search.budget
-    found = spec._learned.latest(model)
+    found = spec._knowledge.latest(model)
     assert found.timings >= 1
     assert len(watched.tries) >= 3
     assert min(watched.tries) >= searching._LEAST

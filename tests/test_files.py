@@ -47,7 +47,7 @@ def written(folder: Path, **settings: Any) -> Path:
 # What a file may set --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cache_dir", "task", "_learned"])
+@pytest.mark.parametrize("name", ["cache_dir", "task", "_knowledge"])
 def test_a_file_does_not_choose_where_findings_are_written(name: str, tmp_path: Path) -> None:
     elsewhere = str(tmp_path / "elsewhere")
     with pytest.raises(SettingError, match=f"{FILE}: it sets {name}, which a file cannot. What it may set is draft, "):

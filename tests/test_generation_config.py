@@ -51,7 +51,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def calls(spec: SelfSpec) -> int:
-    return len(spec._learned.calls)
+    return len(spec._knowledge.calls)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -58,7 +58,7 @@ def greedy(model, ids, tokens=48, **kwargs):
 
 def evidence_of(spec: SelfSpec, model) -> Evidence:
     """What ``spec`` has found for the last kind of call of ``model``."""
-    evidence = spec._learned.latest(model)
+    evidence = spec._knowledge.latest(model)
     assert isinstance(evidence, Evidence)
     return evidence
 
@@ -440,7 +440,7 @@ def test_states_are_reused_where_that_pays(monkeypatch, tokens):
     greedy(model, prompt(), assistant=spec)
     given.clear()
     assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
-    lengths = {draft.line: draft.states is not None for draft in given if draft.line}
+    lengths = {draft.size: draft.states is not None for draft in given if draft.size}
     assert max(lengths) == tokens
     layer = spec.choice(model).layer
     assert lengths == {length: 0.01 * layer * length >= 0.1 for length in lengths}

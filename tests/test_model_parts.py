@@ -28,7 +28,8 @@ from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.masks import Geometry
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
-from hf_selfspec.model.target import Nodes, Target
+from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.target import Target
 
 
 def target_of(model: LlamaForCausalLM, rows: int = 1) -> Target:
@@ -188,8 +189,8 @@ def test_cache_to_dynamic_cache_and_back(rows: int) -> None:
 
 
 def test_ancestry() -> None:
-    nodes = Nodes(depths=[0, 1, 2, 1, 2], parents=[-1, 0, 1, 0, 1])
-    assert nodes.ancestry(torch.device("cpu")).int().tolist() == [
+    nodes = TreeLayout(parents=[[-1, 0, 1, 0, 1]], depths=[[0, 1, 2, 1, 2]])
+    assert nodes.ancestry(torch.device("cpu"))[0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -200,7 +201,7 @@ def test_ancestry() -> None:
 
 def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> None:
     batch = ragged_batch((6, 6), seed=4)["input_ids"]
-    nodes = Nodes(depths=[0, 1, 2, 1, 2], parents=[-1, 0, 1, 0, 1])
+    nodes = TreeLayout(parents=[[-1, 0, 1, 0, 1]], depths=[[0, 1, 2, 1, 2]])
     tree = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
     target = target_of(llama, rows=2)
     with torch.no_grad(), target.prepared():

@@ -93,7 +93,7 @@ def test_a_search_is_drawn(tmp_path: Path) -> None:
     model, spec = tiny_llama(LAYERS, factor=0.6), searching()
     for _ in range(3):
         generate(model, spec)
-    search = spec._learned.latest(model)
+    search = spec._knowledge.latest(model)
     figure = spec.plot(tmp_path / "search.png")
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
     sets, speed, time, matchness = figure.axes

@@ -192,22 +192,26 @@ def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
 Choice = tuple[int, int | None]
 
 
-def accepts_everything(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> Choice:
-    return (drafted[0], 0) if drafted else choose_sampled(scores, drafted, q)
+def accepts_everything(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int) -> Choice:
+    return (drafted[0], 0) if drafted else choose_sampled(scores, drafted, q, num_drawn)
 
 
-def draws_from_p_after_a_rejection(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> Choice:
-    token, index = choose_sampled(scores, drafted, q)
-    return choose_sampled(scores, [], None) if index is None else (token, index)
+def draws_from_p_after_a_rejection(
+    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
+) -> Choice:
+    token, index = choose_sampled(scores, drafted, q, num_drawn)
+    return choose_sampled(scores, [], None, 0) if index is None else (token, index)
 
 
-def does_not_take_siblings_out_of_q(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> Choice:
+def does_not_take_siblings_out_of_q(
+    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
+) -> Choice:
     for index, token in enumerate(drafted):
-        chosen, accepted = choose_sampled(scores, [token], q)
+        chosen, accepted = choose_sampled(scores, [token], q, 1)
         if accepted is not None:
             return chosen, index
         scores = (scores.softmax(-1) - q).clamp(min=0.0).log()
-    return choose_sampled(scores, [], None)
+    return choose_sampled(scores, [], None, 0)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_findings_of_a_search_come_back(
     spec = fresh(SEARCHES[name])
     for seed in range(2):
         generate(llama, prompt(rows, seed), 40, assistant=spec)
-    choice, phase, found = spec.choice(llama), spec.stats.phase, spec._learned.latest(llama)
+    choice, phase, found = spec.choice(llama), spec.stats.phase, spec._knowledge.latest(llama)
     assert phase == ("optimization" if name in ("clasp", "swift") else "acceleration")
     spec.save_pretrained(tmp_path)
     loaded = SelfSpec.from_pretrained(tmp_path)
@@ -176,7 +176,7 @@ def test_findings_of_a_search_come_back(
     assert (first_draft.plan, first_draft.phase) == (choice.plan.picture(), phase)
     assert first_draft.stop == (choice.stop if spec.stop is None else spec.stop)
     assert (choice.stop is None) == (name == "swift, ratio given")
-    again = loaded._learned.latest(llama)
+    again = loaded._knowledge.latest(llama)
     assert len(found.tries) >= 3
     kept = list(again.tries)[: len(found.tries)]
     assert Counter(done.plan for done in kept) == Counter(done.plan for done in found.tries)
@@ -190,12 +190,12 @@ def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -
     settings = ClosestLayers(8, max_steps=20, patience=500, target_matchness=1.0, budget=1.0)
     spec = SelfSpec(SkipLayers(search=settings))
     generate(llama, prompt(), 20, assistant=spec)
-    assert 3 <= len(spec._learned.latest(llama).tries) < 20
+    assert 3 <= len(spec._knowledge.latest(llama).tries) < 20
     spec.save_pretrained(tmp_path)
     loaded = SelfSpec.from_pretrained(tmp_path)
     while loaded.stats is None or loaded.stats.phase == "optimization":
         generate(llama, prompt(), 30, assistant=loaded)
-    assert len(loaded._learned.latest(llama).tries) == 20
+    assert len(loaded._knowledge.latest(llama).tries) == 20
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -726,7 +726,7 @@ def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path, first_draft: Firs
     model, spec = tiny_llama(6, factor=0.6), endless(tmp_path)
     assert_lossless(model, spec)
     assert first_draft.plan == kept[-1]["set"]
-    assert len(spec._learned.latest(model).tries) > counts[-1]
+    assert len(spec._knowledge.latest(model).tries) > counts[-1]
 
 
 # Interruptions -------------------------------------------------------------------------------------------------------
@@ -764,7 +764,7 @@ class FailingCriterion(StoppingCriteria):
 def test_an_interruption_keeps_the_tries(name: str, what: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name], cache_dir=tmp_path)
     generate(llama, prompt(), 40, assistant=spec)
-    before, stats = spec._learned.latest(llama), spec.stats
+    before, stats = spec._knowledge.latest(llama), spec.stats
     plans = [done.plan for done in before.tries]
     assert before.is_over == (name not in ("clasp", "swift"))
     if what == "streamer":
@@ -774,7 +774,7 @@ def test_an_interruption_keeps_the_tries(name: str, what: str, llama: PreTrained
         criteria = StoppingCriteriaList([FailingCriterion(36)])
         with pytest.raises(RuntimeError, match="no more"):
             generate(llama, prompt(seed=6), 40, assistant=spec, stopping_criteria=criteria)
-    after = spec._learned.latest(llama)
+    after = spec._knowledge.latest(llama)
     assert after is before
     assert [done.plan for done in after.tries][: len(plans)] == plans
     assert (len(after.tries) > len(plans)) == (not before.is_over)
@@ -809,7 +809,7 @@ def test_a_second_spec_starts_tuned(name: str, llama: PreTrainedModel, tmp_path:
     first_draft.plan = ""
     assert_lossless(llama, second)
     assert (first_draft.plan, first_draft.phase) == (first.choice(llama).plan.picture(), "acceleration")
-    assert len(second._learned.latest(llama).tries) == len(first._learned.latest(llama).tries)
+    assert len(second._knowledge.latest(llama).tries) == len(first._knowledge.latest(llama).tries)
 
 
 def test_a_second_probe_starts_tuned(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
@@ -827,7 +827,7 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
         """How many sets were known at the beginning."""
         spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path, **changes)
         generate(model, prompt(), 2, assistant=spec)
-        known = len(spec._learned.latest(model).tries)
+        known = len(spec._knowledge.latest(model).tries)
         generate(model, prompt(), 40, assistant=spec)
         return known
 

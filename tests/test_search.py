@@ -35,7 +35,8 @@ from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.partial import LayerPlan
-from hf_selfspec.model.target import Nodes, Target
+from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.target import Target
 from hf_selfspec.search import feedback, skip_search
 from hf_selfspec.search.block_effects import BlockEffects, block_effects
 from hf_selfspec.search.clasp import closest_layers
@@ -58,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 def search_of(spec: SelfSpec, model: PreTrainedModel) -> SkipSearch:
     """What ``spec`` has found for the last kind of call of ``model``."""
-    search = spec._learned.latest(model)
+    search = spec._knowledge.latest(model)
     assert isinstance(search, SkipSearch)
     return search
 
@@ -77,7 +78,7 @@ def prefilled(model: PreTrainedModel, ids: torch.Tensor, lengths: tuple[int, ...
     target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, len(lengths), width + 20))
     with target.prepared():
         target.prefill(ids[:, :-1], [0] * len(lengths), [length - 1 for length in lengths])
-    target.roots = text.roots()
+    target.roots = text.last_slots()
     return target, text
 
 
@@ -87,7 +88,7 @@ def keys_and_values(target: Target, text: Text) -> list[torch.Tensor]:
         buffer[row, :, :root].clone()
         for layer in target.cache.layers
         for buffer in (layer.keys, layer.values)
-        for row, root in enumerate(text.roots())
+        for row, root in enumerate(text.last_slots())
     ]
 
 
@@ -102,9 +103,9 @@ def test_window_beside_the_text(name: str, lengths: tuple[int, ...]) -> None:
     tokens = text.ids.gather(1, columns)
     with target.prepared():
         before = keys_and_values(target, text)
-        beside = target.step(tokens, text.roots(), plan, nodes=Nodes.again(WINDOW)).logits
+        beside = target.step(tokens, text.last_slots(), plan, nodes=TreeLayout.replay(WINDOW)).logits
         assert all(map(torch.equal, keys_and_values(target, text), before))
-        in_place = target.step(tokens, [root - WINDOW for root in text.roots()], plan).logits
+        in_place = target.step(tokens, [root - WINDOW for root in text.last_slots()], plan).logits
     assert beside is not None
     assert in_place is not None
     torch.testing.assert_close(beside, in_place, rtol=1e-5, atol=1e-5)
@@ -1522,7 +1523,7 @@ def test_models_that_cannot_look_beside_their_text() -> None:
         found = generated(model, prompt(), 20, assistant=spec)
     assert any("there is no search for blocks" in str(warning.message) for warning in told)
     assert torch.equal(found, generated(model, prompt(), 20))
-    assert spec._learned.latest(model) is None
+    assert spec._knowledge.latest(model) is None
 
 
 def test_tensor_parallel_models_are_not_searched() -> None:
@@ -1534,7 +1535,7 @@ def test_tensor_parallel_models_are_not_searched() -> None:
         found = generated(model, prompt(), 20, assistant=spec)
     assert any("tensor-parallel model, so there is no search" in str(warning.message) for warning in told)
     assert torch.equal(found, generated(model, prompt(), 20))
-    assert spec._learned.latest(model) is None
+    assert spec._knowledge.latest(model) is None
 
 
 def test_windows_longer_than_texts() -> None:

@@ -115,7 +115,8 @@ def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
     spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), FixedLength(3), CostTree(price, most=3))
     torch.manual_seed(0)
     generate(model, torch.tensor([[3, 4, 2]]), 60, assistant=spec, do_sample=True)
-    widths = [[1 + len(group) for group in draft.siblings] for _, draft in trees if draft.siblings]
+    drafts = [draft for _, draft in trees if draft.lengths[0]]
+    widths = [[len(draft.children(0, node)) for node in range(draft.lengths[0])] for draft in drafts]
     assert {1, 2, 3} == {width for draft in widths for width in draft}
     first, last = (sum(draft[place] for draft in widths if len(draft) == 3) for place in (0, 2))
     assert first > last
@@ -135,7 +136,7 @@ def test_greedy_output_is_the_models_own(search: str, tree: str, rows: int, tree
     for _ in range(2):
         assert torch.equal(generate(model, ids, 40, assistant=spec), generate(model, ids, 40))
     assert spec.stats.phase == "optimization"
-    assert len({done.plan for done in spec._learned.latest(model).tries}) > 2
+    assert len({done.plan for done in spec._knowledge.latest(model).tries}) > 2
     assert any(draft.is_tree for _, draft in trees)
     assert 0 < spec.stats.acceptance_rate < 1
 
@@ -225,7 +226,7 @@ def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
 def test_samples_have_the_models_distribution(search: str, tree: str, trees: list[tuple[Any, Draft]]) -> None:
     model, spec = peaked(), spec_for(search, tree)
     sequences = sample(spec, model)
-    found = spec._learned.latest(model)
+    found = spec._knowledge.latest(model)
     assert found.phase == "optimization"
     assert len({done.plan for done in found.tries}) > 1
     assert len(found.found) > 1, "the set that drafts has to change while this goes on"

@@ -14,6 +14,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
+from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.types import Draft, Text, Verdict
 from hf_selfspec.verify.greedy import choose_greedy
 from hf_selfspec.verify.sampling import choose_sampled, draw_without_replacement
@@ -56,7 +57,7 @@ def exact_marginal(
 
     def accepted(drafted: list[int], *uniform: float) -> int | None:
         fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
-        return choose_sampled(p.log(), drafted, q)[1]
+        return choose_sampled(p.log(), drafted, q, len(drafted))[1]
 
     monkeypatch.setattr(torch, "multinomial", draw)
     marginal = torch.zeros(len(p))
@@ -99,14 +100,14 @@ def test_named_tokens_leave_the_distribution_p(drafted: list[int], monkeypatch: 
 def test_token_without_probability_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     fix_uniform(monkeypatch, 0.0, 0.0)
     p = torch.tensor([0.0, 0.0, 1.0])
-    assert choose_sampled(p.log(), [0, 1], torch.tensor([0.5, 0.4, 0.1])) == (2, None)
+    assert choose_sampled(p.log(), [0, 1], torch.tensor([0.5, 0.4, 0.1]), 2) == (2, None)
 
 
 def test_token_that_the_draft_could_not_draw_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     # Fewer tokens have a probability than siblings were asked for: the rest of the list is padding.
     fix_uniform(monkeypatch, ALMOST_ONE, 0.0)
     p, q = torch.tensor([0.2, 0.8]), torch.tensor([1.0, 0.0])
-    assert choose_sampled(p.log(), [0, 1], q) == (1, None)
+    assert choose_sampled(p.log(), [0, 1], q, 2) == (1, None)
 
 
 @pytest.mark.parametrize(("token", "q"), [(0, [0.5, 0.5, 0.0]), (2, [0.5, 0.5, 1e-9])])
@@ -114,7 +115,7 @@ def test_rejection_without_residual_draws_from_p(token: int, q: list[float], mon
     # p and q are equal but for rounding; even then a token that p rules out must not come through.
     fix_uniform(monkeypatch, 1.0)
     p = torch.tensor([0.5, 0.5, 0.0])
-    assert choose_sampled(p.log(), [token], torch.tensor(q))[0] in (0, 1)
+    assert choose_sampled(p.log(), [token], torch.tensor(q), 1)[0] in (0, 1)
 
 
 def test_drawing_without_replacement_is_drawing_in_turn() -> None:
@@ -135,9 +136,9 @@ def test_drawing_more_than_there_is_pads_with_impossible_tokens() -> None:
 
 def test_greedy_token_confirms_a_drafted_one_or_none() -> None:
     scores = torch.tensor([0.1, 3.0, 2.0])
-    assert choose_greedy(scores, [2, 1], None) == (1, 1)
-    assert choose_greedy(scores, [2, 0], None) == (1, None)
-    assert choose_greedy(scores, [], None) == (1, None)
+    assert choose_greedy(scores, [2, 1], None, 0) == (1, 1)
+    assert choose_greedy(scores, [2, 0], None, 0) == (1, None)
+    assert choose_greedy(scores, [], None, 0) == (1, None)
 
 
 # Trees -------------------------------------------------------------------------------------------------------------
@@ -179,33 +180,38 @@ def test_tree_refuses_widths_that_are_not_whole_numbers(width: object) -> None:
 
 def tree_draft() -> Draft:
     """A line of three nodes; 4 and 5 stand beside the first, 6 beside the third. Row 1 stopped after one token."""
-    return Draft(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), lengths=[3, 1], siblings=[[4, 5], [], [6]])
+    parents = [[0, 1, 2, 0, 0, 2], [0, -1, -1, 0, 0, -1]]
+    return Draft(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), lengths=[3, 1], parents=parents)
 
 
 def test_structure_of_a_tree() -> None:
     draft = tree_draft()
-    assert draft.line == 3
-    assert draft.is_tree
-    assert draft.depths() == [0, 1, 2, 3, 1, 1, 3]
-    assert draft.parents() == [-1, 0, 1, 2, 0, 0, 2]
+    assert (draft.size, draft.is_tree) == (6, True)
     assert [draft.children(0, node) for node in range(7)] == [[1, 4, 5], [2], [3, 6], [], [], [], []]
 
 
-def test_nodes_after_a_rows_end_do_not_count() -> None:
+def test_rows_have_trees_of_their_own() -> None:
     assert [tree_draft().children(1, node) for node in range(7)] == [[1, 4, 5], [], [], [], [], [], []]
 
 
 def test_structure_of_a_line() -> None:
     draft = Draft(torch.tensor([[7, 8]]), lengths=[2])
     assert not draft.is_tree
-    assert draft.depths() == [0, 1, 2]
-    assert draft.parents() == [-1, 0, 1]
     assert [draft.children(0, node) for node in range(3)] == [[1], [2], []]
 
 
 def test_structure_of_nothing() -> None:
     draft = Draft(torch.empty(1, 0), lengths=[0])
-    assert (draft.line, draft.depths(), draft.parents(), draft.children(0, 0)) == (0, [0], [-1], [])
+    assert (draft.size, draft.is_tree, draft.children(0, 0)) == (0, False, [])
+
+
+def test_layout_of_trees() -> None:
+    layout = TreeLayout.of_tree(tree_draft().parents)
+    assert layout.depths == [[0, 1, 2, 3, 1, 1, 3], [0, 1, 0, 0, 1, 1, 0]]
+    ancestry = layout.ancestry(torch.device("cpu"))
+    seen = [[node.nonzero()[:, 0].tolist() for node in row] for row in ancestry]
+    assert seen[0] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 4], [0, 5], [0, 1, 2, 6]]
+    assert seen[1] == [[0], [0, 1], [2], [3], [0, 4], [0, 5], [6]]
 
 
 # Walking a draft ---------------------------------------------------------------------------------------------------
@@ -386,7 +392,7 @@ def test_scores_of_a_row_alone_are_those_in_its_batch(processor: LogitsProcessor
 @pytest.mark.parametrize("processor", [lp.RepetitionPenaltyLogitsProcessor(2.0), by_place, by_length], ids=name_of)
 def test_scores_ahead_are_those_of_each_row(rows: list[list[int]], processor: LogitsProcessor) -> None:
     scorer, text = Scorer(LogitsProcessorList([processor]), 2, do_sample=True), text_of(*rows)
-    text.put_ahead(torch.tensor([1, 2]), 0)
+    text.write_draft(torch.tensor([1, 2]), 0)
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0))
     expected = [scorer.row(row, torch.tensor([[*rows[row], row + 1]]), logits[row]) for row in range(2)]
     torch.testing.assert_close(scorer.ahead(text, 1, logits, [True, True]), torch.stack(expected))
@@ -395,7 +401,7 @@ def test_scores_ahead_are_those_of_each_row(rows: list[list[int]], processor: Lo
 def test_scores_ahead_are_those_of_the_wanted_rows() -> None:
     penalty = lp.RepetitionPenaltyLogitsProcessor(2.0)
     scorer, text = Scorer(LogitsProcessorList([penalty]), 3, do_sample=True), text_of([0, 5], [0, 6, 7], [0, 8])
-    text.put_ahead(torch.tensor([1, 2, 3]), 0)
+    text.write_draft(torch.tensor([1, 2, 3]), 0)
     logits = torch.ones(3, VOCABULARY)
     scores = scorer.ahead(text, 1, logits, [True, True, False])
     assert [(row < 1).nonzero().flatten().tolist() for row in scores] == [[0, 1, 5], [0, 2, 6, 7], []]
@@ -472,8 +478,8 @@ def stopper_of(*criteria: StoppingCriteria) -> Stopper:
 def stops(stopper: Stopper) -> list[list[bool]]:
     """For each row whether it stops with its last token, with the first scratch token and with the second."""
     text = text_of([0, 5], [0, 6, 7])
-    text.put_ahead(torch.tensor([1, 2]), 0)
-    text.put_ahead(torch.tensor([3, 4]), 1)
+    text.write_draft(torch.tensor([1, 2]), 0)
+    text.write_draft(torch.tensor([3, 4]), 1)
     tokens = [[5, 1, 3], [7, 2, 4]]
     return [[stopper(text, row, ahead, tokens[row][ahead], None) for ahead in range(3)] for row in range(2)]
 

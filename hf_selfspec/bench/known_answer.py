@@ -15,8 +15,9 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from ..draft.skip_layers import SkipLayers
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
+from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
-from ..model.target import Nodes, Target
+from ..model.target import Target
 from ..pictures import new_figure
 from ..search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from ..search.replay import trace
@@ -161,7 +162,7 @@ class _Watch(StoppingCriteria):
     @property
     def search(self) -> SkipSearch | None:
         """The search, once there is one."""
-        found = self._spec._learned.latest(self._model)
+        found = self._spec._knowledge.latest(self._model)
         assert found is None or isinstance(found, SkipSearch)
         return found
 
@@ -191,11 +192,13 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
     assert isinstance(ids, torch.Tensor)
     anatomy, (b, s) = Anatomy.of(model), ids.shape
     target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, b, s + _WINDOW))
-    target.roots = [s - 1] * b
+    target.last_slots = [s - 1] * b
     warpers = LogitsProcessorList([TopKLogitsWarper(_TOP_K)])
 
     def scores(plan: LayerPlan) -> torch.Tensor:
-        logits = target.step(ids[:, -_WINDOW - 1 : -1], target.roots, plan, nodes=Nodes.again(_WINDOW)).logits
+        logits = target.step(
+            ids[:, -_WINDOW - 1 : -1], target.last_slots, plan, nodes=TreeLayout.replay(_WINDOW)
+        ).logits
         assert logits is not None
         flat = logits.float().flatten(0, 1)
         return warpers(ids.new_zeros(len(flat), 0), flat).view_as(logits)

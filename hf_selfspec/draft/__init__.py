@@ -4,5 +4,16 @@ from .adapter import EarlyExitAdapter
 from .early_exit import EarlyExit, EarlyExitOnly
 from .exit_heads import DynamicExit
 from .skip_layers import SkipLayers
+from .source import Drafter, DraftSource, FixedDrafter, Session
 
-__all__ = ["DynamicExit", "EarlyExit", "EarlyExitAdapter", "EarlyExitOnly", "SkipLayers"]
+__all__ = [
+    "Drafter",
+    "DraftSource",
+    "DynamicExit",
+    "EarlyExit",
+    "EarlyExitAdapter",
+    "EarlyExitOnly",
+    "FixedDrafter",
+    "Session",
+    "SkipLayers",
+]

@@ -14,13 +14,18 @@ from ..model.partial import LayerPlan
 from ..model.target import Target, Watched
 from ..parts.adapter import Adapter
 from ..parts.part import part_of
+from ..registry import register
+from ..stop.fitted import check_fitted_rule
+from ..stop.rules import ConfidenceThreshold
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
-from .partial import DraftStep, Limits, PartialDraft, tokens_before
+from .partial import DraftStep, PartialDraft, tokens_before
+from .source import Drafter, DraftSource, Limits, Session
 
 
+@register("draft")
 @dataclass(frozen=True)
-class EarlyExitAdapter:
+class EarlyExitAdapter(DraftSource):
     """Drafts with layers ``0 .. E-1``, an adapter that was fitted to them, and the model's own head.
 
     Args:
@@ -57,6 +62,19 @@ class EarlyExitAdapter:
             )
         return LayerPlan.early_exit(anatomy.num_layers, layer)
 
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        """See :meth:`DraftSource.check`."""
+        self.plan(anatomy)
+
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
+        self.module.check(session.knowledge.fingerprint)
+        check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
+        draft = AdapterDraft(session.target, plan, limits, session.scorer, self.module)
+        draft.reserve(session)
+        return draft
+
 
 class AdapterDraft(PartialDraft):
     """As :class:`PartialDraft`, with an adapter behind the exit that has keys and values of its own.
@@ -78,15 +96,15 @@ class AdapterDraft(PartialDraft):
         self._began = False
         target.watched = Watched(adapter.exit_layer, self._see_prompt)
 
-    def propose(self, text: Text, room: list[int]) -> Draft:
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`."""
-        self._roots = text.roots()
-        return super().propose(text, room)
+        self._roots = text.last_slots()
+        return super().propose(text, max_new)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """What was not accepted, and siblings that were, the adapter has not seen."""
+        """What was not accepted, and siblings that were, the adapter has not processed."""
         super().update(text, verdicts, logits)
-        for row, (verdict, root) in enumerate(zip(verdicts, text.roots(), strict=True)):
+        for row, (verdict, root) in enumerate(zip(verdicts, text.last_slots(), strict=True)):
             line = 0
             while line < len(verdict.nodes) and verdict.nodes[line] == line + 1:
                 line += 1

@@ -10,8 +10,9 @@ import torch.nn as nn
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 from ..errors import SettingError, UnsupportedOptionError
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
+from .source import Drafter, DraftSource, FixedDrafter, Session
 
 
 def check_generator(generator: CandidateGenerator) -> None:
@@ -25,6 +26,37 @@ def check_generator(generator: CandidateGenerator) -> None:
             f"SelfSpec(draft={type(generator).__name__}) is not possible: it drafts from what the model's forwards "
             "return (requires_model_outputs), and a SelfSpec gives a generator the ids alone. Use transformers' own "
             "loop: generate(use_mtp=True) or generate(assistant_model=...)."
+        )
+
+
+@dataclass(frozen=True)
+class Candidates(DraftSource):
+    """Drafts with a ``CandidateGenerator`` of transformers.
+
+    Args:
+        generator: the generator.
+
+    Raises:
+        SettingError: it needs what the model's forwards return.
+    """
+
+    generator: CandidateGenerator
+
+    fixed_because = "a CandidateGenerator drafts as many tokens as it returns, in a line"
+
+    def __post_init__(self) -> None:
+        check_generator(self.generator)
+
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        target = session.target
+        session.target.cache.reserve(session.max_draft + 1)
+        return CandidateDraft(
+            generators=one_for_each_row(self.generator, session.num_rows),
+            first_slots=[0] * session.num_rows if target.padding is None else target.padding.argmax(1).tolist(),
+            vocabulary=target.model.get_input_embeddings().num_embeddings,
+            longest=session.max_draft,
+            scorer=session.scorer,
         )
 
 
@@ -51,12 +83,12 @@ def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[Candidate
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a row's generator was asked in this round.
+class _Request:
+    """What a row's generator was given in this round.
 
     Attributes:
         start: column at which the row's text begins, behind its padding.
-        length: columns of the text when it was asked.
+        length: columns of the text when it was called.
         drafted: tokens that were taken over.
     """
 
@@ -65,7 +97,7 @@ class _Asked:
     drafted: int
 
 
-class CandidateDraft:
+class CandidateDraft(FixedDrafter):
     """Has each row's tokens drafted by a ``CandidateGenerator``.
 
     Args:
@@ -92,17 +124,17 @@ class CandidateDraft:
         self.longest = longest
         self.scorer = scorer
         self.steps = 0
-        self._asked: list[_Asked | None] = [None] * len(generators)
+        self._requests: list[_Request | None] = [None] * len(generators)
 
-    def propose(self, text: Text, room: list[int]) -> Draft:
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts after each row's last token; see :meth:`PartialDraft.propose`."""
         rows: list[torch.Tensor] = []
         logits: list[torch.Tensor | None] = []
         for row in range(text.batch_size):
             start = max(0, self.first_slots[row] - text.base[row])
             ids = text.ids[row : row + 1, start : text.lengths[row]]
-            self._asked[row] = None
-            if room[row] == 0:
+            self._requests[row] = None
+            if max_new[row] == 0:
                 rows.append(ids[0, :0])
                 logits.append(None)
                 continue
@@ -114,8 +146,8 @@ class CandidateDraft:
                     f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
                 )
             self._check(name, candidates[0, ids.shape[1] :], scores)
-            count = min(room[row], self.longest, candidates.shape[1] - ids.shape[1])
-            self._asked[row] = _Asked(start, text.lengths[row], count)
+            count = min(max_new[row], self.longest, candidates.shape[1] - ids.shape[1])
+            self._requests[row] = _Request(start, text.lengths[row], count)
             rows.append(candidates[0, ids.shape[1] : ids.shape[1] + count].to(ids.device))
             logits.append(None if scores is None else scores[0, :count].to(ids.device))
         self.steps += 1
@@ -123,7 +155,7 @@ class CandidateDraft:
         tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long, device=text.ids.device)
         for row, drafted in enumerate(rows):
             tokens[row, : len(drafted)] = drafted
-        return Draft(tokens=tokens, lengths=lengths, siblings=[], q=self._q(logits, tokens, lengths))
+        return Draft(tokens=tokens, lengths=lengths, q=self._q(logits, tokens, lengths))
 
     def _check(self, name: str, drafted: torch.Tensor, scores: torch.Tensor | None) -> None:
         if len(drafted) and not 0 <= int(drafted.min()) <= int(drafted.max()) < self.vocabulary:
@@ -157,14 +189,8 @@ class CandidateDraft:
         the ``t`` drafted ones, and how many drafted tokens were kept. Deviation: where a logits processor looks at the
         text, scores are the model's logits, since it must not be called for tokens that are not emitted.
         """
-        for row, (generator, asked) in enumerate(zip(self.generators, self._asked, strict=True)):
-            if asked is not None:
-                ids = text.prefix(row)[:, asked.start :]
-                scores = self.scorer.roughly(logits[row : row + 1, : asked.drafted + 1])
-                generator.update_candidate_strategy(ids, scores, text.lengths[row] - asked.length - 1)
-
-    def finish(self, text: Text) -> None:
-        """Nothing to tell: the generator has seen all."""
-
-    def report(self, stats: GenerationStats) -> None:
-        """Nothing to say: which blocks run is not known."""
+        for row, (generator, request) in enumerate(zip(self.generators, self._requests, strict=True)):
+            if request is not None:
+                ids = text.prefix(row)[:, request.start :]
+                scores = self.scorer.roughly(logits[row : row + 1, : request.drafted + 1])
+                generator.update_candidate_strategy(ids, scores, text.lengths[row] - request.length - 1)

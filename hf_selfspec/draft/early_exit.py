@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
 
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
+from ..registry import register
 from ..settings import MOST_LAYERS, check_count, check_exit
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..stop.rules import FixedLength
+from ..types import GenerationStats
+from .partial import PartialDraft
+from .probe import start_probe
+from .source import Drafter, DraftSource, FixedDrafter, Session
+
+# Tokens in a draft until a probe has chosen.
+_FIRST = FixedLength(2)
 
 
+@register("draft")
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(DraftSource):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
 
     Lossless with any model; fast with one trained so that early layers predict.
@@ -38,9 +44,21 @@ class EarlyExit:
         """
         return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
 
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        """See :meth:`DraftSource.check`."""
+        self.plan(anatomy)
 
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        plan = self.plan(session.anatomy)
+        if plan is None or session.stop is None:
+            return start_probe(session, self.layer, session.limits(_FIRST), repr(self))
+        return PartialDraft.of(session, plan, session.limits(_FIRST), repr(self))
+
+
+@register("draft")
 @dataclass(frozen=True)
-class EarlyExitOnly:
+class EarlyExitOnly(DraftSource):
     """Generates with layers ``0 .. layer-1`` alone: fast, and **not** what the whole model would say.
 
     The early-exit baseline of LayerSkip (Tables 1, 2 and 11).
@@ -50,7 +68,9 @@ class EarlyExitOnly:
     """
 
     layer: int
-    lossless: ClassVar[bool] = False
+
+    lossless = False
+    fixed_because = "EarlyExitOnly generates without drafts"
 
     def __post_init__(self) -> None:
         check_count("EarlyExitOnly(layer)", self.layer, most=MOST_LAYERS)
@@ -63,31 +83,27 @@ class EarlyExitOnly:
         """
         return _plan("EarlyExitOnly", self.layer, anatomy)
 
+    def whole_model(self, anatomy: Anatomy) -> LayerPlan:
+        """See :meth:`DraftSource.whole_model`."""
+        return self.plan(anatomy)
 
-class NoDraft:
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        return NoDraft(self.plan(session.anatomy))
+
+
+class NoDraft(FixedDrafter):
     """Drafts nothing: each step is one token of what plays the whole model.
 
     Args:
         plan: what plays it.
     """
 
-    steps = 0
-
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
 
-    def propose(self, text: Text, room: list[int]) -> Draft:
-        """An empty draft."""
-        return Draft(text.ids[:, :0], [0] * text.batch_size)
-
-    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Nothing to learn."""
-
-    def finish(self, text: Text) -> None:
-        """Nothing to learn."""
-
     def report(self, stats: GenerationStats) -> None:
-        """Says which blocks run."""
+        """Adds which blocks run."""
         stats.plan = self.plan.picture()
 
 

@@ -10,20 +10,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import SettingError, UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..parts.heads import METRICS, ExitHeads
 from ..parts.part import part_of
+from ..registry import register
 from ..settings import check_flag, check_share
+from ..stop.fitted import check_fitted_rule
+from ..stop.rules import ConfidenceThreshold
 from ..types import Draft, GenerationStats, Text
 from ..verify.scoring import Scorer
-from .partial import DraftStep, Limits, PartialDraft
+from .partial import DraftStep, PartialDraft
+from .source import Drafter, DraftSource, Limits, Session
 
 
+@register("draft")
 @dataclass(frozen=True)
-class DynamicExit:
+class DynamicExit(DraftSource):
     """Drafts each token at the first exit head under its threshold, and ends where none is.
 
     Args:
@@ -84,6 +89,25 @@ class DynamicExit:
             )
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])
 
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        """See :meth:`DraftSource.check`."""
+        self.plan(anatomy)
+
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        if session.stateful and not self.lossless:
+            raise UnsupportedOptionError(
+                f"{session.stateful[0]} may keep a state from token to token, but exit heads with lossless=False "
+                "(SelfSpec.early_exit_only) take tokens without the whole model and without it. Use lossless heads "
+                "(SelfSpec.dssd), or declare it with `is_stateless = True` if its result follows from its arguments."
+            )
+        plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
+        self.module.check(session.knowledge.fingerprint)
+        check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
+        draft = HeadsDraft(session.target, plan, limits, session.scorer, self)
+        draft.reserve(session)
+        return draft
+
 
 class HeadsDraft(PartialDraft):
     """Drafts with exit heads.
@@ -105,17 +129,17 @@ class HeadsDraft(PartialDraft):
         self._sure = METRICS[settings.metric or settings.module.metric]
         self._bounds = (0, *settings.module.layers)
         self._level_of = {layer: level for level, layer in enumerate(self._bounds)}
-        self._trusted = not settings.lossless
+        self._skips_verification = not settings.lossless
         # Of the tokens of a draft: ids [b, 1], what entered the layer that each has come to, and which that is.
         self._fed: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         self._levels: list[int] = []
         self.exits: Counter[int] = Counter()
 
-    def propose(self, text: Text, room: list[int]) -> Draft:
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; verification starts where the deepest token is."""
         self._fed, self._states, self._levels = [], [], []
-        draft = super().propose(text, room)
+        draft = super().propose(text, max_new)
         if not self._states:
             return draft
         while self._levels[-1] < self._levels[0]:
@@ -124,7 +148,7 @@ class HeadsDraft(PartialDraft):
             draft,
             states=torch.cat(self._states, 1),
             prefix=self._bounds[self._levels[0]],
-            trusted=self._trusted,
+            skips_verification=self._skips_verification,
         )
 
     def report(self, stats: GenerationStats) -> None:
@@ -149,7 +173,7 @@ class HeadsDraft(PartialDraft):
             self._raise(decide)
         assert asked.logits is not None
         assert asked.state is not None
-        return DraftStep(asked.logits, asked.state, self._states[-1], says=asked.decided)
+        return DraftStep(asked.logits, asked.state, self._states[-1], is_sure=asked.decided)
 
     def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
         """Takes the tokens that have come least deep to where others are, or to the first head with which all decide.
@@ -171,7 +195,7 @@ class HeadsDraft(PartialDraft):
 
         after = self.target.run_layers(
             torch.cat(self._fed[first:], 1),
-            [root + first for root in self.target.roots],
+            [root + first for root in self.target.last_slots],
             self._bounds[level],
             self._bounds[reached],
             torch.cat(self._states[first:], 1) if level else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,62 +13,29 @@ from ..errors import SettingTypeError
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
-from ..stop.rules import Memory, RunningRule, StopRule, start
+from ..stop.fitted import check_fitted_rule
+from ..stop.rules import RunningRule, StopRule, start
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
-from ..verify.tree import Tree
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When drafting ends and how wide it is.
-
-    Attributes:
-        stop: the stop rule.
-        max_draft: most tokens on the line.
-        tree: sibling policy, or ``None`` for a line.
-        eos_tokens: a draft ends with any of these.
-        memory: of the stop rule, from call to call.
-    """
-
-    stop: StopRule
-    max_draft: int
-    tree: Tree | None = None
-    eos_tokens: frozenset[int] = frozenset()
-    memory: Memory = field(default_factory=Memory)
-
-    def room(self, new_tokens: int, vocabulary: int) -> int:
-        """Slots that a verification usually needs, siblings of an unsure draft's last token included.
-
-        Args:
-            new_tokens: tokens that the call may still get, which no draft exceeds.
-            vocabulary: ``v``, the most candidates that there are at one depth.
-        """
-        widest = 1 if self.tree is None else min(self.tree.most, vocabulary)
-        return min(self.longest, new_tokens) + widest
-
-    @property
-    def longest(self) -> int:
-        """Most tokens on the line."""
-        return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
+from .source import Limits, Session
 
 
 @dataclass
 class DraftStep:
-    """What the part that drafts says after one token.
+    """What the part that drafts predicts after one token.
 
     Attributes:
         logits: ``[b, v]``.
         state: ``[b, d]`` the state behind them, for stop rules.
         prefix_state: ``[b, 1, d]`` the state from which verification can start, ``None`` where it cannot.
-        says: for each row whether it says anything; all do by default.
+        is_sure: for each row whether it proposes a token; all do by default.
     """
 
     logits: torch.Tensor
     state: torch.Tensor
     prefix_state: torch.Tensor | None
-    says: list[bool] | None = None
+    is_sure: list[bool] | None = None
 
 
 class PartialDraft(CandidateGenerator):
@@ -96,25 +63,49 @@ class PartialDraft(CandidateGenerator):
         self.steps = 0
         self.reuse_from = 0
         self._seen: list[int] = []
-        self._asked: tuple[StopRule, RunningRule] | None = None
+        self._running: tuple[StopRule, RunningRule] | None = None
         self._drafted: list[int] = []
 
+    @classmethod
+    def of(cls, session: Session, plan: LayerPlan, limits: Limits, name: str) -> PartialDraft:
+        """The draft of one generation.
+
+        Args:
+            session: the generation.
+            plan: which blocks run.
+            limits: of drafts.
+            name: of the source, for errors.
+
+        Raises:
+            SettingError: the stop rule was fitted to other states.
+        """
+        check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
+        draft = cls(session.target, plan, limits, session.scorer)
+        draft.reserve(session)
+        return draft
+
+    def reserve(self, session: Session, least: int = 0) -> None:
+        """Reserves cache slots for drafts behind the text, at least so many."""
+        target = self.target
+        slots = max(self.limits.slots(session.new_tokens, session.vocabulary), least, target.anatomy.num_layers)
+        target.cache.reserve(slots)
+
     @torch.no_grad()
-    def propose(self, text: Text, room: list[int]) -> Draft:
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts after each row's last token.
 
         Args:
             text: the batch; what each row's KV holds is everything before its last token.
-            room: for each row the most tokens wanted (0: the row rides along).
+            max_new: for each row the most tokens wanted (0: the row rides along).
 
         Returns:
             The draft, with the hidden states that verification starts from.
         """
         b = text.batch_size
-        roots = text.roots()
+        roots = text.last_slots()
         prefix = self.plan.first_altered if self.target.anatomy.replay else 0
-        limit = min(self.limits.longest, max(room))
-        drafting = [r > 0 for r in room]
+        limit = min(self.limits.longest, max(max_new))
+        drafting = [count > 0 for count in max_new]
         lengths = [0] * b
         self._rule(b).begin()
         feed = text.last_tokens()
@@ -130,8 +121,8 @@ class PartialDraft(CandidateGenerator):
             logits = step.logits.to(text.ids.device, torch.float32)
             # A draft that overflows (float16) has nothing to say; the full model goes on from there.
             sound = torch.isfinite(logits.amax(-1)).tolist()
-            if step.says is not None:
-                sound = [fine and said for fine, said in zip(sound, step.says, strict=True)]
+            if step.is_sure is not None:
+                sound = [fine and sure for fine, sure in zip(sound, step.is_sure, strict=True)]
             if not all(sound):
                 drafting = [on and fine for on, fine in zip(drafting, sound, strict=True)]
                 if not any(drafting):
@@ -147,7 +138,7 @@ class PartialDraft(CandidateGenerator):
             picks = self._pick(scores, width, qs)
             for row in range(b):
                 lengths[row] += drafting[row]
-            text.put_ahead(picks[:, 0], depth)
+            text.write_draft(picks[:, 0], depth)
             line.append(picks[:, 0])
             beside.append(picks[:, 1:])
             if prefix:
@@ -156,7 +147,7 @@ class PartialDraft(CandidateGenerator):
             feed = picks[:, :1]
             ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), depth)
             drafting = [
-                on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, room, strict=True)
+                on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, max_new, strict=True)
             ]
         self._drafted = lengths
         return self._draft(text, line, beside, qs, states, lengths, prefix)
@@ -187,7 +178,7 @@ class PartialDraft(CandidateGenerator):
     def _ended(
         self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
     ) -> list[bool]:
-        done = self._rule(text.batch_size)(text.ahead(depth + 1), logits, state)
+        done = self._rule(text.batch_size)(text.with_draft(depth + 1), logits, state)
         if not isinstance(done, torch.Tensor) or done.shape != tokens.shape or not _is_countable(done):
             raise SettingTypeError(
                 f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
@@ -201,9 +192,9 @@ class PartialDraft(CandidateGenerator):
     def _rule(self, rows: int) -> RunningRule:
         """The stop rule as it runs; another one begins when the rule is changed."""
         stop = self.limits.stop
-        if self._asked is None or self._asked[0] is not stop:
-            self._asked = stop, start(stop, rows, self.limits.longest, self.limits.memory)
-        return self._asked[1]
+        if self._running is None or self._running[0] is not stop:
+            self._running = stop, start(stop, rows, self.limits.longest, self.limits.memory)
+        return self._running[1]
 
     def _draft(
         self,
@@ -215,17 +206,19 @@ class PartialDraft(CandidateGenerator):
         lengths: list[int],
         prefix: int,
     ) -> Draft:
-        siblings: list[list[int]] = []
-        node = len(line) + 1
-        for tokens in beside:
-            siblings.append(list(range(node, node + tokens.shape[1])))
-            node += tokens.shape[1]
+        parents: list[list[int]] | None = None
+        if any(tokens.shape[1] for tokens in beside):
+            # Siblings stand behind the line, those of its first token first.
+            places = list(range(len(line)))
+            for depth, tokens in enumerate(beside):
+                places += [depth] * tokens.shape[1]
+            parents = [[parent if parent < length else -1 for parent in places] for length in lengths]
         tokens = torch.cat([torch.stack(line, dim=1), *beside], dim=1) if line else text.ids[:, :0]
         reused = bool(states) and len(line) >= self.reuse_from
         return Draft(
             tokens=tokens,
             lengths=lengths,
-            siblings=siblings,
+            parents=parents,
             q=torch.stack(qs, dim=1) if qs else None,
             states=torch.cat(states, dim=1) if reused else None,
             prefix=prefix if reused else 0,
@@ -240,7 +233,7 @@ class PartialDraft(CandidateGenerator):
 
         What they write into the cache is what is there, or scratch.
         """
-        starts, ids = tokens_before(text, [root + 1 for root in text.roots()], MANY)
+        starts, ids = tokens_before(text, [root + 1 for root in text.last_slots()], MANY)
         steps, usual = self.steps, (self.plan, self.limits)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         devices = [] if ids.device.type == "cpu" else [ids.device]
@@ -249,7 +242,7 @@ class PartialDraft(CandidateGenerator):
                 self.target,
                 ids,
                 starts,
-                text.roots(),
+                text.last_slots(),
                 repeats,
                 lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
                 may_run,
@@ -279,12 +272,12 @@ class PartialDraft(CandidateGenerator):
         limit = self.target.anatomy.position_limit
         room = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
         text = Text.of(input_ids, [0], room)
-        self.target.roots = text.roots()
+        self.target.last_slots = text.last_slots()
         with self.target.prepared():
             if start < len(ids) - 1:
                 self.target.step(input_ids[:, start:-1], [start], self.plan)
             draft = self.propose(text, [room])
-        t = draft.line
+        t = draft.lengths[0]
         # What the draft ran through the early layers: the text and all drafted tokens but the last.
         self._seen = text.ids[0, : len(ids) + max(t - 1, 0)].tolist()
         scores = None if draft.q is None else draft.q.log()

@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import Stopwatch
-from ..search.exit_choice import ENOUGH, Evidence, ExitChoice
-from ..search.replay import Rule, Trace, trace
+from ..search.exit_choice import ENOUGH, Evidence, ExitChoice, exits_to_try
+from ..search.replay import Rule, Trace, rules_for, trace
+from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
-from .partial import Limits, PartialDraft, tokens_before
+from .partial import PartialDraft, tokens_before
+from .source import Limits, Session
 
 # Tokens of text after which only the exits that look fastest are asked, those of one look, and those worth one.
 _SHORTLIST, _LISTED = 256, 3
@@ -41,6 +44,45 @@ class ProbeSettings:
     layers: Sequence[int]
     rules: Sequence[Rule]
     stop: StopRule | None = None
+
+
+def start_probe(session: Session, layer: int | None, limits: Limits, name: str) -> PartialDraft:
+    """The drafter that finds its exit, or its stop rule, on the first texts.
+
+    Args:
+        session: the generation.
+        layer: the exit layer, ``None`` to have it found.
+        limits: of drafts, with the stop rule until one is chosen.
+        name: of the source, for errors.
+
+    Raises:
+        SelfSpecError: the model cannot be probed.
+    """
+    anatomy, model_name = session.anatomy, session.anatomy.model_name
+    instead = "Give SelfSpec.layerskip an exit_layer and a num_draft."
+    if anatomy.num_layers < 2:
+        raise SettingError(
+            f"{model_name} has one layer, so there is no exit before the last. Call generate without us."
+        )
+    if not anatomy.exits:
+        raise UnsupportedModelError(
+            f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {instead}"
+        )
+    if session.is_tensor_parallel:
+        raise UnsupportedOptionError(
+            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
+        )
+    plan = None if layer is None else LayerPlan.early_exit(anatomy.num_layers, layer)
+    check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
+    settings = ProbeSettings(
+        layers=exits_to_try(anatomy.num_layers) if layer is None else (layer,),
+        rules=rules_for(session.stop, session.max_draft),
+        stop=session.stop,
+    )
+    evidence = session.knowledge.of("exit probe", lambda _: Evidence())
+    draft = ProbingDraft(session.target, limits, session.scorer, settings, Exits(session.target.model), evidence)
+    draft.reserve(session)
+    return draft
 
 
 class ProbingDraft(PartialDraft):
@@ -75,11 +117,11 @@ class ProbingDraft(PartialDraft):
         if evidence.choice is not None:
             self._use(evidence.choice)
 
-    def propose(self, text: Text, room: list[int]) -> Draft:
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; nothing where the probe found no draft that pays."""
         if not self.plan.skipped_layers:
-            return Draft(text.ids[:, :0], [0] * text.batch_size)
-        return super().propose(text, room)
+            return Draft.none(text)
+        return super().propose(text, max_new)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Looks at a model's first text as soon as there is enough of it."""
@@ -106,7 +148,7 @@ class ProbingDraft(PartialDraft):
 
     @torch.no_grad()
     def _probe(self, text: Text) -> ExitChoice:
-        self.target.roots = text.roots()
+        self.target.last_slots = text.last_slots()
         traces = self._traces(text)
         stopwatch = None
         if self.evidence.timings < _TIMED_TEXTS:
@@ -119,7 +161,7 @@ class ProbingDraft(PartialDraft):
         """What each exit says along the unseen part of each row."""
         unseen = self._unseen(text)
         n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
-        roots = text.roots()
+        roots = text.last_slots()
         starts, tokens = tokens_before(text, roots, n)
         # Where in its window the unseen tokens of each row are; short rows have junk behind them.
         new = [

@@ -10,18 +10,26 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from ..errors import SettingError
+from ..model.anatomy import Anatomy
+from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
-from ..model.target import Nodes, Target
+from ..model.target import Target
+from ..notices import say_once
 from ..search.budget import Budget
 from ..search.clasp import closest_layers
 from ..search.costs import MANY
-from ..search.replay import Trace, trace
+from ..search.on_the_fly import OnTheFlySearch, Search, usual_ratio
+from ..search.replay import Trace, rules_for, trace
 from ..search.skip_search import SkipSearch
+from ..search.skip_space import SkipSpace
+from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import CostTree
-from .partial import Limits, PartialDraft
+from .partial import PartialDraft
+from .source import Limits, Session
 
 # How often each forward is timed on a text.
 _TIMINGS = 2
@@ -29,6 +37,67 @@ _TIMINGS = 2
 _TREE = 2.0
 # Generated tokens after which the first sets are tried, and how many are worth a look at the end of a text.
 _SOON, _LEAST = 32, 8
+
+
+def start_search(
+    session: Session, start: LayerPlan, limits: Limits, search: Search, ratio: float | str, name: str
+) -> PartialDraft:
+    """The drafter that searches while it drafts; without a search where the model cannot run its text again.
+
+    Args:
+        session: the generation.
+        start: the set to begin with.
+        limits: of drafts; its stop rule is that of drafts for which none was chosen.
+        search, ratio: see :class:`SkipLayers`.
+        name: of the source, for errors.
+
+    Raises:
+        SelfSpecError: the model cannot be searched.
+    """
+    anatomy, space = session.anatomy, SkipSpace.of(session.anatomy)
+    why = ""
+    if not session.takes_trees:
+        why = f"{anatomy.model_name} cannot look at its text a second time beside it (no mask of its own)"
+    elif session.is_tensor_parallel:
+        why = "a search goes by timings, which differ between the processes of a tensor-parallel model"
+    if why:
+        say_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
+        return PartialDraft.of(session, start, limits, name)
+    check_fitted_rule(session.stop, None, name, session.scorer.do_sample, session.knowledge.fingerprint)
+    auto = ratio == "auto"
+    share = usual_ratio(session.target.model.num_parameters()) if isinstance(ratio, str) else ratio
+
+    def make(other: SkipSearch | None) -> SkipSearch:
+        best = start if other is None else other.best
+        return SkipSearch(
+            search, space, share, best, auto, rules_for(session.stop, session.max_draft), session.max_draft
+        )
+
+    draft = SearchingDraft(
+        session.target, limits, session.scorer, session.knowledge.of("skip search", make), session.stop
+    )
+    draft.reserve(session, min(search.context_window, session.new_tokens))
+    return draft
+
+
+def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
+    """Refuses a window that no text of the model can have, and warns where this text is too short for it.
+
+    Raises:
+        SettingError: the window is too long.
+    """
+    window = search.context_window
+    name = f"{type(search).__name__}(context_window={window})"
+    if anatomy.max_positions is not None and window >= anatomy.max_positions:
+        raise SettingError(
+            f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
+            "Give a shorter window; 32 is usual."
+        )
+    if isinstance(search, OnTheFlySearch) and max_new is not None and max_new <= window:
+        say_once(
+            f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
+            "more, or give a shorter window."
+        )
 
 
 class SearchingDraft(PartialDraft):
@@ -50,7 +119,7 @@ class SearchingDraft(PartialDraft):
         self.search = search
         self._stop = stop or limits.stop
         self._chooses = stop is None
-        rows = 1 if search.tries_each_round else len(target.roots)
+        rows = 1 if search.tries_each_round else len(target.last_slots)
         self._window = max(_LEAST, search.settings.context_window // rows)
         self._looked = 0
         self._behind = 0
@@ -62,14 +131,14 @@ class SearchingDraft(PartialDraft):
         self._used: tuple[object, object] | None = None
         self._use_best()
 
-    def propose(self, text: Text, room: list[int]) -> Draft:
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; nothing where no draft pays."""
         self._before, self._steps_before, self._begun = list(text.lengths), self.steps, perf_counter()
         self._looked = self._looked or text.prompt_width
         if self.search.choice.drafts:
-            self._proposed = super().propose(text, room)
+            self._proposed = super().propose(text, max_new)
         else:
-            self._proposed = Draft(text.ids[:, :0], [0] * text.batch_size)
+            self._proposed = Draft.none(text)
         return self._proposed
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
@@ -90,7 +159,7 @@ class SearchingDraft(PartialDraft):
                 nodes=draft.tokens.shape[1],
                 seconds=seconds,
             )
-            self.target.roots = text.roots()
+            self.target.last_slots = text.last_slots()
             if self._budget.left == math.inf or self._has_time(search.look_size):
                 search.begin(lambda most: self._look(text, most))
             if self._said is not None:
@@ -115,7 +184,7 @@ class SearchingDraft(PartialDraft):
         if not search.tries_each_round and unseen > _LEAST:
             self._begin_window(text, unseen)
         if self._behind and not (search.tries_each_round and self._tried):
-            self.target.roots = text.roots()
+            self.target.last_slots = text.last_slots()
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
             search.spent(0.0, perf_counter() - begun)
@@ -143,7 +212,7 @@ class SearchingDraft(PartialDraft):
     def _begin_window(self, text: Text, unseen: int) -> None:
         """A window of text is complete."""
         self._looked = max(text.lengths) - 1
-        self._behind = min(unseen - 1, self._window, *text.roots())
+        self._behind = min(unseen - 1, self._window, *text.last_slots())
         self.search.begin_window()
 
     def _work(self, text: Text, least: int) -> None:
@@ -193,7 +262,7 @@ class SearchingDraft(PartialDraft):
         ends = torch.tensor(text.lengths)[:, None]
         columns = (ends - 1 - window + torch.arange(window + 1)).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
-        logits = self.target.step(tokens[:, :-1], text.roots(), plan, nodes=Nodes.again(window)).logits
+        logits = self.target.step(tokens[:, :-1], text.last_slots(), plan, nodes=TreeLayout.replay(window)).logits
         assert logits is not None
         logits = logits.to(text.ids.device, torch.float32)
         said, sure = self.scorer.roughly(logits), confidence(logits)

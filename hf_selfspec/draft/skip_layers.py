@@ -9,12 +9,18 @@ from typing import Literal
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
+from ..registry import register
 from ..search.on_the_fly import Search
 from ..settings import MOST_LAYERS, check_count, check_share
+from ..stop.rules import ConfidenceThreshold
+from .partial import PartialDraft
+from .searching import check_window, start_search
+from .source import Drafter, DraftSource, Session
 
 
+@register("draft")
 @dataclass(frozen=True)
-class SkipLayers:
+class SkipLayers(DraftSource):
     """Drafts with some attention and MLP blocks left out.
 
     Args:
@@ -99,3 +105,16 @@ class SkipLayers:
         plan = LayerPlan(count, frozenset(attention), frozenset(mlp))
         check_plan(plan, anatomy)
         return plan
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        """See :meth:`DraftSource.check`."""
+        self.plan(anatomy)
+        if self.search is not None:
+            check_window(self.search, anatomy, max_new)
+
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
+        if self.search is not None:
+            return start_search(session, plan, limits, self.search, self.ratio, repr(self))
+        return PartialDraft.of(session, plan, limits, repr(self))

@@ -84,10 +84,14 @@ class SpeculativeCache(Cache):
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
-        self.capacity = capacity
+        self.capacity = self._text_slots = capacity
         self.cursors = [0] * batch_size
         self.max_cursor = 0
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def reserve(self, slots: int) -> None:
+        """Makes room for so many slots behind the text as its capacity was given, where less is reserved so far."""
+        self.capacity = max(self.capacity, self._text_slots + slots)
 
     def seek(self, cursors: list[int], room: int) -> None:
         """Sets where each row's next forward writes, and makes room for ``room`` tokens there."""

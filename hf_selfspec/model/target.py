@@ -17,46 +17,12 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
+from .layout import TreeLayout
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, Until, obeying, partial_forwards
 from .prompt import Holes
 
 _NO_END = 1 << 62
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """How the tokens of one forward hang together when they are not simply a line.
-
-    Attributes:
-        depths: for each token its distance in position from the slot that the forward starts at. Tokens that are in
-            the text already, and go through the model again, have negative ones.
-        parents: for each token the index of its parent, -1 for one that continues the text.
-        hidden: slots before the first token that no token sees: where the text's own copy of them is.
-    """
-
-    depths: list[int]
-    parents: list[int]
-    hidden: int = 0
-
-    @classmethod
-    def again(cls, count: int) -> Nodes:
-        """The last ``count`` tokens whose KV is known, in line, beside that KV."""
-        return cls(list(range(-count, 0)), list(range(-1, count - 1)), count)
-
-    @classmethod
-    def copies(cls, count: int) -> Nodes:
-        """``count`` copies of the last token, none of which sees another."""
-        return cls([0] * count, [-1] * count)
-
-    def ancestry(self, device: torch.device) -> torch.Tensor:
-        """``[t, t]`` whether the column's token is the row's token or an ancestor of it."""
-        seen = torch.zeros(len(self.parents), len(self.parents), dtype=torch.bool)
-        for index, parent in enumerate(self.parents):
-            if parent >= 0:
-                seen[index] = seen[parent]
-            seen[index, index] = True
-        return seen.to(device)
 
 
 @dataclass
@@ -123,7 +89,7 @@ class Target:
         self.holes = holes
         self.last_positions = last_positions
         self.extra = extra or {}
-        self.roots = [0] * len(cache.cursors)
+        self.last_slots = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -180,7 +146,7 @@ class Target:
         cursors: list[int],
         plan: LayerPlan | None = None,
         *,
-        nodes: Nodes | None = None,
+        nodes: TreeLayout | None = None,
         first_node: int = 0,
         state: torch.Tensor | None = None,
         capture: int = -1,
@@ -256,7 +222,7 @@ class Target:
         plan: LayerPlan,
         *,
         run: ForwardPass | None = None,
-        nodes: Nodes | None = None,
+        nodes: TreeLayout | None = None,
         first_node: int = 0,
         keep: int | torch.Tensor = 0,
         simple: bool = False,
@@ -272,7 +238,7 @@ class Target:
             if nodes is None:
                 offsets = torch.arange(s, device=device)
             else:
-                offsets = torch.tensor(nodes.depths[first_node:], device=device) - first_node
+                offsets = nodes.offsets(device)[:, first_node:] - first_node
             starts = cursors[:1] if min(cursors) == max(cursors) else cursors
             positions = torch.tensor(starts, device=device)[:, None] + offsets
             positions = positions.expand(tokens.shape[0], s)
@@ -308,25 +274,19 @@ class Target:
     def _last_position(self, row: int) -> int:
         reachable = _NO_END if self.last_positions is None else self.last_positions[row]
         limit = self.anatomy.position_limit
-        return reachable if limit is None else max(min(reachable, limit - 1), self.roots[row])
+        return reachable if limit is None else max(min(reachable, limit - 1), self.last_slots[row])
 
-    def _geometry(self, positions: torch.Tensor, cursors: list[int], nodes: Nodes | None, first_node: int) -> Geometry:
+    def _geometry(
+        self, positions: torch.Tensor, cursors: list[int], nodes: TreeLayout | None, first_node: int
+    ) -> Geometry:
         device = positions.device
-        b, s = positions.shape
-        length = max(cursors) + s
+        length = max(cursors) + positions.shape[1]
         keys = torch.arange(length, device=device)[None]
         if nodes is None:
             return Geometry(self._coordinates(positions), self._coordinates(keys))
         # Slots of the tree: from each row's first node on, one for each node in order.
-        t = len(nodes.depths)
-        slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(t, device=device)
-        depths = torch.tensor(nodes.depths, device=device)
-        visible = torch.ones(b, s, length, dtype=torch.bool, device=device)
-        if nodes.hidden:
-            visible &= ((keys < slots[:, :1] - nodes.hidden) | (keys >= slots[:, :1]))[:, None]
-        keys = keys.repeat(b, 1).scatter(1, slots, slots[:, :1] + depths)
-        ancestry = nodes.ancestry(device)[first_node:]
-        visible.scatter_(2, slots[:, None].expand(b, s, t), ancestry.expand(b, s, t))
+        slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(nodes.size, device=device)
+        keys, visible = nodes.keys(slots, length, first_node)
         return Geometry(self._coordinates(positions), self._coordinates(keys), visible)
 
     def _coordinates(self, positions: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
-from ..model.target import Nodes, Target
+from ..model.target import Target
 from ..types import Text
 
 
@@ -68,8 +69,8 @@ def closest_layers(target: Target, text: Text, layers: Sequence[int], most: int)
     copies = text.last_tokens().expand(-1, most + 1)
     target.step(
         copies,
-        text.roots(),
-        nodes=Nodes.copies(most + 1),
+        text.last_slots(),
+        nodes=TreeLayout.independent(most + 1),
         capture=num_layers,
         head=False,
         after_layer=table.after_layer,

@@ -78,7 +78,7 @@ class Evidence:
         return sorted(sorted(choice.by_layer, key=lambda layer: -choice.by_layer[layer])[:count])
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no draft pays and nothing more is looked at."""
         return self.choice is not None and self.choice.layer is None and self.tokens >= ENOUGH
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..registry import register
 from ..settings import MOST_WINDOW, check_count, check_share
 
 
@@ -12,6 +13,7 @@ def usual_ratio(parameters: int) -> float:
     return 0.5 if parameters >= 30e9 else 0.45 if parameters >= 10e9 else 0.4
 
 
+@register("search")
 @dataclass(frozen=True)
 class OnTheFlySearch:
     """Random sets, now and then one by Bayesian optimisation, tried on the last generated tokens (SWIFT §4.1).
@@ -44,6 +46,7 @@ class OnTheFlySearch:
         check_count("OnTheFlySearch(seed)", self.seed, least=0)
 
 
+@register("search")
 @dataclass(frozen=True)
 class ClosestLayers:
     """Sets without which the hidden states stay closest to the whole model's (CLaSp, arXiv 2505.24196).

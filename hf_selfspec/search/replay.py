@@ -154,6 +154,11 @@ def rules(max_draft: int) -> list[Rule]:
     ]
 
 
+def rules_for(stop: Any, max_draft: int) -> list[Rule]:
+    """Stop rules to compare: the given one alone where there is one that can be replayed."""
+    return [stop] if can_replay(stop) else rules(max_draft)
+
+
 def rule_state(rule: Rule) -> dict[str, Any]:
     """A rule, as JSON has it."""
     return {"class": type(rule).__name__, **asdict(rule)}

@@ -155,7 +155,7 @@ class SkipSearch:
             self.search_seconds += search_seconds
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no draft pays and nothing is to be tried just now."""
         if self.choice.drafts or self._again or not self._is_over:
             return False

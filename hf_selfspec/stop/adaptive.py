@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import SettingTypeError
+from ..registry import register
 from ..settings import check_share
 from .rules import Comparing, ConfidenceThreshold, Memory, ProductThreshold, RunningRule
 
 
+@register("stop")
 @dataclass(frozen=True)
 class AdaptiveThreshold:
     """Raises a rule's threshold while fewer drafted tokens than wanted are accepted, and lowers it while more are.

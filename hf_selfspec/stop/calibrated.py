@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..calibration import entropy, threshold
+from ..registry import register
 from ..settings import check_share
 from .rules import Memory, RunningRule
 
@@ -16,6 +17,7 @@ from .rules import Memory, RunningRule
 _REMEMBERED, _LEAST, _EVERY = 1024, 32, 16
 
 
+@register("stop")
 @dataclass(frozen=True)
 class CalibratedEntropy:
     """Stops after a token whose distribution's entropy is above what lets a share ``epsilon`` of tokens be accepted.

@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..errors import SettingTypeError
+from ..registry import register
 from ..settings import MOST_DRAFT, check_count, check_share
 
 # (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
@@ -87,6 +88,7 @@ def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningR
     return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule)
 
 
+@register("stop")
 @dataclass(frozen=True)
 class FixedLength:
     """Drafts ``num_tokens`` tokens, always (LayerSkip §4.3).
@@ -109,6 +111,7 @@ class FixedLength:
         return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
 
 
+@register("stop", "rule")
 @dataclass(frozen=True)
 class ConfidenceThreshold:
     """Stops after a token whose confidence is below ``threshold`` (SWIFT 0.8, Kangaroo 0.6).
@@ -133,6 +136,7 @@ class ConfidenceThreshold:
         return _asked(self.confidence, logits, hidden_states)
 
 
+@register("stop", "rule")
 @dataclass(frozen=True)
 class ProductThreshold:
     """Stops after the token with which the product of the draft's confidences falls below ``threshold``.

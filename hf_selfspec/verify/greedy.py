@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 
-def choose_greedy(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
+def choose_greedy(
+    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
+) -> tuple[int, int | None]:
     """The full model's token at one position, and which drafted one it confirms.
 
     Args:
         scores: ``[v]`` processed scores of the full model.
         drafted: tokens proposed for this position.
-        q: not used; greedy drafts have no distribution.
+        q, num_drawn: not used; greedy drafts have no distribution.
 
     Returns:
         The token, and its index in ``drafted`` or ``None``.

@@ -44,7 +44,7 @@ def verify_in_step(
     nodes = [0 for _ in rows]
     for ahead in count():
         at_nodes = logits[torch.arange(len(nodes)), nodes]
-        scores = scorer.in_step(text.ahead(ahead).clone(), at_nodes)
+        scores = scorer.in_step(text.with_draft(ahead).clone(), at_nodes)
         if steps is not None:
             steps.append(scores)
         goes_on = True
@@ -53,14 +53,14 @@ def verify_in_step(
                 text.put_one(row, ahead, pad_token)
                 continue
             children = draft.children(row, nodes[row])
-            q = draft.q[row, nodes[row]] if draft.q is not None and children else None
-            token, index = choose(scores[row], [drafted[row][child - 1] for child in children], q)
+            q = draft.candidates(row, nodes[row], children)
+            token, index = choose(scores[row], [drafted[row][child - 1] for child in children], *q)
             text.put_one(row, ahead, token)
             node = -1 if index is None else children[index]
             verdicts[row].add(token, node, nodes[row])
             goes_on &= node >= 0
             nodes[row] = max(node, 0)
-        ended = stopper.in_step(text.ahead(ahead + 1).clone(), steps)
+        ended = stopper.in_step(text.with_draft(ahead + 1).clone(), steps)
         for verdict, end, was_done in zip(verdicts, ended, done, strict=True):
             verdict.stopped = end and not was_done
             goes_on &= not verdict.stopped

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
+def choose_sampled(
+    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
+) -> tuple[int, int | None]:
     """Accepts one of the drafted tokens or draws another, so that the result is distributed as ``softmax(scores)``.
 
     One drafted token: Leviathan et al. 2023, algorithm 1. Several (a tree): they are tried in the order in which they
@@ -15,26 +17,28 @@ def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | N
 
     Args:
         scores: ``[v]`` processed scores of the full model.
-        drafted: tokens proposed for this position, distinct, in the order in which they were drawn.
-        q: ``[v]`` the distribution from which they were drawn without replacement; ``None`` if they were named
-            whatever ``p`` is, which is a ``q`` that is 1 at each token in its turn.
+        drafted: tokens proposed for this position, in the order in which they are tried: first those that were drawn.
+        q: ``[v]`` the distribution from which the first ``num_drawn`` were drawn without replacement.
+        num_drawn: how many were. The others, distinct, were named whatever ``p`` is, which is a ``q`` that is 1 at each
+            token in its turn.
 
     Returns:
         The token, and its index in ``drafted`` or ``None``.
     """
     p = scores.float().softmax(-1)
     for index, token in enumerate(drafted):
-        at_token = 1.0 if q is None else float(q[token])
+        drawn_from = q if index < num_drawn else None
+        at_token = 1.0 if drawn_from is None else float(drawn_from[token])
         if at_token <= 0.0:
-            break
+            continue
         if float(torch.rand((), device=p.device)) < float(p[token]) / at_token:
             return token, index
-        if q is None:
+        if drawn_from is None:
             residual = p.clone()
             residual[token] = 0.0
         else:
-            residual = (p - q).clamp_(min=0.0)
-            q = q.clone()
+            residual = (p - drawn_from).clamp_(min=0.0)
+            q = drawn_from.clone()
             q[token] = 0.0
             q = q / q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
         mass = residual.sum()

@@ -96,7 +96,7 @@ class Scorer:
         if self.prefix_free:
             return self.everywhere(logits)
         if all(wanted) and min(text.lengths) == max(text.lengths):
-            return self._all(text.ahead(ahead), logits.clone())
+            return self._all(text.with_draft(ahead), logits.clone())
         scores = logits.clone()
         for row, want in enumerate(wanted):
             if want:

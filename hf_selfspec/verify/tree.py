@@ -8,11 +8,13 @@ from itertools import pairwise
 import torch
 
 from ..errors import SettingError, SettingTypeError
+from ..registry import register
 from ..settings import MOST_CANDIDATES, check_count, check_share
 
 _USUAL_PRICE = 0.05
 
 
+@register("tree")
 @dataclass(frozen=True)
 class TopKTree:
     """Top-k siblings at each depth; only the first token is extended (SWIFT §4.2).
@@ -61,6 +63,7 @@ class TopKTree:
         return next(width for edge, width in self.widths if lowest <= edge + 1e-6)
 
 
+@register("tree")
 @dataclass(frozen=True)
 class CostTree:
     """Siblings as far as they pay, by what another token in a verification costs; only the first token is extended.

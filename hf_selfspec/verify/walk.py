@@ -53,7 +53,7 @@ def verify(
             children = draft.children(row, node)
             candidates = [drafted[row][child - 1] for child in children]
             index: int | None
-            if draft.trusted and children and seen is None:
+            if draft.skips_verification and children and seen is None:
                 token, index = candidates[0], 0
             elif best is not None and seen is None:
                 token = best[row][node]
@@ -65,8 +65,10 @@ def verify(
                     at_node = scorer.everywhere(logits[row, node])
                 else:
                     at_node = scorer.row(row, text.prefix(row, len(verdict.tokens)), logits[row, node])
-                q = draft.q[row, node] if draft.q is not None and children else None
-                token, index = (candidates[0], 0) if draft.trusted and children else choose(at_node, candidates, q)
+                if draft.skips_verification and children:
+                    token, index = candidates[0], 0
+                else:
+                    token, index = choose(at_node, candidates, *draft.candidates(row, node, children))
                 if seen is not None:
                     # A copy: a view would keep the rejected positions alive as well.
                     verdict.scores.append(at_node.clone())

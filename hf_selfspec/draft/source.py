@@ -1,0 +1,227 @@
+"""What a draft source is, what it gets when a generation starts, and what drafts while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from ..findings import Findings
+from ..model.anatomy import Anatomy
+from ..model.fingerprint import Fingerprint
+from ..model.partial import LayerPlan
+from ..model.target import Target
+from ..stop.rules import Memory, StopRule
+from ..types import Draft, GenerationStats, Text, Verdict
+from ..verify.scoring import Scorer
+from ..verify.tree import Tree
+
+_F = TypeVar("_F", bound=Findings)
+
+
+class Drafter(Protocol):
+    """What proposes tokens while one generation runs.
+
+    Attributes:
+        steps: forwards of the draft so far, whatever the batch.
+    """
+
+    steps: int
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """Drafts after each row's last token.
+
+        Args:
+            text: the batch; the model's KV holds everything before each row's last token.
+            max_new: for each row the most tokens wanted; a row with 0 takes no part.
+        """
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
+        """Learns how the draft fared.
+
+        Args:
+            text: the batch with the new tokens.
+            verdicts: for each row what verification decided.
+            logits: ``[b, t + 1, v]`` of the full model at the last token and at each drafted one.
+        """
+
+    def finish(self, text: Text) -> None:
+        """Learns from the text as a whole; the generation is over."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what only the drafter knows to the statistics of the call."""
+
+
+class FixedDrafter:
+    """A drafter that learns nothing and has nothing to report; to derive others from."""
+
+    steps = 0
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """Drafts nothing."""
+        return Draft.none(text)
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
+        """Learns nothing."""
+
+    def finish(self, text: Text) -> None:
+        """Learns nothing."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds nothing."""
+
+
+class KnowledgeOfModel(Protocol):
+    """What earlier calls found out about one model, for one kind of call."""
+
+    def of(self, name: str, make: Callable[[Any], _F]) -> _F:
+        """Findings under a name, see :class:`Findings`.
+
+        Args:
+            name: of the source that keeps them.
+            make: makes those with which a kind of call begins, given those of another kind or ``None``.
+        """
+
+    def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
+        """The same for findings that all kinds of calls share."""
+
+    def memory(self) -> Memory:
+        """What the stop rule keeps from call to call."""
+
+    def fingerprint(self) -> Fingerprint:
+        """The model's fingerprint."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When drafting ends and how wide it is.
+
+    Attributes:
+        stop: the stop rule.
+        max_draft: most tokens on the line.
+        tree: sibling policy, or ``None`` for a line.
+        eos_tokens: a draft ends with any of these.
+        memory: of the stop rule, from call to call.
+    """
+
+    stop: StopRule
+    max_draft: int
+    tree: Tree | None = None
+    eos_tokens: frozenset[int] = frozenset()
+    memory: Memory = field(default_factory=Memory)
+
+    def slots(self, new_tokens: int, vocabulary: int) -> int:
+        """Slots that a verification usually needs, siblings of an unsure draft's last token included.
+
+        Args:
+            new_tokens: tokens that the call may still get, which no draft exceeds.
+            vocabulary: ``v``, the most candidates that there are at one depth.
+        """
+        widest = 1 if self.tree is None else min(self.tree.most, vocabulary)
+        return min(self.longest, new_tokens) + widest
+
+    @property
+    def longest(self) -> int:
+        """Most tokens on the line."""
+        return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
+
+
+@dataclass(frozen=True)
+class Session:
+    """One generation, as a source gets it when it starts.
+
+    Attributes:
+        target: the model with its cache.
+        scorer: logits processors for drafts: those that keep no state.
+        stop, tree, max_draft: see :class:`SelfSpec`; ``None`` for the source's own choice.
+        eos_tokens: ids that end a row.
+        new_tokens: tokens that the call can generate, as far as slots are reserved for them at first.
+        max_new: the most tokens that it can generate, ``None`` where nothing bounds them.
+        stateful: names of processors and criteria that may keep a state.
+        knowledge: from earlier calls.
+    """
+
+    target: Target
+    scorer: Scorer
+    stop: StopRule | None
+    tree: Tree | None
+    max_draft: int
+    eos_tokens: frozenset[int]
+    new_tokens: int
+    max_new: int | None
+    stateful: tuple[str, ...]
+    knowledge: KnowledgeOfModel
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The parts of the model."""
+        return self.target.anatomy
+
+    @property
+    def num_rows(self) -> int:
+        """``b``."""
+        return len(self.target.last_slots)
+
+    @property
+    def vocabulary(self) -> int:
+        """``v``, number of tokens that the model can generate."""
+        size: int = self.target.model.config.get_text_config(decoder=True).vocab_size
+        return size
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether the model runs in several processes, whose timings differ."""
+        return (getattr(self.target.model, "_tp_size", None) or 1) > 1
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether a verification can hold a tree."""
+        return self.anatomy.tree and self.target.padding is None
+
+    def limits(self, usual_stop: StopRule) -> Limits:
+        """Limits of drafts, with the source's usual stop rule where none was given."""
+        return Limits(
+            self.stop or usual_stop, self.max_draft, self.tree, self.eos_tokens, memory=self.knowledge.memory()
+        )
+
+    def with_settings(self, **settings: Any) -> Session:
+        """The same with other ``stop``, ``tree`` or ``max_draft``."""
+        return replace(self, **settings)
+
+
+class DraftSource:
+    """Settings of a way to draft. Derive a frozen dataclass from it to write one of your own.
+
+    A source starts itself: :meth:`start` gives what drafts in one generation. The loop, the controller of a cascade and
+    saving know no more than this interface. ``hf_selfspec.register("draft")`` lets it be saved by its name.
+
+    Attributes:
+        lossless: the output is the model's own. Where it is not, no saved config may choose the source.
+        fixed_because: why no stop rule and no tree have an effect, empty where they have one.
+    """
+
+    lossless = True
+    fixed_because = ""
+
+    def start(self, session: Session) -> Drafter:
+        """The drafter of one generation.
+
+        Raises:
+            SelfSpecError: the source cannot draft for this model or call. Nothing was generated yet.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method `start(session) -> Drafter`")
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        """Checks what can be known before prompts are laid out; by default nothing.
+
+        Args:
+            anatomy: the parts of the model.
+            max_new: the most tokens that the call can generate, ``None`` where nothing bounds them.
+
+        Raises:
+            SelfSpecError: the source cannot draft for this model or call.
+        """
+
+    def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:
+        """What plays the whole model, ``None`` for all of it."""
+        return None

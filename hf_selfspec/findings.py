@@ -1,0 +1,32 @@
+"""What a draft source learns about a model and keeps from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from .types import GenerationStats
+
+
+class Findings(Protocol):
+    """What is known of one model for one kind of call.
+
+    Attributes:
+        changed: is called when more is known, ``None`` where nobody wants to know.
+    """
+
+    changed: Callable[[], None] | None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next call need neither draft nor look at its text."""
+
+    def rest(self, tokens: int, seconds: float) -> None:
+        """Takes in a call that did neither."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what is known to the statistics of a call."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...

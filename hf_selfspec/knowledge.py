@@ -1,0 +1,233 @@
+"""What a ``SelfSpec`` learns from call to call, and where it lasts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from . import saving
+from .errors import SettingError
+from .findings import Findings
+from .model.fingerprint import Fingerprint
+from .notices import say_once
+from .saving import Key, Kind
+from .stop.rules import Memory
+from .types import GenerationStats
+
+# Calls that are kept for pictures.
+_LOGGED, _POINTS = 4096, 256
+
+
+_F = TypeVar("_F", bound=Findings)
+
+
+class Knowledge:
+    """What changes from call to call, shared by threads and by copies; a pickle begins with what was read from a file.
+
+    Attributes:
+        stats: of the last call.
+        calls: of the last calls, in order, without what belongs to single tokens.
+        models: for each model the findings by kind of call and source, those that were used last at the end.
+        saved: what was read from a file, for the model that has its fingerprint.
+    """
+
+    def __init__(self, saved: saving.Saved | None = None) -> None:
+        self.stats: GenerationStats | None = None
+        self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)
+        self.models: weakref.WeakKeyDictionary[PreTrainedModel, dict[Key, Any]] = weakref.WeakKeyDictionary()
+        self.saved = saved
+        self._cached: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, saving.Saved]] = weakref.WeakKeyDictionary()
+        self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
+        self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return Knowledge, (self.saved,)
+
+    def add_call(self, stats: GenerationStats) -> None:
+        """Takes in a finished call."""
+        with self._lock:
+            self.stats = stats
+            thinned = stats.timeline[:: max(1, len(stats.timeline) // _POINTS)]
+            self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
+
+    def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
+        """Those findings about ``model`` that were used last, of those that are wanted; ``None`` if there are none."""
+        with self._lock:
+            return next((found for found in reversed(self.models.get(model, {}).values()) if wanted(found)), None)
+
+    def of_kind(self, model: PreTrainedModel, kind: Kind) -> list[Findings]:
+        """The findings for one kind of call, none before the first such call."""
+        with self._lock:
+            return [found for key, found in self.models.get(model, {}).items() if key.kind in (kind, None)]
+
+    def memory(self, model: PreTrainedModel, kind: Kind) -> Memory:
+        """What the stop rule keeps from call to call."""
+        with self._lock:
+            return self._memories.setdefault(model, {}).setdefault(kind, Memory())
+
+    def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
+        """The fingerprint, taken once."""
+        with self._lock:
+            if model not in self._fingerprints:
+                self._fingerprints[model] = Fingerprint.of_decoder(model)
+            return self._fingerprints[model]
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Checks that what was read from a file belongs to ``model``.
+
+        Raises:
+            SettingError: it does not.
+        """
+        saved = self.saved
+        if saved is None or saved.fingerprint is None:
+            return
+        if difference := saved.fingerprint.difference(self.fingerprint(model)):
+            raise SettingError(
+                f"{saved.path} was saved for {difference}. Use it with the model that it was saved for, or make a new "
+                "SelfSpec for this one."
+            )
+
+    def of(
+        self,
+        model: PreTrainedModel,
+        key: Key,
+        make: Callable[[Any], _F],
+        cache: Path | None,
+        settings: Mapping[str, Any],
+    ) -> _F:
+        """Findings of one source for one kind of call, or all kinds.
+
+        Args:
+            model: that they are about.
+            key: kind and source.
+            make: makes those with which a new kind begins, given another kind's or ``None``.
+            cache: a file in which they last, ``None`` for none.
+            settings: to write beside them.
+        """
+        with self._lock:
+            known = self.models.setdefault(model, {})
+            if key not in known:
+                other = next((found for one, found in known.items() if one.source == key.source), None)
+                known[key] = self._new(model, key, make, other, cache)
+                if cache is not None:
+                    known[key].changed = partial(self._cache, cache, weakref.ref(model), settings, key)
+            known[key] = known.pop(key)
+            found: _F = known[key]
+            return found
+
+    def _new(self, model: PreTrainedModel, key: Key, make: Callable[[Any], _F], other: Any, cache: Path | None) -> _F:
+        found = make(other)
+        saved = self.saved
+        if saved is None and cache is not None and cache.exists():
+            saved = self._cached.setdefault(model, {})[cache] = saving.read(cache)
+        if saved is None:
+            return found
+        states = saved.states(key.source)
+        try:
+            if key.kind in states:
+                found.restore(states[key.kind])
+            elif states and other is None:
+                # What another kind of call found is a better start than none.
+                first = make(None)
+                first.restore(next(iter(states.values())))
+                return make(first)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise saving.corrupt_findings(saved.path, error) from error
+        return found
+
+    def save(
+        self,
+        path: Path,
+        model: PreTrainedModel | None,
+        settings: Mapping[str, Any],
+        wanted: Callable[[Key], bool] = lambda key: True,
+    ) -> None:
+        """Writes settings and what is known of ``model``, or the wanted part of it."""
+        with self._lock:
+            saved = self.saved if model is None else self._cached.get(model, {}).get(path, self.saved)
+            fingerprint = saved.fingerprint if saved is not None and model is None else None
+            if model is not None:
+                self.check(model)
+                fingerprint = self.fingerprint(model)
+            # What was read and not used yet is kept.
+            findings = {} if saved is None else dict(saved.findings)
+            if model is not None:
+                known = self.models.get(model, {})
+                used = {key.source for key in known}
+                # Files of earlier versions do not name the source, which there is one of.
+                findings = {key: state for key, state in findings.items() if key.source or not used}
+                findings.update({key: found.state() for key, found in known.items()})
+            saving.write(path, settings, fingerprint, {key: state for key, state in findings.items() if wanted(key)})
+
+    def forget(self, source: str) -> None:
+        """Drops what one source has found about any model."""
+        with self._lock:
+            for known in self.models.values():
+                for key in [key for key in known if key.source == source]:
+                    del known[key]
+
+    def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any], key: Key) -> None:
+        try:
+            if (alive := model()) is not None:
+                self.save(path, alive, settings, lambda one: one == key if key.kind is None else one.kind is not None)
+        except OSError as error:
+            say_once(f"{path} cannot be written ({error}), so what is found does not last.")
+
+
+@dataclass(frozen=True)
+class KnowledgeOfCall:
+    """What is known of one model for one kind of call, see :class:`.draft.source.KnowledgeOfModel`.
+
+    Attributes:
+        knowledge: of the ``SelfSpec``.
+        model: the model.
+        kind: of the call.
+        cache_dir, task: where it lasts, see ``SelfSpec``.
+        settings: what is written beside it.
+    """
+
+    knowledge: Knowledge
+    model: PreTrainedModel
+    kind: Kind
+    cache_dir: Path | None
+    task: str
+    settings: Mapping[str, Any]
+
+    def of(self, name: str, make: Callable[[Any], _F]) -> _F:
+        """Findings under a name for this kind of call."""
+        return self.knowledge.of(self.model, Key(self.kind, name), make, self._file(""), self.settings)
+
+    def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
+        """Findings under a name that all kinds of calls share, in a file of their own."""
+        file = self._file("-" + name.replace(" ", "-"))
+        return self.knowledge.of(self.model, Key(None, name), make, file, self.settings)
+
+    def all_findings(self) -> list[Findings]:
+        """All that is known for this kind of call, nothing before the first such call."""
+        return self.knowledge.of_kind(self.model, self.kind)
+
+    def memory(self) -> Memory:
+        """What the stop rule keeps from call to call."""
+        return self.knowledge.memory(self.model, self.kind)
+
+    def fingerprint(self) -> Fingerprint:
+        """The model's fingerprint."""
+        return self.knowledge.fingerprint(self.model)
+
+    def _file(self, ending: str) -> Path | None:
+        if self.cache_dir is None:
+            return None
+        kept = json.dumps({name: saving.encode(value, name) for name, value in self.settings.items()}, sort_keys=True)
+        digest = hashlib.sha256(kept.encode()).hexdigest()[:12]
+        return self.cache_dir / self.fingerprint().name / f"{self.task}-{digest}{ending}.json"

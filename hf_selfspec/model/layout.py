@@ -1,0 +1,92 @@
+"""How the tokens of one forward hang together, and what each of them may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """Tokens of one forward that are not simply a line.
+
+    Attributes:
+        parents: for each row, or for all together, the parent of each token: its index, -1 for a token that continues
+            the text. Parents come before children.
+        depths: likewise for each token its distance in position from the slot that the forward starts at. Tokens that
+            are in the text already, and go through the model again, have negative ones.
+        hidden: slots before the first token that no token sees: where the text's own copy of them is.
+    """
+
+    parents: Sequence[Sequence[int]]
+    depths: Sequence[Sequence[int]]
+    hidden: int = 0
+
+    @classmethod
+    def of_tree(cls, parents: Sequence[Sequence[int]]) -> TreeLayout:
+        """The last token of each row and its draft.
+
+        Args:
+            parents: for each row the parent of nodes 1 and up, node 0 being the last token; -1 for a node that does not
+                count, which sees nothing but itself and the text.
+        """
+        depths = []
+        for row in parents:
+            depth = [0]
+            for parent in row:
+                depth.append(depth[parent] + 1 if parent >= 0 else 0)
+            depths.append(depth)
+        return cls([[-1, *row] for row in parents], depths)
+
+    @classmethod
+    def replay(cls, count: int) -> TreeLayout:
+        """The last ``count`` tokens whose KV is known, in line, beside that KV."""
+        return cls([list(range(-1, count - 1))], [list(range(-count, 0))], count)
+
+    @classmethod
+    def independent(cls, count: int) -> TreeLayout:
+        """``count`` copies of the last token, none of which sees another."""
+        return cls([[-1] * count], [[0] * count])
+
+    @property
+    def size(self) -> int:
+        """``t``, the number of tokens."""
+        return len(self.depths[0])
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """``[1 or b, t]`` the depths."""
+        return torch.tensor(self.depths, device=device)
+
+    def ancestry(self, device: torch.device) -> torch.Tensor:
+        """``[1 or b, t, t]`` whether the column's token is the row's token or an ancestor of it."""
+        seen = np.zeros((len(self.parents), self.size, self.size), dtype=bool)
+        for row, parents in zip(seen, self.parents, strict=True):
+            for index, parent in enumerate(parents):
+                if parent >= 0:
+                    row[index] = row[parent]
+                row[index, index] = True
+        return torch.from_numpy(seen).to(device)
+
+    def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the tokens in the cache's slots stand, and which of them each token may see at most.
+
+        Args:
+            slots: ``[b, t]`` the slot of each token of the tree.
+            length: ``n`` slots in all.
+            first: the first token that runs; what comes before it is in the cache.
+
+        Returns:
+            Positions ``[b, n]`` and ``[b, s, n]`` for the ``s`` tokens from ``first`` on.
+        """
+        device, (b, t) = slots.device, slots.shape
+        keys = torch.arange(length, device=device)[None]
+        visible = torch.ones(b, t - first, length, dtype=torch.bool, device=device)
+        if self.hidden:
+            visible &= ((keys < slots[:, :1] - self.hidden) | (keys >= slots[:, :1]))[:, None]
+        positions = (slots[:, :1] + self.offsets(device)).expand(b, t)
+        keys = keys.repeat(b, 1).scatter(1, slots, positions)
+        ancestry = self.ancestry(device)[:, first:]
+        return keys, visible.scatter_(2, slots[:, None].expand(b, t - first, t), ancestry.expand(b, t - first, t))

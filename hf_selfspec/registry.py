@@ -1,0 +1,63 @@
+"""Classes of settings that files may name: drafts, stop rules, trees and searches, a user's own among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from .errors import SettingError, SettingTypeError
+
+# What a setting may hold, by its name in a file. ``rule`` is the rule inside another rule.
+Place = Literal["draft", "stop", "rule", "tree", "search"]
+# Settings that hold several of a place's classes.
+_LISTS: dict[str, Place] = {"sources": "draft"}
+
+_places: dict[str, dict[str, type]] = {}
+_T = TypeVar("_T", bound=type)
+
+
+def register(*places: Place) -> Callable[[_T], _T]:
+    """Lets a frozen dataclass of settings be saved and loaded by its name.
+
+    ``SelfSpec.save_pretrained`` writes the name and the fields of a draft, stop rule or tree; ``from_pretrained`` makes
+    the object again if a class of that name is registered in that process. No file makes Python import a module, so the
+    module that defines the class has to be imported first::
+
+        @hf_selfspec.register("draft")
+        @dataclass(frozen=True)
+        class MyDraft(hf_selfspec.DraftSource): ...
+
+    Args:
+        places: the settings in which it may stand: ``"draft"``, ``"stop"``, ``"tree"``.
+
+    Raises:
+        SettingTypeError: the class is not a dataclass.
+        SettingError: another class of this name is registered there.
+    """
+
+    def add(kind: _T) -> _T:
+        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+            raise SettingTypeError(f"register takes a dataclass of settings, got {kind!r}.")
+        for place in places:
+            known = _places.setdefault(place, {}).setdefault(kind.__name__, kind)
+            if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+                raise SettingError(
+                    f"{kind.__module__}.{kind.__qualname__} cannot be registered: {known.__module__}."
+                    f"{known.__qualname__} has this name already. Give your class another name."
+                )
+            _places[place][kind.__name__] = kind  # a module that is loaded again defines its class anew
+        return kind
+
+    return add
+
+
+def is_registered(kind: type) -> bool:
+    """Whether settings of exactly this class can be saved."""
+    return any(kinds.get(kind.__name__) is kind for kinds in _places.values())
+
+
+def registered(setting: str, name: object) -> type | None:
+    """The class of that name that the setting may hold, ``None`` if there is none."""
+    kinds = _places.get(_LISTS.get(setting, setting), {})
+    return kinds.get(name) if isinstance(name, str) else None

@@ -1,0 +1,49 @@
+"""Stop rules whose confidence was fitted to the states of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import SettingError
+from ..model.fingerprint import Fingerprint
+from ..model.partial import LayerPlan
+from ..notices import say_once
+from ..parts.probe import LinearProbe
+from .adaptive import AdaptiveThreshold
+from .rules import StopRule
+
+
+def check_fitted_rule(
+    stop: StopRule | None,
+    plan: LayerPlan | None,
+    source: str,
+    do_sample: bool,
+    fingerprint: Callable[[], Fingerprint],
+) -> None:
+    """Checks that the probe of a stop rule, if it has one, was fitted to the states that it will get.
+
+    Args:
+        stop: the rule.
+        plan: the blocks that draft, ``None`` where that is not known yet.
+        source: what drafts, for the message.
+        do_sample: whether tokens are drawn; a warning is given where the probe was fitted for the other case.
+        fingerprint: gives that of the model.
+
+    Raises:
+        SettingError: it was fitted to another model or layer.
+    """
+    rule = stop.rule if isinstance(stop, AdaptiveThreshold) else stop
+    probe = getattr(rule, "confidence", None)
+    if not isinstance(probe, LinearProbe):
+        return
+    probe.check(fingerprint)
+    if plan is None or plan != LayerPlan.early_exit(plan.num_layers, probe.exit_layer):
+        raise SettingError(
+            f"the probe was fitted to the states of exit layer {probe.exit_layer}, but {source} drafts from others. "
+            f"Draft with EarlyExit({probe.exit_layer}), or fit another probe."
+        )
+    if probe.do_sample != do_sample:
+        modes = {True: "drawn tokens", False: "greedy text"}
+        say_once(
+            f"the probe was fitted for {modes[probe.do_sample]} and is used for {modes[do_sample]}: it may mislead."
+        )
