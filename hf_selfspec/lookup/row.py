@@ -1,0 +1,122 @@
+"""Free drafts of one row, and what all rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import RLock
+from typing import Any
+
+import numpy as np
+
+from .evidence import Evidence
+from .successors import Successors
+from .suffix import SEPARATOR, SuffixIndex
+from .tree import Sources, TokenTree, VerifyCosts, grow
+
+# The likeliest next tokens of a position, the likeliest first, and their probabilities.
+Top = tuple[Sequence[int], Sequence[float]]
+
+
+class LookupKnowledge:
+    """What free drafts know across rows and calls. Hold ``lock`` where threads share it.
+
+    Args:
+        most_pairs: pairs of tokens whose successors are kept.
+        most_stored: tokens of earlier texts that are kept, 0 for none.
+    """
+
+    def __init__(self, most_pairs: int = 65_536, most_stored: int = 65_536) -> None:
+        self.lock = RLock()
+        self.successors = Successors(most_pairs)
+        self.store = SuffixIndex(most_stored)
+        self._evidence: dict[str, Evidence] = {}
+
+    def evidence(self, kind: str) -> Evidence:
+        """How far each source can be trusted in one kind of call, such as greedy or sampled."""
+        if kind not in self._evidence:
+            self._evidence[kind] = Evidence()
+        return self._evidence[kind]
+
+    def add_text(self, tokens: Sequence[int]) -> None:
+        """Puts a text into the store."""
+        if self.store.most:
+            self.store.extend([SEPARATOR, *tokens[-self.store.most // 2 :]])
+
+    def forget(self) -> None:
+        """Begins again with nothing."""
+        self.successors.forget()
+        self.store = SuffixIndex(self.store.most)
+        self._evidence.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What is known: arrays, and lists of numbers."""
+        return {
+            "successors": self.successors.state(),
+            "store": np.array(self.store.tokens, np.int32),
+            "evidence": {kind: evidence.state() for kind, evidence in self._evidence.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`state` returned."""
+        evidence = {kind: Evidence() for kind in state["evidence"]}
+        for kind, one in evidence.items():
+            one.restore(state["evidence"][kind])
+        self.successors.restore(state["successors"])
+        self.store = SuffixIndex(self.store.most)
+        self.store.extend(np.asarray(state["store"], np.int32).tolist())
+        self._evidence = evidence
+
+
+class LookupRow:
+    """The free drafts of one row.
+
+    Args:
+        knowledge: what rows share.
+        kind: of the call.
+    """
+
+    def __init__(self, knowledge: LookupKnowledge, kind: str = "") -> None:
+        self.knowledge = knowledge
+        self.own = SuffixIndex()
+        self._evidence = knowledge.evidence(kind)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends the prompt, or tokens that did not come from a draft."""
+        self.own.extend(tokens)
+
+    def propose(
+        self,
+        costs: VerifyCosts,
+        pace: float,
+        deepest: int,
+        branching: bool = True,
+        seed: TokenTree | None = None,
+    ) -> TokenTree:
+        """The draft for the next round; see :func:`grow`."""
+        known = self.knowledge
+        sources = Sources(self.own, known.store, known.successors, self._evidence)
+        return grow(sources, costs, pace, deepest, branching, seed)
+
+    def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
+        """Takes in a round and appends what it emitted.
+
+        Args:
+            tree: what was drafted.
+            emitted: the tokens of the round, accepted ones and the one after them.
+            tops: for the nodes ``0..n`` the model's likeliest next tokens and their probabilities.
+        """
+        for node, token in tree.walk(list(emitted)):
+            if node in tree.offers:
+                self._evidence.learn(tree.offers[node], token)
+        own, see = self.own.tokens, self.knowledge.successors.see
+        last, before = own[-1], own[-2] if len(own) > 1 else SEPARATOR
+        tokens = (last, *tree.tokens)
+        befores = (before, *(tokens[parent] for parent in tree.parents))
+        for one, other, (top, probabilities) in zip(befores, tokens, tops):
+            if one >= 0 and top:
+                see(one, other, top, probabilities)
+        self.own.extend(emitted)
+
+    def end(self) -> None:
+        """Puts the row's text into the store."""
+        self.knowledge.add_text(self.own.tokens)
