@@ -6,7 +6,17 @@ the output is what it would have been.
 
 from .attached import attach, detach
 from .differences import Difference, first_differences
-from .draft import DynamicExit, EarlyExit, EarlyExitAdapter, EarlyExitOnly, SkipLayers
+from .draft import (
+    Drafter,
+    DraftSource,
+    DynamicExit,
+    EarlyExit,
+    EarlyExitAdapter,
+    EarlyExitOnly,
+    Lookup,
+    Session,
+    SkipLayers,
+)
 from .errors import (
     NumericalError,
     SelfSpecError,
@@ -18,6 +28,7 @@ from .errors import (
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .parts import Adapter, ExitHeads, LinearProbe
+from .registry import register
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
@@ -48,6 +59,8 @@ __all__ = [
     "ConfidenceThreshold",
     "CostTree",
     "Difference",
+    "DraftSource",
+    "Drafter",
     "DynamicExit",
     "EarlyExit",
     "EarlyExitAdapter",
@@ -61,6 +74,7 @@ __all__ = [
     "Gradual",
     "LayerDropout",
     "LinearProbe",
+    "Lookup",
     "NumericalError",
     "OfflineSearch",
     "OnTheFlySearch",
@@ -68,6 +82,7 @@ __all__ = [
     "Rotational",
     "SelfSpec",
     "SelfSpecError",
+    "Session",
     "SettingError",
     "SettingTypeError",
     "SkipChoice",
@@ -84,6 +99,7 @@ __all__ = [
     "fit_exit_heads",
     "fit_probe",
     "install",
+    "register",
     "register_architecture",
     "register_stateless",
     "tune",

@@ -3,6 +3,7 @@
 from .adapter import EarlyExitAdapter
 from .early_exit import EarlyExit, EarlyExitOnly
 from .exit_heads import DynamicExit
+from .lookup import Lookup
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
@@ -14,6 +15,7 @@ __all__ = [
     "EarlyExitAdapter",
     "EarlyExitOnly",
     "FixedDrafter",
+    "Lookup",
     "Session",
     "SkipLayers",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .successors import GRADES, WIDTH, log_odds
+from .successors import GRADES, log_odds
 
 # Log-odds that the continuation of a match is right, by the length of the match: 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31 and
 # longer. Measured first guesses; what is learned replaces them.

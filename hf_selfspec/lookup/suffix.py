@@ -96,4 +96,3 @@ class SuffixIndex:
         kept = self.tokens[count:]
         self.__init__(self.most)  # type: ignore[misc]
         self.extend(kept)
-

@@ -148,7 +148,9 @@ class _Growth:
         self.sources, self.deepest, self.branching, self.seed = sources, deepest, branching, seed
         known = sources.own.tokens
         self.tail = known[-LONGEST_MATCH:]
-        self.heap: list[tuple[float, int, int, int, tuple[int, ...], tuple[int, int] | None, tuple[int, int] | None]] = []
+        self.heap: list[
+            tuple[float, int, int, int, tuple[int, ...], tuple[int, int] | None, tuple[int, int] | None]
+        ] = []
         self.pushed = 0
         self.tokens = [self.tail[-1] if known else SEPARATOR, *seed.tokens]
         self.parents = [-1, *seed.parents]

@@ -1,0 +1,124 @@
+"""What a round costs by the number of drafted tokens, and how fast decoding is, both measured on the rounds."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from statistics import median
+
+from ..lookup import VerifyCosts
+
+# Drafted tokens of a row for which a round's time is kept; others cost what the next larger number does. The cost of a
+# verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
+SIZES = (0, 1, 2, 3, 7, 15, 31)
+# First guesses, in rounds without a draft. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a
+# forward is bound by the memory that its weights take, whatever the number of tokens.
+_ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2)
+_ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
+# Times that are kept of each size, and rounds between two looks at them. What disturbs a time makes it longer, so the
+# lower quartile counts, and it is drawn towards the first guess as if that were one time more.
+_KEPT, _REFRESHED = 9, 8
+# Rounds without a certain size after which one of its times is dropped, so that it is tried again some time.
+_STALE = 128
+# How much the rounds before count beside the last one.
+_MEMORY = 0.97
+
+
+class RoundClock:
+    """Times of rounds for one model on one device, batch size and range of context.
+
+    Args:
+        on_cpu: whether the first guesses are those for a CPU.
+        is_frozen: nothing is timed, so that all processes of a parallel model decide alike.
+    """
+
+    def __init__(self, on_cpu: bool, is_frozen: bool = False) -> None:
+        self._guess = _ON_CPU if on_cpu else _ELSEWHERE
+        self._is_frozen = is_frozen
+        self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
+        self._rounds = [0] * len(SIZES)
+        self._total = 0
+        self._last = [0] * len(SIZES)
+        self._tokens = self._seconds = 0.0
+        self._until_refresh = 0
+        self._costs = self._measured()
+
+    @property
+    def costs(self) -> VerifyCosts:
+        """Seconds of a round with 0, 1, 2, ... drafted tokens; only their ratios count before the first round."""
+        return self._costs
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a round without a draft."""
+        return self._costs.seconds[0]
+
+    @property
+    def pace(self) -> float:
+        """Tokens per second, of all rows, that decoding makes at present; at least one for each plain round."""
+        least = 1.0 / self.plain
+        return max(self._tokens / self._seconds, least) if self._seconds else least
+
+    def add(self, drafted: int, tokens: int, seconds: float) -> None:
+        """Takes in a round.
+
+        Args:
+            drafted: nodes of a row that were verified.
+            tokens: that all rows gained.
+            seconds: it took.
+        """
+        if self._is_frozen:
+            seconds = self._costs.seconds[min(drafted, SIZES[-1])]
+        self._tokens = _MEMORY * self._tokens + tokens
+        self._seconds = _MEMORY * self._seconds + seconds
+        if self._is_frozen or drafted > SIZES[-1]:
+            return
+        size = bisect_left(SIZES, drafted)
+        self._rounds[size] += 1
+        self._total += 1
+        self._last[size] = self._total
+        # The first round of a size chooses and warms up kernels.
+        if self._rounds[size] > 1:
+            self._times[size].append(seconds)
+        self._until_refresh -= 1
+        if self._until_refresh <= 0 or self._rounds[size] == 2:
+            self._until_refresh = _REFRESHED
+            self._drop_stale()
+            self._costs = self._measured()
+
+    def state(self) -> list[float]:
+        """The measured times, 0 where there are none."""
+        return [median(times) if times else 0.0 for times in self._times]
+
+    def restore(self, state: list[float]) -> None:
+        """Takes up what :meth:`state` returned, as one time of each size."""
+        if len(state) != len(SIZES) or not all(0.0 <= float(seconds) < 1e6 for seconds in state):
+            raise ValueError(f"{state!r} are no times of {len(SIZES)} sizes")
+        for times, seconds in zip(self._times, state, strict=True):
+            if seconds:
+                times.append(float(seconds))
+        self._costs = self._measured()
+
+    def _drop_stale(self) -> None:
+        for size, last in enumerate(self._last):
+            if self._total - last >= _STALE and self._times[size]:
+                self._times[size].popleft()
+                self._last[size] = self._total
+
+    def _measured(self) -> VerifyCosts:
+        logs = [
+            math.log(sorted(times)[len(times) // 4] / guess) if times else 0.0
+            for times, guess in zip(self._times, self._guess, strict=True)
+        ]
+        counts = [len(times) for times in self._times]
+        # How much slower than the guesses this machine is: by the sizes that were timed most.
+        scale = sum(log * count for log, count in zip(logs, counts, strict=True)) / max(sum(counts), 1)
+        steps = [
+            guess * math.exp((count * log + scale) / (count + 1))
+            for guess, log, count in zip(self._guess, logs, counts, strict=True)
+        ]
+        # More tokens never cost less, so the shorter one of two times is believed.
+        for size in range(len(steps) - 2, -1, -1):
+            steps[size] = min(steps[size], steps[size + 1])
+        return VerifyCosts.of(lambda count: steps[bisect_left(SIZES, count)], SIZES[-1])

@@ -1,0 +1,113 @@
+"""What free drafts learn about a model, shared by all calls and threads of a ``SelfSpec``."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable
+from threading import RLock
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from ..lookup import LookupKnowledge, LookupRow
+from ..types import GenerationStats
+from .clock import RoundClock
+
+# Slots of context that share a clock: up to 1,024, 4,096, 16,384, ...
+_FIRST_RANGE, _RANGE = 10, 2
+# Seconds between two writes to disk.
+_WRITTEN = 10.0
+
+
+class LookupFindings:
+    """Successors, texts, weights of evidence and times of rounds; see :class:`Findings`.
+
+    Args:
+        stored_tokens: tokens of earlier texts that are kept.
+
+    Attributes:
+        known: successors, texts and evidence.
+        lock: is held while ``known`` is used.
+        changed: is called when more is known, ``None`` where nobody wants to know.
+    """
+
+    is_idle = False
+
+    def __init__(self, stored_tokens: int) -> None:
+        self.known = LookupKnowledge(most_stored=stored_tokens)
+        self.lock = RLock()
+        self.changed: Callable[[], None] | None = None
+        self._clocks: dict[str, RoundClock] = {}
+        self._restored: dict[str, list[float]] = {}
+        self._written = -_WRITTEN
+
+    def clock(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> RoundClock:
+        """The clock for a device and dtype, a batch size and a context of so many slots."""
+        reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
+        name = f"{device} {rows} {reach}"
+        if name not in self._clocks:
+            with self.lock:
+                clock = RoundClock(on_cpu, is_frozen)
+                if name in self._restored:
+                    clock.restore(self._restored[name])
+                self._clocks[name] = clock
+        return self._clocks[name]
+
+    def end(self, rows: Iterable[LookupRow]) -> None:
+        """Puts finished texts into the store."""
+        with self.lock:
+            for row in rows:
+                row.end()
+        if self.changed is not None and monotonic() - self._written >= _WRITTEN:
+            self.changed()
+            self._written = monotonic()
+
+    def rest(self, tokens: int, seconds: float) -> None:
+        """Takes in a call without a draft, of which there is nothing to learn."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds nothing to the statistics."""
+
+    def forget(self) -> None:
+        """Drops texts, successors and evidence; times are kept."""
+        with self.lock:
+            self.known.forget()
+
+    def state(self) -> dict[str, Any]:
+        """What is known, as JSON has it."""
+        with self.lock:
+            clocks = self._restored | {name: clock.state() for name, clock in self._clocks.items()}
+            return {"known": _packed(self.known.state()), "clocks": clocks}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        clocks = {str(name): [float(time) for time in times] for name, times in state["clocks"].items()}
+        for times in clocks.values():
+            RoundClock(True).restore(times)
+        with self.lock:
+            self.known.restore(_unpacked(state["known"]))
+            self._restored = clocks
+
+
+def _packed(state: Any) -> Any:
+    """Arrays as text."""
+    if isinstance(state, np.ndarray):
+        data = base64.b64encode(np.ascontiguousarray(state).tobytes()).decode("ascii")
+        return {"dtype": state.dtype.str, "shape": list(state.shape), "base64": data}
+    return {name: _packed(value) for name, value in state.items()} if isinstance(state, dict) else state
+
+
+def _unpacked(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if "base64" in state:
+        dtype = np.dtype(str(state["dtype"]))
+        if dtype.hasobject:
+            raise ValueError("arrays hold numbers")
+        return np.frombuffer(base64.b64decode(state["base64"], validate=True), dtype).reshape(state["shape"])
+    return {name: _unpacked(value) for name, value in state.items()}

@@ -1,0 +1,187 @@
+"""Drafts that cost nothing: what followed in the text, in earlier texts, and in the model's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from ..control.clock import SIZES, RoundClock
+from ..control.shared import LookupFindings
+from ..lookup import LookupRow, TokenTree
+from ..registry import register
+from ..settings import check_count
+from ..types import Draft, GenerationStats, Text, Verdict
+from .source import Drafter, DraftSource, Session
+
+# Tokens of earlier texts that are kept, and successors that are kept of each pair of tokens.
+_STORED, _SUCCESSORS = 65_536, 8
+_MOST_STORED = 2**24
+_NAME = "lookup"
+
+
+@register("draft")
+@dataclass(frozen=True)
+class Lookup(DraftSource):
+    """Drafts without running any part of the model.
+
+    One tree for each row, of as many tokens as are expected to pay by measured costs: what followed the last tokens
+    earlier in the text (prompt lookup, SAM-Decoding, arXiv 2411.10666) and in texts of earlier calls (SuffixDecoding,
+    2411.04975), and what the model's own logits held after the same two tokens (Token Recycling, 2408.08696).
+
+    Args:
+        stored_tokens: tokens of earlier texts, prompts included, that are kept in memory by this ``SelfSpec`` (and on
+            disk with its ``cache_dir``); 0 for none. The oldest leave first; :meth:`SelfSpec.forget` drops them.
+        max_nodes: most tokens in a tree, 31 at most.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    stored_tokens: int = _STORED
+    max_nodes: int = SIZES[-1]
+
+    fixed_because = "Lookup drafts as many tokens as pay by measured costs, in a tree"
+
+    def __post_init__(self) -> None:
+        check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
+        check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
+
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        return LookupDrafter(self, session)
+
+
+class LookupDrafter:
+    """Free drafts of one generation.
+
+    Args:
+        settings: bounds.
+        session: the generation.
+    """
+
+    steps = 0
+
+    def __init__(self, settings: Lookup, session: Session) -> None:
+        self.settings = settings
+        self._target = session.target
+        self._branching = session.takes_trees
+        self._max_draft = session.max_draft
+        self._is_frozen = session.is_tensor_parallel
+        self._kind = "sampled" if session.scorer.do_sample else "greedy"
+        self.findings = session.knowledge.of_all_kinds(_NAME, lambda _: LookupFindings(settings.stored_tokens))
+        self._rows: list[LookupRow] = []
+        self._lengths: list[int] = []
+        self.trees: list[TokenTree] = []
+        self._begun = 0.0
+        session.target.cache.reserve(settings.max_nodes + 1)
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """See :meth:`Drafter.propose`."""
+        self._begun = perf_counter()
+        return self.draft(text, self.plan(text, max_new))
+
+    def plan(self, text: Text, max_new: list[int]) -> list[TokenTree]:
+        """The trees of all rows that pay together."""
+        self._read(text)
+        clock = self.clock(text)
+        costs, rows = clock.costs, sum(count > 0 for count in max_new)
+        pace = clock.pace
+        with self.findings.lock:
+            trees = [
+                row.propose(costs, pace / rows, min(count, self._max_draft), self._branching) if count else TokenTree()
+                for row, count in zip(self._rows, max_new, strict=True)
+            ]
+        most = min(max(map(len, trees)), self.settings.max_nodes)
+        if rows > 1 and most:
+            # All rows are verified together, so that they pay together; what fits beside the largest is free.
+            worth = [
+                sum(sum(tree.reach[:size]) for tree in trees) - pace * costs.seconds[size] for size in range(most + 1)
+            ]
+            most = max(range(most + 1), key=lambda size: worth[size])
+        return [_first(tree, most) for tree in trees]
+
+    def clock(self, text: Text) -> RoundClock:
+        """The clock of rounds such as the next one."""
+        ids = text.ids
+        dtype = self._target.model.dtype
+        return self.findings.clock(
+            f"{ids.device.type} {dtype}", text.batch_size, max(text.lengths), ids.device.type == "cpu", self._is_frozen
+        )
+
+    def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
+        """The trees as a draft of named tokens."""
+        self.trees = trees
+        size = max(map(len, trees))
+        if not size:
+            return Draft.none(text)
+        tokens = torch.tensor([[*tree.tokens, *[0] * (size - len(tree))] for tree in trees], device=text.ids.device)
+        if all(tree.parents == tuple(range(len(tree))) for tree in trees):
+            return Draft(tokens, [len(tree) for tree in trees])
+        parents = [[*tree.parents, *[-1] * (size - len(tree))] for tree in trees]
+        return Draft(tokens, [_depth(tree) for tree in trees], parents)
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """See :meth:`Drafter.update`."""
+        new = self.learn(text, verdicts, logits)
+        self.clock(text).add(max(map(len, self.trees)), new, perf_counter() - self._begun)
+
+    def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
+        """Takes in what verification said, without the time that it took; returns the new tokens of all rows."""
+        tops = _tops(logits)
+        new = 0
+        with self.findings.lock:
+            for row, (verdict, tree) in enumerate(zip(verdicts, self.trees, strict=True)):
+                count = text.lengths[row] - self._lengths[row]
+                if verdict.tokens and count:
+                    self._rows[row].learn(tree, verdict.tokens[:count], tops[row])
+                    new += count
+                self._lengths[row] = text.lengths[row]
+        return new
+
+    def finish(self, text: Text) -> None:
+        """Puts the texts into the store."""
+        self._read(text)
+        self.findings.end(self._rows)
+
+    def report(self, stats: GenerationStats) -> None:
+        """See :meth:`Drafter.report`."""
+        stats.plan = self._target.full_plan.picture()
+
+    def _read(self, text: Text) -> None:
+        """Begins with the prompts."""
+        if self._rows:
+            return
+        padding = self._target.padding
+        slots = [0] * text.batch_size if padding is None else padding.argmax(1).tolist()
+        ids = text.ids.tolist()
+        for row, (base, length) in enumerate(zip(text.base, text.lengths, strict=True)):
+            known = LookupRow(self.findings.known, self._kind)
+            known.extend(ids[row][max(0, slots[row] - base) : length])
+            self._rows.append(known)
+        self._lengths = list(text.lengths)
+
+
+def _first(tree: TokenTree, size: int) -> TokenTree:
+    """The tree without the nodes that were taken last."""
+    if size >= len(tree):
+        return tree
+    offers = {node: offered for node, offered in tree.offers.items() if node <= size}
+    return TokenTree(tree.tokens[:size], tree.parents[:size], tree.reach[:size], tree.keys[:size], offers)
+
+
+def _depth(tree: TokenTree) -> int:
+    """Tokens on the longest path."""
+    depths = [0]
+    for parent in tree.parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+def _tops(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
+    """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
+    values, tokens = logits.topk(min(_SUCCESSORS, logits.shape[-1]), dim=-1)
+    shares = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    return [list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), shares.tolist(), strict=True)]
