@@ -23,7 +23,7 @@ from .learned import Learned
 from .model.exits import Exits
 from .model.partial import LayerPlan
 from .model.target import Target
-from .notices import say_once
+from .notices import warn_once
 from .parts.probe import LinearProbe
 from .search.exit_choice import Evidence, exits_to_try
 from .search.on_the_fly import Search, usual_ratio
@@ -116,7 +116,7 @@ class Drafting:
         elif _is_tensor_parallel(target):
             why = "a search goes by timings, which differ between the processes of a tensor-parallel model"
         if why:
-            say_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
+            warn_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
             return PartialDraft(target, start, limits, scorer)
         auto = ratio == "auto"
         share = usual_ratio(target.model.num_parameters()) if auto else ratio
@@ -170,7 +170,7 @@ def _check_probe_of_stop(probe: LinearProbe, plan: LayerPlan | None, draft: Any,
         )
     if probe.do_sample != do_sample:
         modes = {True: "drawn tokens", False: "greedy text"}
-        say_once(
+        warn_once(
             f"the probe was fitted for {modes[probe.do_sample]} and is asked for {modes[do_sample]}: it may mislead."
         )
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from . import saving
 from .errors import SettingError
 from .model.fingerprint import Fingerprint
-from .notices import say_once
+from .notices import warn_once
 from .saving import Kind
 from .stop.rules import Memory
 from .types import GenerationStats
@@ -190,7 +190,7 @@ class Learned:
             if (alive := model()) is not None:
                 self.save(path, alive, settings)
         except OSError as error:
-            say_once(f"{path} cannot be written ({error}), so what is found does not last.")
+            warn_once(f"{path} cannot be written ({error}), so what is found does not last.")
 
     def cache_file(self, folder: Path, task: str, model: PreTrainedModel, settings: Mapping[str, Any]) -> Path:
         """Where findings of ``model`` for a task last."""

@@ -29,7 +29,7 @@ from .learned import Learned
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
 from .model.target import Target
-from .notices import say_once
+from .notices import warn_once
 from .presets import Presets
 from .search.exit_choice import ExitChoice
 from .search.on_the_fly import ClosestLayers
@@ -191,7 +191,7 @@ class SelfSpec(Presets):
             settings = self._settings().items()
             return {CONFIG_KEY: {name: saving.encode(value, f"SelfSpec({name})") for name, value in settings}}
         except SettingError as error:
-            say_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
+            warn_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
             return {CONFIG_KEY: repr(self)}
 
     @property
