@@ -24,7 +24,7 @@ from .model.checkpointing import checkpoints
 from .model.linear import are_faster
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
-from .notices import say_once
+from .notices import warn_once
 from .plain import decode_plainly
 from .stop.rules import StopRule
 from .types import Text
@@ -211,7 +211,7 @@ class Generation:
         mask = request.model_kwargs.get("attention_mask")
         if mask is None or not is_right_padded(mask):
             return ""
-        say_once(
+        warn_once(
             "the prompts are padded on the right, so this call is left to transformers' own loop, which goes on from "
             "the padding: nothing is drafted. For correct and faster results set the tokenizer's padding_side='left'."
         )
@@ -237,13 +237,13 @@ class Generation:
 
     def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
         if prompt.padding is not None:
-            say_once(
+            warn_once(
                 f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
                 "shortest acceptance. The output is exact; small batches are faster."
             )
         if self.tree is None or (anatomy.tree and prompt.padding is None):
             return self.tree
-        say_once(
+        warn_once(
             f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
             "is exact all the same."
         )
@@ -272,7 +272,7 @@ def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None
 
 def _warn_of_checkpointing(model: PreTrainedModel) -> None:
     if checkpoints(model):
-        say_once(
+        warn_once(
             f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
             "cache and generate alone sees only the last token. With `assistant` checkpointing is suspended meanwhile, "
             "so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."

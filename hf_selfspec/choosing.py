@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from . import saving
 from .attached import attached
 from .errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError
-from .notices import say_once
+from .notices import warn_once
 from .selfspec import CONFIG_KEY, SelfSpec
 
 # Options of a call or a generation config that choose another way to decode than an assistant that is set elsewhere.
@@ -172,5 +172,5 @@ def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:
     try:
         return _in_config(config)
     except (SettingError, SettingTypeError) as error:
-        say_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
+        warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
         return None

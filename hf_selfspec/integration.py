@@ -21,7 +21,7 @@ from .choosing import CONFIG_NAMES, Chosen, choose
 from .errors import SelfSpecError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.arguments import check_inputs
-from .notices import say_once_whatever_numbers
+from .notices import warn_once_ignoring_numbers
 from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
@@ -134,7 +134,7 @@ def _decode_or_plain(
 
 
 def _say_plain(chosen: Chosen, error: SelfSpecError) -> None:
-    say_once_whatever_numbers(
+    warn_once_ignoring_numbers(
         f"the SelfSpec {chosen.default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
         "generate(assistant=False) does without it and without this warning.)"
     )

@@ -19,7 +19,7 @@ from . import saving
 from .errors import SettingError
 from .findings import Findings
 from .model.fingerprint import Fingerprint
-from .notices import say_once
+from .notices import warn_once
 from .saving import Key, Kind
 from .stop.rules import Memory
 from .types import GenerationStats
@@ -182,7 +182,7 @@ class Knowledge:
             if (alive := model()) is not None:
                 self.save(path, alive, settings, lambda one: one == key if key.kind is None else one.kind is not None)
         except OSError as error:
-            say_once(f"{path} cannot be written ({error}), so what is found does not last.")
+            warn_once(f"{path} cannot be written ({error}), so what is found does not last.")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -16,10 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from . import pictures, saving
 from .call import FIRST_SLOTS, Generation, Request
-from .draft.adapter import EarlyExitAdapter
 from .draft.candidates import Candidates
-from .draft.early_exit import EarlyExit, EarlyExitOnly
-from .draft.exit_heads import DynamicExit
+from .draft.early_exit import EarlyExit
 from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource, Limits
@@ -29,17 +27,14 @@ from .knowledge import Knowledge, KnowledgeOfCall
 from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
 from .model.target import Target
-from .notices import say_once
-from .parts.adapter import Adapter
-from .parts.heads import ExitHeads
-from .parts.probe import LinearProbe
+from .notices import warn_once
+from .presets import Presets
 from .search.exit_choice import ExitChoice
-from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
 from .search.tries import SkipChoice
 from .settings import MOST_DRAFT, check_count
-from .stop.adaptive import AdaptiveThreshold
-from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
+from .stop.rules import RememberingRule, StopRule
 from .types import GenerationStats
 from .verify.scoring import Scorer
 from .verify.tree import Tree
@@ -50,13 +45,12 @@ if TYPE_CHECKING:
 # Characters in the name of a task: of four bytes each, with the rest of its file's name, they are what a folder takes.
 _LONGEST_TASK = 50
 
-
 # Under this name a saved generation config holds the settings of its ``assistant``.
 CONFIG_KEY = "hf_selfspec"
 
 
 @dataclass(frozen=True)
-class SelfSpec:
+class SelfSpec(Presets):
     """Self-speculative decoding: part of a model drafts, the whole model verifies.
 
     ``model.generate(**inputs, assistant=SelfSpec())`` gives the tokens of plain ``generate``, faster. A ``SelfSpec``
@@ -126,183 +120,6 @@ class SelfSpec:
             if why and value is not None:
                 raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
 
-    @classmethod
-    def layerskip(
-        cls,
-        exit_layer: int | None = None,
-        num_draft: int | None = None,
-        stop: StopRule | None = None,
-        max_draft: int = 12,
-    ) -> SelfSpec:
-        """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
-
-        What is not given is chosen for each model by a measured probe on the first 1,024 tokens that it generates: the
-        exit layer and the draft length or threshold with the most expected tokens per second (no draft at all where
-        none pays). Greedy and sampled, single and batched calls choose for themselves. :meth:`choice` tells what was
-        found.
-
-        Args:
-            exit_layer: the exit layer ``E``, from 1 to ``L-1``.
-            num_draft: tokens in a draft (LayerSkip §4.3).
-            stop: another stop rule, in the place of ``num_draft``.
-            max_draft: most tokens in a draft (12 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed, or both ``num_draft`` and ``stop`` are given.
-        """
-        if num_draft is not None and stop is not None:
-            raise SettingError(
-                f"SelfSpec.layerskip(num_draft={num_draft!r}, stop={stop!r}): give one of the two; max_draft bounds "
-                "the drafts of a stop rule."
-            )
-        check_count("SelfSpec.layerskip(max_draft)", max_draft, most=MOST_DRAFT)
-        if num_draft is not None:
-            stop = FixedLength(num_draft)
-            max_draft = max(max_draft, num_draft)
-        return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
-
-    @classmethod
-    def swift(
-        cls,
-        ratio: float | Literal["auto"] = "auto",
-        search: Search | None = None,
-        stop: StopRule | None = None,
-        tree: Tree | None = None,
-        max_draft: int = 25,
-    ) -> SelfSpec:
-        """SWIFT: nothing trained, nothing prepared; which blocks are skipped is found while text is generated.
-
-        Args:
-            ratio: share of the blocks that are skipped, see :class:`SkipLayers`.
-            search: when sets are tried and when that ends, by default as in the paper, see :class:`OnTheFlySearch`;
-                or :class:`ClosestLayers`.
-            stop: when a draft ends, confidence below 0.8 by default.
-            tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
-            max_draft: most tokens in a draft (25 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed.
-        """
-        draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
-        return cls(draft, stop or ConfidenceThreshold(), tree, max_draft)
-
-    @classmethod
-    def adaspeed(
-        cls,
-        exit_layer: int | str | os.PathLike[str] | LinearProbe | None = None,
-        probe: Confidence | str | os.PathLike[str] | None = None,
-        max_draft: int = 12,
-    ) -> SelfSpec:
-        """AdaSPEED: early exit until the product of the draft's confidences falls below a threshold that adapts.
-
-        As in the paper the threshold begins at 0.8 and follows the acceptance rate (its appendix A).
-
-        Args:
-            exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without one for the
-                fastest, see :meth:`layerskip`. Or a probe, in the place of both.
-            probe: what ``fit_probe`` gave, or the folder or Hub repository that holds it; or a function that says how
-                probable it is that a drafted token is accepted, from its logits ``[b, v]`` and the state ``[b, d]``
-                behind them. ``None`` for the top-1 probability.
-            max_draft: most tokens in a draft.
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed.
-        """
-        if isinstance(exit_layer, (str, os.PathLike, LinearProbe)):
-            if probe is not None:
-                raise SettingError(f"SelfSpec.adaspeed({exit_layer!r}, {probe!r}): give one probe.")
-            exit_layer, probe = None, exit_layer
-        found = LinearProbe.load(probe) if isinstance(probe, (str, os.PathLike)) else probe
-        if isinstance(found, LinearProbe):
-            if exit_layer not in (None, found.exit_layer):
-                raise SettingError(
-                    f"SelfSpec.adaspeed(exit_layer={exit_layer!r}): the probe was fitted to the states of exit layer "
-                    f"{found.exit_layer}. Leave exit_layer out, or fit another probe."
-                )
-            exit_layer = found.exit_layer
-        stop = AdaptiveThreshold(ProductThreshold(0.8, found))
-        return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
-
-    @classmethod
-    def kangaroo(
-        cls,
-        adapter: Adapter | str | os.PathLike[str],
-        stop: StopRule | None = None,
-        max_draft: int = 6,
-    ) -> SelfSpec:
-        """Kangaroo: a shallow exit and an adapter behind it, until the confidence falls below 0.6.
-
-        Args:
-            adapter: what ``fit_adapter`` gave, or the folder or Hub repository that holds it.
-            stop: when a draft ends, confidence below 0.6 by default.
-            max_draft: most tokens in a draft (6 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: there is no such adapter, or a setting is not allowed.
-        """
-        draft = EarlyExitAdapter(adapter)
-        return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
-
-    @classmethod
-    def dssd(
-        cls,
-        heads: ExitHeads | str | os.PathLike[str],
-        epsilon: float = 0.9,
-        metric: str | None = None,
-        max_draft: int = 32,
-    ) -> SelfSpec:
-        """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
-
-        Args:
-            heads: what ``fit_exit_heads`` gave, or the folder or Hub repository that holds it.
-            epsilon: the share of drafted tokens that is to be accepted, as far as the heads' calibration with drafts of
-                at most 32 tokens tells; can be another one for each ``SelfSpec`` without calibrating again. (DSSD's is
-                how often single heads are right; of a draft, less is accepted.)
-            metric: how confidence is measured, see ``calibrate_exit_heads``; that of the heads by default.
-            max_draft: most tokens in a draft (32 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: there are no such heads, they do not reach ``epsilon``, or a setting is not
-                allowed.
-        """
-        draft = DynamicExit(heads, epsilon, metric)
-        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
-
-    @classmethod
-    def early_exit_only(
-        cls,
-        layer: int | None = None,
-        *,
-        heads: ExitHeads | str | os.PathLike[str] | None = None,
-        epsilon: float = 0.9,
-        metric: str | None = None,
-        max_draft: int = 32,
-    ) -> SelfSpec:
-        """Generation with a part of the model alone. **The output is not the model's own.**
-
-        Papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the first
-        exit head that is sure enough, and from the whole model where none is (DSSD §3.4.2).
-
-        Args:
-            layer: the exit layer ``E``.
-            heads, metric, max_draft: in the place of a layer, see :meth:`dssd`; the whole model runs over what was
-                taken early at the next token that is its own, and after ``max_draft`` tokens at the latest.
-            epsilon: how often each head is to be right where it is believed (DSSD §3.4).
-
-        Raises:
-            SettingError, SettingTypeError: both or neither is given, or one is not allowed.
-        """
-        if (layer is None) == (heads is None):
-            raise SettingError(
-                f"SelfSpec.early_exit_only(layer={layer!r}, heads={heads!r}): give one of the two, an exit layer or "
-                "exit heads."
-            )
-        if heads is None:
-            assert layer is not None
-            return cls(draft=EarlyExitOnly(layer), stop=None)
-        draft = DynamicExit(heads, epsilon, metric, lossless=False)
-        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfSpec:
         return copy.copy(self)
 
@@ -364,7 +181,7 @@ class SelfSpec:
             settings = self._settings().items()
             return {CONFIG_KEY: {name: saving.encode(value, f"SelfSpec({name})") for name, value in settings}}
         except SettingError as error:
-            say_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
+            warn_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
             return {CONFIG_KEY: repr(self)}
 
     @property

@@ -60,7 +60,7 @@ def llama() -> LlamaForCausalLM:
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices, "_warned", set())
 
 
 def calls(spec: SelfSpec) -> int:
@@ -472,7 +472,7 @@ def test_plain_beside_a_custom_loop_is_refused(llama: LlamaForCausalLM) -> None:
 
 
 def test_warnings_name_the_line_of_the_caller(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices, "_warned", set())
     with attach(llama, SelfSpec()), pytest.warns(UserWarning, match="plain generate serves it") as told:
         llama.generate(**ROW, max_new_tokens=4, num_beams=2)
     assert told[0].filename == __file__

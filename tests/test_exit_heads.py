@@ -210,12 +210,12 @@ class Counting:
         run_layers, step = Target.run_layers, Target.step
 
         def counted_layers(
-            target: Target, tokens: Any, cursors: Any, start: int, stop: int, state: Any = None, until: Any = None
+            target: Target, tokens: Any, cursors: Any, start: int, stop: int, state: Any = None, stop_fn: Any = None
         ) -> Any:
             ended = [stop]
 
             def watched(layer: int, states: Any) -> bool:
-                if not until(layer, states):
+                if not stop_fn(layer, states):
                     return False
                 ended[0] = layer
                 return True

@@ -47,7 +47,7 @@ def llama() -> LlamaForCausalLM:
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices, "_warned", set())
 
 
 def calls(spec: SelfSpec) -> int:

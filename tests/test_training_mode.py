@@ -129,7 +129,7 @@ def test_dropout_stays_on() -> None:
 
 
 def test_the_user_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices, "_warned", set())
     model = in_training(tiny_llama())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

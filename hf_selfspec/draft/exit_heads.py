@@ -185,7 +185,7 @@ class HeadsDraft(PartialDraft):
         first = self._levels.index(level)
         reached = self._levels[first - 1] if first else len(self._bounds) - 1
 
-        def until(layer: int, states: torch.Tensor) -> bool:
+        def stop_fn(layer: int, states: torch.Tensor) -> bool:
             nonlocal reached
             at = self._level_of.get(layer)
             if at is None or decide is None or not decide(at, states[:, -1]):
@@ -199,7 +199,7 @@ class HeadsDraft(PartialDraft):
             self._bounds[level],
             self._bounds[reached],
             torch.cat(self._states[first:], 1) if level else None,
-            until,
+            stop_fn,
         )
         self._states[first:] = after.split(1, 1)
         self._levels[first:] = [reached] * (len(self._levels) - first)

@@ -15,7 +15,7 @@ from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..notices import say_once
+from ..notices import warn_once
 from ..search.budget import Budget
 from ..search.clasp import closest_layers
 from ..search.costs import MANY
@@ -61,7 +61,7 @@ def start_search(
     elif session.is_tensor_parallel:
         why = "a search goes by timings, which differ between the processes of a tensor-parallel model"
     if why:
-        say_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
+        warn_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
         return PartialDraft.of(session, start, limits, name)
     check_fitted_rule(session.stop, None, name, session.scorer.do_sample, session.knowledge.fingerprint)
     auto = ratio == "auto"
@@ -94,7 +94,7 @@ def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
             "Give a shorter window; 32 is usual."
         )
     if isinstance(search, OnTheFlySearch) and max_new is not None and max_new <= window:
-        say_once(
+        warn_once(
             f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
             "more, or give a shorter window."
         )

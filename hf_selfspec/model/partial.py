@@ -83,7 +83,7 @@ class LayerPlan:
 # (layer, state that entered it, state that left it), both [b, s, d], to what goes on from there.
 AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 # (layer, state [b, s, d] that enters it) to whether the forward ends there.
-Until = Callable[[int, torch.Tensor], bool]
+StopFn = Callable[[int, torch.Tensor], bool]
 
 
 @dataclass
@@ -97,8 +97,8 @@ class ForwardPass:
         stop: layers from here on are passed through (``L`` for none).
         capture: layer whose entering hidden state is kept, or -1.
         after_layer: decides what each layer hands to the next, ``None`` for what left it.
-        until: asked from layer ``start + 1`` to ``stop`` whether the forward ends there, until it does.
-        instead: makes of ``exit_state`` what goes into the head, in the place of the stack's final norm.
+        stop_fn: called at layers ``start + 1`` to ``stop``; the forward ends at the first that it returns ``True`` for.
+        head_input_fn: maps ``exit_state`` to the input of the head, in the place of the stack's final norm.
         captured: ``[b, s, d]`` that state, after the forward.
         exit_state: ``[b, s, d]`` what left the last layer, after the forward.
     """
@@ -109,8 +109,8 @@ class ForwardPass:
     stop: int | None = None
     capture: int = -1
     after_layer: AfterLayer | None = None
-    until: Until | None = None
-    instead: Callable[[torch.Tensor], torch.Tensor] | None = None
+    stop_fn: StopFn | None = None
+    head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
     passed: frozenset[int] = field(init=False)
@@ -123,12 +123,12 @@ class ForwardPass:
             outside = (*range(self.start), *range(stop, self.plan.num_layers))
             self.passed = self.plan.skipped_layers.union(outside)
 
-    def ask(self, layer: int, state: torch.Tensor) -> None:
-        """Asks whether the forward ends with what enters ``layer``; the layers from there on pass it on then."""
+    def check_stop(self, layer: int, state: torch.Tensor) -> None:
+        """Ends the forward with what enters ``layer`` if ``stop_fn`` returns ``True``; later layers pass that on."""
         if self.start < layer and (self.stop is None or layer <= self.stop):
-            assert self.until is not None
-            if self.until(layer, state):
-                self.stop, self.until = layer, None
+            assert self.stop_fn is not None
+            if self.stop_fn(layer, state):
+                self.stop, self.stop_fn = layer, None
                 self.passed = self.passed.union(range(layer, self.plan.num_layers))
 
 
@@ -185,10 +185,10 @@ class _Installation:
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             current = _current.forward_pass
-            if current is None or current.instead is None:
+            if current is None or current.head_input_fn is None:
                 return output
             assert current.exit_state is not None
-            return with_states(output, current.instead(current.exit_state))
+            return with_states(output, current.head_input_fn(current.exit_state))
 
         return forward
 
@@ -209,8 +209,8 @@ class _Installation:
                     kwargs["hidden_states"] = hidden
             if index == current.capture:
                 current.captured = hidden
-            if current.until is not None:
-                current.ask(index, hidden)
+            if current.stop_fn is not None:
+                current.check_stop(index, hidden)
             if index in current.passed:
                 output = _with_arity(hidden, arity.get(kind))
             else:

@@ -19,7 +19,7 @@ from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, speculative_attention
-from .partial import AfterLayer, ForwardPass, LayerPlan, Until, obeying, partial_forwards
+from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
 from .prompt import Holes
 
 _NO_END = 1 << 62
@@ -41,16 +41,16 @@ class Step:
 
 
 @dataclass
-class Watched:
-    """What is to be seen of prefills.
+class PrefillObserver:
+    """What receives the states of prefills.
 
     Attributes:
         layer: the layer.
-        see: gets the states ``[b, s, d]`` that enter it, the slot of each row's first token, and how many are real.
+        observe: receives the states ``[b, s, d]`` that enter it, each row's first slot and number of real tokens.
     """
 
     layer: int
-    see: Callable[[torch.Tensor, list[int], list[int]], None]
+    observe: Callable[[torch.Tensor, list[int], list[int]], None]
 
 
 class Target:
@@ -68,7 +68,7 @@ class Target:
         plan: what plays the whole model, ``None`` for all of it.
 
     Attributes:
-        watched: what is to be seen of prefills, ``None`` for nothing.
+        prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Target:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
-        self.watched: Watched | None = None
+        self.prefill_observer: PrefillObserver | None = None
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:
@@ -127,12 +127,13 @@ class Target:
         keep = ends if ragged else 1
         # One length and nothing in the cache: the mask that plain `generate` would use, often none at all.
         simple = not ragged and max(cursors) == 0 and self.holes is None
-        run = None if self.watched is None else ForwardPass(self.full_plan, capture=self.watched.layer)
+        observer = self.prefill_observer
+        run = None if observer is None else ForwardPass(self.full_plan, capture=observer.layer)
         output, run = self._call(self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple)
         logits = output.logits
-        if self.watched is not None:
+        if observer is not None:
             assert run.captured is not None
-            self.watched.see(run.captured, cursors, lengths)
+            observer.observe(run.captured, cursors, lengths)
         if not ragged:
             return logits[:, -1]
         last = torch.tensor(lengths, device=logits.device) - 1
@@ -152,7 +153,7 @@ class Target:
         capture: int = -1,
         head: bool = True,
         after_layer: AfterLayer | None = None,
-        instead: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Step:
         """One forward over a few tokens at the end of each row.
 
@@ -166,7 +167,7 @@ class Target:
             capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
             head: whether logits are wanted.
             after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
-            instead: makes what goes into the head, see there.
+            head_input_fn: returns the input of the head, see there.
 
         Returns:
             The :class:`Step`.
@@ -180,7 +181,7 @@ class Target:
             stop=None if head else capture,
             capture=-1 if replay else capture,
             after_layer=after_layer,
-            instead=instead,
+            head_input_fn=head_input_fn,
         )
         # Arguments of the user's own are the whole model's.
         module = self.model if head or self.extra else self._decoder
@@ -194,7 +195,7 @@ class Target:
         start: int,
         stop: int,
         state: torch.Tensor | None = None,
-        until: Until | None = None,
+        stop_fn: StopFn | None = None,
     ) -> torch.Tensor:
         """Runs layers ``start .. stop-1`` over a line of tokens, or fewer of them.
 
@@ -203,12 +204,12 @@ class Target:
             cursors: slot of each row's first one.
             start, stop: layers, ``stop`` below ``L``.
             state: ``[b, s, d]`` what enters layer ``start``, ``None`` where that is 0.
-            until: asked with each layer from ``start + 1`` to ``stop`` and what enters it, whether to end there.
+            stop_fn: tells for each layer from ``start + 1`` to ``stop`` whether to end there, see :class:`ForwardPass`.
 
         Returns:
             ``[b, s, d]`` what enters layer ``stop``, or the one at which it ended.
         """
-        run = ForwardPass(self.full_plan, start=start, state=state, stop=stop, capture=stop, until=until)
+        run = ForwardPass(self.full_plan, start=start, state=state, stop=stop, capture=stop, stop_fn=stop_fn)
         module = self.model if self.extra else self._decoder
         _, run = self._call(module, tokens, cursors, self.full_plan, run=run)
         assert run.captured is not None

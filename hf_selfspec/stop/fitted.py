@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..errors import SettingError
 from ..model.fingerprint import Fingerprint
 from ..model.partial import LayerPlan
-from ..notices import say_once
+from ..notices import warn_once
 from ..parts.probe import LinearProbe
 from .adaptive import AdaptiveThreshold
 from .rules import StopRule
@@ -44,6 +44,6 @@ def check_fitted_rule(
         )
     if probe.do_sample != do_sample:
         modes = {True: "drawn tokens", False: "greedy text"}
-        say_once(
+        warn_once(
             f"the probe was fitted for {modes[probe.do_sample]} and is used for {modes[do_sample]}: it may mislead."
         )

@@ -1,0 +1,209 @@
+"""The papers' methods as settings: ``SelfSpec.layerskip(...)`` and others."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from .draft.adapter import EarlyExitAdapter
+from .draft.early_exit import EarlyExit, EarlyExitOnly
+from .draft.exit_heads import DynamicExit
+from .draft.skip_layers import SkipLayers
+from .errors import SettingError
+from .parts.adapter import Adapter
+from .parts.heads import ExitHeads
+from .parts.probe import LinearProbe
+from .search.on_the_fly import OnTheFlySearch, Search
+from .settings import MOST_DRAFT, check_count
+from .stop.adaptive import AdaptiveThreshold
+from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, StopRule
+from .verify.tree import Tree
+
+SelfSpecT = TypeVar("SelfSpecT", bound="Presets")
+
+
+class Presets:
+    """What ``SelfSpec`` inherits: each method returns a ``SelfSpec``, or its subclass, with the settings of a paper."""
+
+    if TYPE_CHECKING:
+        # That of ``SelfSpec``, which checks what it is given.
+        def __init__(
+            self, draft: Any, stop: StopRule | None = None, tree: Tree | None = None, max_draft: int = ...
+        ) -> None: ...
+
+    @classmethod
+    def layerskip(
+        cls: type[SelfSpecT],
+        exit_layer: int | None = None,
+        num_draft: int | None = None,
+        stop: StopRule | None = None,
+        max_draft: int = 12,
+    ) -> SelfSpecT:
+        """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
+
+        What is not given is chosen for each model by a measured probe on the first 1,024 tokens that it generates: the
+        exit layer and the draft length or threshold with the most expected tokens per second (no draft at all where
+        none pays). Greedy and sampled, single and batched calls choose for themselves. :meth:`choice` tells what was
+        found.
+
+        Args:
+            exit_layer: the exit layer ``E``, from 1 to ``L-1``.
+            num_draft: tokens in a draft (LayerSkip §4.3).
+            stop: another stop rule, in the place of ``num_draft``.
+            max_draft: most tokens in a draft (12 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: a setting is not allowed, or both ``num_draft`` and ``stop`` are given.
+        """
+        if num_draft is not None and stop is not None:
+            raise SettingError(
+                f"SelfSpec.layerskip(num_draft={num_draft!r}, stop={stop!r}): give one of the two; max_draft bounds "
+                "the drafts of a stop rule."
+            )
+        check_count("SelfSpec.layerskip(max_draft)", max_draft, most=MOST_DRAFT)
+        if num_draft is not None:
+            stop = FixedLength(num_draft)
+            max_draft = max(max_draft, num_draft)
+        return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
+
+    @classmethod
+    def swift(
+        cls: type[SelfSpecT],
+        ratio: float | Literal["auto"] = "auto",
+        search: Search | None = None,
+        stop: StopRule | None = None,
+        tree: Tree | None = None,
+        max_draft: int = 25,
+    ) -> SelfSpecT:
+        """SWIFT: nothing trained, nothing prepared; which blocks are skipped is found while text is generated.
+
+        Args:
+            ratio: share of the blocks that are skipped, see :class:`SkipLayers`.
+            search: when sets are tried and when that ends, by default as in the paper, see :class:`OnTheFlySearch`;
+                or :class:`ClosestLayers`.
+            stop: when a draft ends, confidence below 0.8 by default.
+            tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
+            max_draft: most tokens in a draft (25 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: a setting is not allowed.
+        """
+        draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
+        return cls(draft, stop or ConfidenceThreshold(), tree, max_draft)
+
+    @classmethod
+    def adaspeed(
+        cls: type[SelfSpecT],
+        exit_layer: int | str | os.PathLike[str] | LinearProbe | None = None,
+        probe: Confidence | str | os.PathLike[str] | None = None,
+        max_draft: int = 12,
+    ) -> SelfSpecT:
+        """AdaSPEED: early exit until the product of the draft's confidences falls below a threshold that adapts.
+
+        As in the paper the threshold begins at 0.8 and follows the acceptance rate (its appendix A).
+
+        Args:
+            exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without one for the
+                fastest, see :meth:`layerskip`. Or a probe, in the place of both.
+            probe: what ``fit_probe`` gave, or the folder or Hub repository that holds it; or a function that says how
+                probable it is that a drafted token is accepted, from its logits ``[b, v]`` and the state ``[b, d]``
+                behind them. ``None`` for the top-1 probability.
+            max_draft: most tokens in a draft.
+
+        Raises:
+            SettingError, SettingTypeError: a setting is not allowed.
+        """
+        if isinstance(exit_layer, (str, os.PathLike, LinearProbe)):
+            if probe is not None:
+                raise SettingError(f"SelfSpec.adaspeed({exit_layer!r}, {probe!r}): give one probe.")
+            exit_layer, probe = None, exit_layer
+        found = LinearProbe.load(probe) if isinstance(probe, (str, os.PathLike)) else probe
+        if isinstance(found, LinearProbe):
+            if exit_layer not in (None, found.exit_layer):
+                raise SettingError(
+                    f"SelfSpec.adaspeed(exit_layer={exit_layer!r}): the probe was fitted to the states of exit layer "
+                    f"{found.exit_layer}. Leave exit_layer out, or fit another probe."
+                )
+            exit_layer = found.exit_layer
+        stop = AdaptiveThreshold(ProductThreshold(0.8, found))
+        return cls(draft=EarlyExit(exit_layer), stop=stop, max_draft=max_draft)
+
+    @classmethod
+    def kangaroo(
+        cls: type[SelfSpecT],
+        adapter: Adapter | str | os.PathLike[str],
+        stop: StopRule | None = None,
+        max_draft: int = 6,
+    ) -> SelfSpecT:
+        """Kangaroo: a shallow exit and an adapter behind it, until the confidence falls below 0.6.
+
+        Args:
+            adapter: what ``fit_adapter`` gave, or the folder or Hub repository that holds it.
+            stop: when a draft ends, confidence below 0.6 by default.
+            max_draft: most tokens in a draft (6 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: there is no such adapter, or a setting is not allowed.
+        """
+        draft = EarlyExitAdapter(adapter)
+        return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
+
+    @classmethod
+    def dssd(
+        cls: type[SelfSpecT],
+        heads: ExitHeads | str | os.PathLike[str],
+        epsilon: float = 0.9,
+        metric: str | None = None,
+        max_draft: int = 32,
+    ) -> SelfSpecT:
+        """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
+
+        Args:
+            heads: what ``fit_exit_heads`` gave, or the folder or Hub repository that holds it.
+            epsilon: the share of drafted tokens that is to be accepted, as far as the heads' calibration with drafts of
+                at most 32 tokens tells; can be another one for each ``SelfSpec`` without calibrating again. (DSSD's is
+                how often single heads are right; of a draft, less is accepted.)
+            metric: how confidence is measured, see ``calibrate_exit_heads``; that of the heads by default.
+            max_draft: most tokens in a draft (32 in the paper).
+
+        Raises:
+            SettingError, SettingTypeError: there are no such heads, they do not reach ``epsilon``, or a setting is not
+                allowed.
+        """
+        draft = DynamicExit(heads, epsilon, metric)
+        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
+
+    @classmethod
+    def early_exit_only(
+        cls: type[SelfSpecT],
+        layer: int | None = None,
+        *,
+        heads: ExitHeads | str | os.PathLike[str] | None = None,
+        epsilon: float = 0.9,
+        metric: str | None = None,
+        max_draft: int = 32,
+    ) -> SelfSpecT:
+        """Generation with a part of the model alone. **The output is not the model's own.**
+
+        Papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the first
+        exit head that is sure enough, and from the whole model where none is (DSSD §3.4.2).
+
+        Args:
+            layer: the exit layer ``E``.
+            heads, metric, max_draft: in the place of a layer, see :meth:`dssd`; the whole model runs over what was
+                taken early at the next token that is its own, and after ``max_draft`` tokens at the latest.
+            epsilon: how often each head is to be right where it is believed (DSSD §3.4).
+
+        Raises:
+            SettingError, SettingTypeError: both or neither is given, or one is not allowed.
+        """
+        if (layer is None) == (heads is None):
+            raise SettingError(
+                f"SelfSpec.early_exit_only(layer={layer!r}, heads={heads!r}): give one of the two, an exit layer or "
+                "exit heads."
+            )
+        if heads is None:
+            assert layer is not None
+            return cls(draft=EarlyExitOnly(layer), stop=None)
+        draft = DynamicExit(heads, epsilon, metric, lossless=False)
+        return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)

@@ -1,0 +1,33 @@
+"""The papers' methods as settings, which ``SelfSpec`` and its subclasses inherit."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from hf_selfspec import AdaptiveThreshold, ConfidenceThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec
+from hf_selfspec.draft import EarlyExitOnly, SkipLayers
+from hf_selfspec.presets import Presets
+from hf_selfspec.search import OnTheFlySearch
+
+
+class Custom(SelfSpec):
+    """A subclass with nothing of its own."""
+
+
+def test_selfspec_inherits_all_presets() -> None:
+    presets = {name for name in vars(Presets) if not name.startswith("_")}
+    assert presets == {"adaspeed", "dssd", "early_exit_only", "kangaroo", "layerskip", "swift"}
+    assert not presets & set(vars(SelfSpec))
+    for name in presets:
+        assert inspect.getdoc(getattr(SelfSpec, name)), name
+
+
+@pytest.mark.parametrize("kind", [SelfSpec, Custom])
+def test_a_preset_returns_the_class_that_it_was_called_on(kind: type[SelfSpec]) -> None:
+    adaptive = AdaptiveThreshold(ProductThreshold(0.8))
+    assert kind.layerskip(3, 14) == kind(EarlyExit(3), FixedLength(14), max_draft=14)
+    assert kind.swift(0.4) == kind(SkipLayers(search=OnTheFlySearch(), ratio=0.4), ConfidenceThreshold())
+    assert kind.adaspeed(3) == kind(EarlyExit(3), adaptive, max_draft=12)
+    assert kind.early_exit_only(3) == kind(EarlyExitOnly(3))
