@@ -7,6 +7,7 @@ the output is what it would have been.
 from .attached import attach, detach
 from .differences import Difference, first_differences
 from .draft import (
+    Cascade,
     Drafter,
     DraftSource,
     DynamicExit,
@@ -55,6 +56,7 @@ __all__ = [
     "AdaptiveThreshold",
     "Architecture",
     "CalibratedEntropy",
+    "Cascade",
     "ClosestLayers",
     "ConfidenceThreshold",
     "CostTree",

@@ -170,12 +170,18 @@ class Knowledge:
                 findings.update({key: found.state() for key, found in known.items()})
             saving.write(path, settings, fingerprint, {key: state for key, state in findings.items() if wanted(key)})
 
-    def forget(self, source: str) -> None:
-        """Drops what one source has found about any model."""
+    def forget_texts(self) -> None:
+        """Drops what findings keep of texts, also from the files in which they last."""
         with self._lock:
             for known in self.models.values():
-                for key in [key for key in known if key.source == source]:
-                    del known[key]
+                for found in known.values():
+                    if (forget := getattr(found, "forget", None)) is not None:
+                        forget()
+                        if found.changed is not None:
+                            found.changed()
+            if self.saved is not None:
+                kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
+                self.saved = replace(self.saved, findings=kept)
 
     def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any], key: Key) -> None:
         try:

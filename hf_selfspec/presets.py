@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from .draft.adapter import EarlyExitAdapter
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
+from .draft.lookup import Lookup
 from .draft.skip_layers import SkipLayers
 from .errors import SettingError
 from .parts.adapter import Adapter
@@ -30,6 +31,18 @@ class Presets:
         def __init__(
             self, draft: Any, stop: StopRule | None = None, tree: Tree | None = None, max_draft: int = ...
         ) -> None: ...
+
+    @classmethod
+    def lookup(cls: type[SelfSpecT], stored_tokens: int = 65_536) -> SelfSpecT:
+        """Free drafts alone: nothing but what the texts and the model's own logits give, for any model.
+
+        Args:
+            stored_tokens: tokens of earlier texts that are kept, see :class:`Lookup`; 0 for none.
+
+        Raises:
+            SettingError, SettingTypeError: it is no such number.
+        """
+        return cls(draft=Lookup(stored_tokens))
 
     @classmethod
     def layerskip(

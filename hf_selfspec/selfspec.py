@@ -17,7 +17,9 @@ from transformers.generation.streamers import BaseStreamer
 from . import pictures, saving
 from .call import FIRST_SLOTS, Generation, Request
 from .draft.candidates import Candidates
+from .draft.cascade import Cascade
 from .draft.early_exit import EarlyExit
+from .draft.lookup import Lookup
 from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource, Limits
@@ -78,7 +80,9 @@ class SelfSpec(Presets):
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
-    draft: DraftSource | CandidateGenerator = field(default_factory=lambda: SkipLayers(search=ClosestLayers()))
+    draft: DraftSource | CandidateGenerator = field(
+        default_factory=lambda: Cascade((Lookup(), SkipLayers(search=ClosestLayers())))
+    )
     stop: StopRule | None = None
     tree: Tree | None = None
     max_draft: int = 25
@@ -137,6 +141,14 @@ class SelfSpec(Presets):
         inner = causal_lm(model, "SelfSpec.choice")
         found = self._knowledge.latest(inner, lambda found: hasattr(found, "choice"))
         return None if found is None else found.choice
+
+    def forget(self) -> None:
+        """Drops the texts of earlier calls, and what was kept of the model's logits on them.
+
+        In the memory of this process, for all models, and in the files of ``cache_dir`` that it has used. What was
+        found about layers, and the times of forwards, stay.
+        """
+        self._knowledge.forget_texts()
 
     def save_pretrained(self, folder: str | os.PathLike[str], model: Any = None) -> None:
         """Writes settings and findings to ``folder/selfspec.json``, whole or not at all.

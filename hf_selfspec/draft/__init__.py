@@ -1,6 +1,7 @@
 """Which part of the model drafts."""
 
 from .adapter import EarlyExitAdapter
+from .cascade import Cascade
 from .early_exit import EarlyExit, EarlyExitOnly
 from .exit_heads import DynamicExit
 from .lookup import Lookup
@@ -8,6 +9,7 @@ from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
 __all__ = [
+    "Cascade",
     "Drafter",
     "DraftSource",
     "DynamicExit",

@@ -75,6 +75,7 @@ class LookupDrafter:
         self._rows: list[LookupRow] = []
         self._lengths: list[int] = []
         self.trees: list[TokenTree] = []
+        self._places: list[list[int]] | None = None
         self._begun = 0.0
         session.target.cache.reserve(settings.max_nodes + 1)
 
@@ -101,7 +102,7 @@ class LookupDrafter:
                 sum(sum(tree.reach[:size]) for tree in trees) - pace * costs.seconds[size] for size in range(most + 1)
             ]
             most = max(range(most + 1), key=lambda size: worth[size])
-        return [_first(tree, most) for tree in trees]
+        return [tree.first(most) for tree in trees]
 
     def clock(self, text: Text) -> RoundClock:
         """The clock of rounds such as the next one."""
@@ -113,7 +114,7 @@ class LookupDrafter:
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
         """The trees as a draft of named tokens."""
-        self.trees = trees
+        self.use(trees)
         size = max(map(len, trees))
         if not size:
             return Draft.none(text)
@@ -121,7 +122,37 @@ class LookupDrafter:
         if all(tree.parents == tuple(range(len(tree))) for tree in trees):
             return Draft(tokens, [len(tree) for tree in trees])
         parents = [[*tree.parents, *[-1] * (size - len(tree))] for tree in trees]
-        return Draft(tokens, [_depth(tree) for tree in trees], parents)
+        return Draft(tokens, [tree.depth for tree in trees], parents)
+
+    def grown(self, text: Text, max_new: list[int], seeds: Sequence[tuple[TokenTree, list[int]]]) -> list[TokenTree]:
+        """The trees of another source with free tokens around and behind them, as far as these pay.
+
+        Args:
+            text, max_new: see :meth:`propose`.
+            seeds: for each row the tree, and where its nodes are.
+        """
+        clock, rows = self.clock(text), sum(count > 0 for count in max_new)
+        with self.findings.lock:
+            return [
+                row.propose(clock.costs, clock.pace / rows, min(count, self._max_draft), True, seed) if count else seed
+                for row, count, (seed, _) in zip(self._rows, max_new, seeds, strict=True)
+            ]
+
+    def use(self, trees: list[TokenTree], places: list[list[int]] | None = None, size: int = 0) -> None:
+        """Takes note of what is verified.
+
+        Args:
+            trees: of all rows.
+            places: for each row the node of the draft that each node of the tree's seed is; ``None`` without a seed.
+            size: nodes of the draft before those that are not in the seed.
+        """
+        self.trees = trees
+        self._places = None
+        if places is not None:
+            self._places = [
+                [*seed, *range(size + 1, size + 2 + len(tree) - len(seed))]
+                for tree, seed in zip(trees, places, strict=True)
+            ]
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
@@ -136,7 +167,8 @@ class LookupDrafter:
             for row, (verdict, tree) in enumerate(zip(verdicts, self.trees, strict=True)):
                 count = text.lengths[row] - self._lengths[row]
                 if verdict.tokens and count:
-                    self._rows[row].learn(tree, verdict.tokens[:count], tops[row])
+                    top = tops[row] if self._places is None else [tops[row][node] for node in self._places[row]]
+                    self._rows[row].learn(tree, verdict.tokens[:count], top)
                     new += count
                 self._lengths[row] = text.lengths[row]
         return new
@@ -162,22 +194,6 @@ class LookupDrafter:
             known.extend(ids[row][max(0, slots[row] - base) : length])
             self._rows.append(known)
         self._lengths = list(text.lengths)
-
-
-def _first(tree: TokenTree, size: int) -> TokenTree:
-    """The tree without the nodes that were taken last."""
-    if size >= len(tree):
-        return tree
-    offers = {node: offered for node, offered in tree.offers.items() if node <= size}
-    return TokenTree(tree.tokens[:size], tree.parents[:size], tree.reach[:size], tree.keys[:size], offers)
-
-
-def _depth(tree: TokenTree) -> int:
-    """Tokens on the longest path."""
-    depths = [0]
-    for parent in tree.parents:
-        depths.append(depths[parent] + 1)
-    return max(depths)
 
 
 def _tops(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:

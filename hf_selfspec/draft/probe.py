@@ -117,6 +117,12 @@ class ProbingDraft(PartialDraft):
         if evidence.choice is not None:
             self._use(evidence.choice)
 
+    @property
+    def expected_speedup(self) -> float | None:
+        """Over rounds without a draft, as the probe found; 0 where no draft pays, or before it has looked."""
+        choice = self.evidence.choice
+        return 0.0 if choice is None or choice.layer is None else choice.expected_speedup
+
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; nothing where the probe found no draft that pays."""
         if not self.plan.skipped_layers:
@@ -126,6 +132,10 @@ class ProbingDraft(PartialDraft):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Looks at a model's first text as soon as there is enough of it."""
         super().update(text, verdicts, logits)
+        self.observe(text, verdicts, logits)
+
+    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """The same after a round in which another source drafted."""
         if self.evidence.choice is None and max(self._unseen(text)) > _SOON:
             self._use(self._probe(text))
 

@@ -129,12 +129,18 @@ class SearchingDraft(PartialDraft):
         self._clock = perf_counter()
         self._tree = limits.tree
         self._used: tuple[object, object] | None = None
+        self._lengths: list[int] | None = None
+        self._begun, self._steps_before = self._clock, 0
         self._use_best()
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """Over rounds without a draft, as the search expects; 0 where no draft pays, ``None`` where it cannot tell."""
+        return self.search.choice.expected_speedup if self.search.choice.drafts else 0.0
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; nothing where no draft pays."""
-        self._before, self._steps_before, self._begun = list(text.lengths), self.steps, perf_counter()
-        self._looked = self._looked or text.prompt_width
+        self._steps_before, self._begun = self.steps, perf_counter()
         if self.search.choice.drafts:
             self._proposed = super().propose(text, max_new)
         else:
@@ -144,21 +150,23 @@ class SearchingDraft(PartialDraft):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Tells the search how the draft fared, and tries sets as far as its budget allows."""
         super().update(text, verdicts, logits)
+        self._learn(text, verdicts, logits, self._proposed)
+
+    def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """The same after a round in which another source drafted, or none."""
+        self._learn(text, verdicts, logits, None if logits.shape[1] > 1 else Draft.none(text))
+
+    def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
         begun = perf_counter()
         with self._budget.spending():
-            search, draft = self.search, self._proposed
-            new = [after - before for after, before in zip(text.lengths, self._before, strict=True)]
-            seconds = begun - self._begun
-            search.pace.add_round(seconds)
-            search.watch(
-                self.plan,
-                rows=sum(count > 0 for count in new),
-                drafted=sum(draft.lengths),
-                tokens=sum(new),
-                steps=self.steps - self._steps_before,
-                nodes=draft.tokens.shape[1],
-                seconds=seconds,
-            )
+            search = self.search
+            before = self._lengths or [n - len(v.tokens) for n, v in zip(text.lengths, verdicts, strict=True)]
+            new = [after - length for after, length in zip(text.lengths, before, strict=True)]
+            self._lengths, self._looked = list(text.lengths), self._looked or text.prompt_width
+            if draft is None:
+                search.generated += sum(new)
+            else:
+                self._watch(new, verdicts, draft, begun - self._begun)
             self.target.last_slots = text.last_slots()
             if self._budget.left == math.inf or self._has_time(search.look_size):
                 search.begin(lambda most: self._look(text, most))
@@ -174,7 +182,23 @@ class SearchingDraft(PartialDraft):
             self._use_best()
         now = perf_counter()
         search.spent(now - self._clock, now - begun)
-        self._clock = now
+        self._clock = self._begun = now
+
+    def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
+        """Tells the search of a round of its own, or without a draft."""
+        rows = sum(count > 0 for count in new)
+        accepted = sum(node >= 0 for verdict in verdicts for node in verdict.nodes)
+        self.search.pace.add_round(seconds)
+        self.search.watch(
+            self.plan,
+            rows=rows,
+            drafted=sum(draft.lengths),
+            # Tokens of other sources around this draft are not its own.
+            tokens=min(sum(new), rows + accepted),
+            steps=self.steps - self._steps_before,
+            nodes=draft.size,
+            seconds=seconds,
+        )
 
     def finish(self, text: Text) -> None:
         """Looks at what was not looked at yet, where each token counts once."""

@@ -22,11 +22,15 @@ _F = TypeVar("_F", bound=Findings)
 class Drafter(Protocol):
     """What proposes tokens while one generation runs.
 
-    Attributes:
-        steps: forwards of the draft so far, whatever the batch.
+    A drafter may have two things more, for a :class:`Cascade`. ``expected_speedup`` is how much faster than rounds
+    without a draft it expects to be just now: 0 where it would not draft, ``None`` where it does not know.
+    ``observe(text, verdicts, logits)`` is called in the place of :meth:`update` after a round in which another source
+    drafted.
     """
 
-    steps: int
+    @property
+    def steps(self) -> int:
+        """Forwards of the draft so far, whatever the batch."""
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts after each row's last token.

@@ -69,6 +69,21 @@ class TokenTree:
         """Tokens that the round is expected to bring."""
         return 1.0 + sum(self.reach)
 
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest path."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+    def first(self, size: int) -> TokenTree:
+        """The tree without the nodes that were taken last."""
+        if size >= len(self):
+            return self
+        offers = {node: offered for node, offered in self.offers.items() if node <= size}
+        return TokenTree(self.tokens[:size], self.parents[:size], self.reach[:size], self.keys[:size], offers)
+
     def walk(self, emitted: list[int]) -> Iterator[tuple[int, int]]:
         """The visited nodes, each with the token that came after it."""
         children = {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens), 1)}

@@ -1,0 +1,194 @@
+"""Several sources together: free drafts around what a part of the model drafts, where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from transformers.utils import logging
+
+from ..control.arms import Arm, ArmsFindings
+from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..lookup import TokenTree
+from ..registry import register
+from ..types import Draft, GenerationStats, Text, Verdict
+from .lookup import Lookup, LookupDrafter
+from .source import Drafter, DraftSource, Session
+
+_logger = logging.get_logger(__name__)
+
+
+@register("draft")
+@dataclass(frozen=True)
+class Cascade(DraftSource):
+    """Drafts each round with the source that is expected to bring most tokens a second.
+
+    A source that cannot draft for a model is left out. Free drafts come first. Where another source is expected to be faster than they are just then, it drafts, and free
+    tokens are added around and behind its draft, so that one verification takes both.
+
+    Args:
+        sources: one :class:`Lookup`, and any others.
+
+    Raises:
+        SettingError, SettingTypeError: they are something else, or one changes the output.
+    """
+
+    sources: tuple[DraftSource, ...]
+
+    def __post_init__(self) -> None:
+        example = "Example: Cascade([Lookup(), EarlyExit(8)])."
+        given = tuple(self.sources) if isinstance(self.sources, Iterable) else ()
+        if not given or not all(isinstance(source, DraftSource) for source in given):
+            raise SettingTypeError(f"Cascade(sources) must be a list of draft sources, got {self.sources!r}. {example}")
+        if sum(isinstance(source, Lookup) for source in given) != 1 or len(given) != len(set(map(repr, given))):
+            raise SettingError(f"Cascade(sources) needs one Lookup and different others, got {given!r}. {example}")
+        for source in given:
+            if isinstance(source, Cascade) or not source.lossless:
+                raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single, lossless sources.")
+        object.__setattr__(self, "sources", given)
+
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`. A source that cannot draft for the model is left out, which is logged."""
+        others: dict[str, Drafter] = {}
+        for source in self.sources:
+            if isinstance(source, Lookup):
+                drafter = LookupDrafter(source, session)
+                continue
+            try:
+                source.check(session.anatomy, session.max_new)
+                others[repr(source)] = source.start(session)
+            except SelfSpecError as error:
+                _logger.info("%r is left out of the drafts: %s", source, error)
+        return CascadeDrafter(drafter, others, session) if others else drafter
+
+
+class CascadeDrafter:
+    """A cascade in one generation.
+
+    Args:
+        lookup: free drafts.
+        others: drafters by name.
+        session: the generation.
+    """
+
+    def __init__(self, lookup: LookupDrafter, others: dict[str, Drafter], session: Session) -> None:
+        self.lookup = lookup
+        self.others = others
+        self._arms = session.knowledge.of("cascade", lambda _: ArmsFindings())
+        self._takes_trees = session.takes_trees
+        self._begun = 0.0
+        self._used: str | None = None
+        self._size = self._drafted = 0
+
+    @property
+    def steps(self) -> int:
+        """Forwards of all drafts."""
+        return sum(drafter.steps for drafter in self.others.values())
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """See :meth:`Drafter.propose`."""
+        self._begun = perf_counter()
+        trees = self.lookup.plan(text, max_new)
+        clock, rows = self.lookup.clock(text), sum(count > 0 for count in max_new)
+        free = sum(tree.expected for tree, count in zip(trees, max_new, strict=True) if count)
+        pace = free / clock.costs.seconds[max(map(len, trees))]
+        self._used = None
+        for name, drafter in self.others.items():
+            speedup: float | None = getattr(drafter, "expected_speedup", None)
+            expected = self._arms.arm(name).pace(None if speedup is None else speedup * rows / clock.plain)
+            if expected > pace:
+                self._used, pace = name, expected
+        if self._used is None:
+            return self.lookup.draft(text, trees)
+        draft = self.others[self._used].propose(text, max_new)
+        self._size = draft.size
+        return self._grafted(text, max_new, draft, self._arms.arm(self._used))
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """See :meth:`Drafter.update`."""
+        new = self.lookup.learn(text, verdicts, logits)
+        seconds = perf_counter() - self._begun
+        if self._used is None:
+            self.lookup.clock(text).add(max(map(len, self.lookup.trees)), new, seconds)
+        for name, drafter in self.others.items():
+            if name == self._used:
+                # What was accepted of the free tokens is not this source's.
+                own = [
+                    replace(verdict, nodes=[node if node <= self._size else -1 for node in verdict.nodes])
+                    for verdict in verdicts
+                ]
+                accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)
+                self._arms.arm(name).add(new, seconds, accepted, self._drafted)
+                drafter.update(text, own, logits)
+            else:
+                self._arms.arm(name).waiting += 1
+                if (observe := getattr(drafter, "observe", None)) is not None:
+                    observe(text, verdicts, logits)
+
+    def finish(self, text: Text) -> None:
+        """See :meth:`Drafter.finish`."""
+        self.lookup.finish(text)
+        for drafter in self.others.values():
+            drafter.finish(text)
+
+    def report(self, stats: GenerationStats) -> None:
+        """See :meth:`Drafter.report`."""
+        self.lookup.report(stats)
+        for drafter in self.others.values():
+            drafter.report(stats)
+
+    def _grafted(self, text: Text, max_new: list[int], draft: Draft, arm: Arm) -> Draft:
+        """The draft of another source with free tokens around and behind it, as far as they pay."""
+        self._drafted = sum(draft.lengths)
+        tokens = draft.tokens.tolist()
+        seeds = [_seed(draft, row, tokens[row], arm.acceptance_rate) for row in range(text.batch_size)]
+        grow = self._takes_trees and draft.size > 0 and not draft.skips_verification
+        trees = self.lookup.grown(text, max_new, seeds) if grow else [seed for seed, _ in seeds]
+        self.lookup.use(trees, [places for _, places in seeds], draft.size)
+        further = max(len(tree) - len(seed) for tree, (seed, _) in zip(trees, seeds, strict=True))
+        if not further:
+            return draft
+        added, parents, lengths = [], [], []
+        for tree, (seed, places), whole in zip(trees, seeds, _parents(draft), strict=True):
+            nodes = [*places, *range(draft.size + 1, draft.size + 1 + len(tree) - len(seed))]
+            new = [nodes[parent] for parent in tree.parents[len(seed) :]]
+            added.append([*tree.tokens[len(seed) :], *[0] * (further - len(new))])
+            parents.append([*whole, *new, *[-1] * (further - len(new))])
+            lengths.append(tree.depth)
+        more = torch.tensor(added, device=draft.tokens.device)
+        return replace(
+            draft,
+            tokens=torch.cat([draft.tokens, more], dim=1),
+            lengths=lengths,
+            parents=parents,
+            num_drawn=draft.size if draft.num_drawn is None else draft.num_drawn,
+        )
+
+
+def _parents(draft: Draft) -> list[list[int]]:
+    """For each row the parents of all nodes, -1 for those that do not count."""
+    if draft.parents is not None:
+        return draft.parents
+    return [[node if node < length else -1 for node in range(draft.size)] for length in draft.lengths]
+
+
+def _seed(draft: Draft, row: int, tokens: list[int], rate: float) -> tuple[TokenTree, list[int]]:
+    """A row's nodes that count as a tree, and the node that each of the tree's stands for, the last token first."""
+    places, number = [0], {0: 0}
+    parents, depths = [], [0]
+    for node, parent in enumerate(_parents(draft)[row], start=1):
+        if parent >= 0:
+            number[node] = len(places)
+            places.append(node)
+            parents.append(number[parent])
+            depths.append(depths[number[parent]] + 1)
+    # Siblings share what the first child leaves.
+    reach, seen = [1.0], set()
+    for parent in parents:
+        share = rate if parent not in seen else (1.0 - rate) * rate
+        seen.add(parent)
+        reach.append(reach[parent] * share)
+    kept = tuple(tokens[node - 1] for node in places[1:])
+    return TokenTree(kept, tuple(parents), tuple(reach[1:]), ((),) * len(kept)), places
