@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .evidence import Evidence
+from .rates import Rates
 from .successors import Successors
 from .suffix import SEPARATOR, SuffixIndex
 from .tree import Sources, TokenTree, VerifyCosts, grow
@@ -29,13 +29,19 @@ class LookupKnowledge:
         self.lock = RLock()
         self.successors = Successors(most_pairs)
         self.store = SuffixIndex(most_stored)
-        self._evidence: dict[str, Evidence] = {}
+        self._rates: dict[str, Rates] = {}
+        self._texts = 0
 
-    def evidence(self, kind: str) -> Evidence:
-        """How far each source can be trusted in one kind of call, such as greedy or sampled."""
-        if kind not in self._evidence:
-            self._evidence[kind] = Evidence()
-        return self._evidence[kind]
+    def rates(self, kind: str) -> Rates:
+        """How often each source was right in one kind of call, such as greedy or sampled."""
+        if kind not in self._rates:
+            self._rates[kind] = Rates()
+        return self._rates[kind]
+
+    def next_text(self) -> int:
+        """The number of a new text."""
+        self._texts += 1
+        return self._texts
 
     def add_text(self, tokens: Sequence[int]) -> None:
         """Puts a text into the store."""
@@ -46,25 +52,25 @@ class LookupKnowledge:
         """Begins again with nothing."""
         self.successors.forget()
         self.store = SuffixIndex(self.store.most)
-        self._evidence.clear()
+        self._rates.clear()
 
     def state(self) -> dict[str, Any]:
         """What is known: arrays, and lists of numbers."""
         return {
             "successors": self.successors.state(),
             "store": np.array(self.store.tokens, np.int32),
-            "evidence": {kind: evidence.state() for kind, evidence in self._evidence.items()},
+            "rates": {kind: rates.state() for kind, rates in self._rates.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state` returned."""
-        evidence = {kind: Evidence() for kind in state["evidence"]}
-        for kind, one in evidence.items():
-            one.restore(state["evidence"][kind])
+        rates = {kind: Rates() for kind in state["rates"]}
+        for kind, one in rates.items():
+            one.restore(state["rates"][kind])
         self.successors.restore(state["successors"])
         self.store = SuffixIndex(self.store.most)
         self.store.extend(np.asarray(state["store"], np.int32).tolist())
-        self._evidence = evidence
+        self._rates = rates
 
 
 class LookupRow:
@@ -78,7 +84,8 @@ class LookupRow:
     def __init__(self, knowledge: LookupKnowledge, kind: str = "") -> None:
         self.knowledge = knowledge
         self.own = SuffixIndex()
-        self._evidence = knowledge.evidence(kind)
+        self._rates = knowledge.rates(kind)
+        self._text = knowledge.next_text()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends the prompt, or tokens that did not come from a draft."""
@@ -94,7 +101,7 @@ class LookupRow:
     ) -> TokenTree:
         """The draft for the next round; see :func:`grow`."""
         known = self.knowledge
-        sources = Sources(self.own, known.store, known.successors, self._evidence)
+        sources = Sources(self.own, known.store, known.successors, self._rates, self._text)
         return grow(sources, costs, pace, deepest, branching, seed)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
@@ -105,16 +112,16 @@ class LookupRow:
             emitted: the tokens of the round, accepted ones and the one after them.
             tops: for the nodes ``0..n`` the model's likeliest next tokens and their probabilities.
         """
-        for node, token in tree.walk(list(emitted)):
+        for node, token in tree.walk(emitted):
             if node in tree.offers:
-                self._evidence.learn(tree.offers[node], token)
+                self._rates.see(tree.offers[node], token)
         own, see = self.own.tokens, self.knowledge.successors.see
         last, before = own[-1], own[-2] if len(own) > 1 else SEPARATOR
         tokens = (last, *tree.tokens)
         befores = (before, *(tokens[parent] for parent in tree.parents))
         for one, other, (top, probabilities) in zip(befores, tokens, tops):
             if one >= 0 and top:
-                see(one, other, top, probabilities)
+                see((one, other), top, probabilities, self._text)
         self.own.extend(emitted)
 
     def end(self) -> None:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .rates import WHOLE
+
 # Successors that are kept of each pair.
 WIDTH = 8
-# Grades of a probability, by halves of its odds.
-GRADES = 16
+# Bits for a token id in the key of a pair; vocabularies have less than two million tokens.
 _BITS = 21
 _LAST = (1 << _BITS) - 1
 
 
-def grade(probability: float) -> int:
-    """``probability`` as one of ``GRADES`` steps of equal width in log-odds."""
-    odds = probability / max(1.0 - probability, 1e-6)
-    return min(max(int(math.log2(max(odds, 1e-6)) + GRADES / 2), 0), GRADES - 1)
+class Found(NamedTuple):
+    """Successors, the likeliest first.
 
+    Attributes:
+        is_pair: they followed the last two tokens, not just the last one.
+        text: in which they were seen.
+        tokens: the successors; -1 where there are fewer.
+        shares: the probability of each, in shares of ``WHOLE``.
+    """
 
-def log_odds(grade: int) -> float:
-    """Log-odds in the middle of a grade."""
-    return (grade - GRADES / 2 + 0.5) * math.log(2)
+    is_pair: bool
+    text: int
+    tokens: array[int]
+    shares: array[int]
 
 
 class Successors:
-    """The likeliest successors of the last two tokens when the model last saw them, else of the last one.
+    """The likeliest successors of the last two tokens when the model last saw these, else of the last one.
 
     Args:
         most: pairs that are kept; the oldest leave first.
@@ -41,76 +46,88 @@ class Successors:
         # Slot of the latest pair that ends with a token.
         self._singles: dict[int, int] = {}
         self._pairs = array("q")
+        self._texts = array("q")
         self._tokens = array("i")
-        self._grades = array("b")
+        self._shares = array("B")
         self._oldest = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def see(self, before: int, token: int, top: Sequence[int], probabilities: Sequence[float]) -> None:
-        """Takes in the likeliest tokens after ``before``, ``token``, the likeliest first."""
-        pair = before << _BITS | token
-        slot = self._slots.get(pair)
-        if slot is None:
-            slot = self._new(pair)
-        self._singles[token] = slot
-        count = min(len(top), WIDTH)
-        start = slot * WIDTH
-        for i in range(count):
-            self._tokens[start + i] = top[i]
-            self._grades[start + i] = grade(probabilities[i])
-        for i in range(count, WIDTH):
-            self._tokens[start + i] = -1
+    def see(self, pair: tuple[int, int], top: Sequence[int], probabilities: Sequence[float], text: int = 0) -> None:
+        """Takes in what the model predicts after ``pair``.
 
-    def get(self, before: int, token: int) -> tuple[int, array[int], array[int]] | None:
-        """The level (2 for the pair, 1 for the last token alone), the successors and their grades, or ``None``."""
-        level = 2
-        slot = self._slots.get(before << _BITS | token)
+        Args:
+            pair: the last two tokens.
+            top: the likeliest tokens, the likeliest first; ``WIDTH`` of them count.
+            probabilities: theirs.
+            text: the text in which the pair was seen.
+        """
+        key = pair[0] << _BITS | pair[1]
+        slot = self._slots.get(key)
         if slot is None:
-            level = 1
+            slot = self._new(key)
+        self._singles[pair[1]] = slot
+        self._texts[slot] = text
+        start = slot * WIDTH
+        count = min(len(top), WIDTH)
+        self._tokens[start : start + WIDTH] = array("i", [*top[:count], *_NONE[count:]])
+        shares = [int(probability * WHOLE) for probability in probabilities[:count]]
+        self._shares[start : start + WIDTH] = array("B", [*shares, *_NOTHING[count:]])
+
+    def get(self, before: int, token: int) -> Found | None:
+        """The successors of the pair, else of ``token``, ``None`` where there are none."""
+        slot = self._slots.get(before << _BITS | token)
+        is_pair = slot is not None
+        if slot is None:
             slot = self._singles.get(token)
             if slot is None:
                 return None
         start = slot * WIDTH
-        return level, self._tokens[start : start + WIDTH], self._grades[start : start + WIDTH]
+        end = start + WIDTH
+        return Found(is_pair, self._texts[slot], self._tokens[start:end], self._shares[start:end])
 
-    def state(self) -> dict[str, Any]:
+    def forget(self) -> None:
+        """Begins again with nothing."""
+        Successors.__init__(self, self.most)
+
+    def state(self) -> dict[str, np.ndarray]:
         """What is kept, the oldest pair first."""
-        pairs = np.frombuffer(self._pairs, np.int64) if self._pairs else np.zeros(0, np.int64)
-        order = np.roll(np.arange(len(pairs)), -self._oldest)
+        order = np.roll(np.arange(len(self._pairs)), -self._oldest)
         return {
-            "pairs": pairs[order],
+            "pairs": np.array(self._pairs, np.int64)[order],
             "tokens": np.array(self._tokens, np.int32).reshape(-1, WIDTH)[order],
-            "grades": np.array(self._grades, np.int8).reshape(-1, WIDTH)[order],
+            "shares": np.array(self._shares, np.uint8).reshape(-1, WIDTH)[order],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` returned, the latest pairs of it if there are too many."""
+        """Takes over what :meth:`state` returned, the latest pairs of it if there are too many.
+
+        Raises:
+            ValueError: it is not a state of successors.
+        """
         pairs = np.asarray(state["pairs"], np.int64)[-self.most :]
         tokens = np.asarray(state["tokens"], np.int32)[-self.most :]
-        grades = np.asarray(state["grades"], np.int8)[-self.most :]
-        if not tokens.shape == grades.shape == (len(pairs), WIDTH):
-            raise ValueError(f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {grades.shape}.")
+        shares = np.asarray(state["shares"], np.uint8)[-self.most :]
+        if not tokens.shape == shares.shape == (len(pairs), WIDTH):
+            raise ValueError(f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {shares.shape}.")
         self.forget()
         self._pairs.extend(pairs.tolist())
+        self._texts.extend([0] * len(pairs))
         self._tokens.extend(tokens.ravel().tolist())
-        self._grades.extend(np.clip(grades, 0, GRADES - 1).ravel().tolist())
+        self._shares.extend(shares.ravel().tolist())
         for slot, pair in enumerate(self._pairs):
             self._slots[pair] = slot
             self._singles[pair & _LAST] = slot
 
-    def forget(self) -> None:
-        """Begins again with nothing."""
-        self.__init__(self.most)  # type: ignore[misc]
-
-    def _new(self, pair: int) -> int:
-        """A slot for ``pair``, the oldest one's if all are taken."""
+    def _new(self, key: int) -> int:
+        """A slot for a pair, the oldest one's if all are taken."""
         slot = len(self._pairs)
         if slot < self.most:
-            self._pairs.append(pair)
-            self._tokens.extend([-1] * WIDTH)
-            self._grades.extend([0] * WIDTH)
+            self._pairs.append(key)
+            self._texts.append(0)
+            self._tokens.extend(_NONE)
+            self._shares.extend(_NOTHING)
         else:
             slot = self._oldest
             self._oldest = (slot + 1) % self.most
@@ -118,6 +135,10 @@ class Successors:
             del self._slots[old]
             if self._singles.get(old & _LAST) == slot:
                 del self._singles[old & _LAST]
-            self._pairs[slot] = pair
-        self._slots[pair] = slot
+            self._pairs[slot] = key
+        self._slots[key] = slot
         return slot
+
+
+_NONE = [-1] * WIDTH
+_NOTHING = [0] * WIDTH

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 # A match is not followed back any further: longer ones are continued as often as these.
 LONGEST_MATCH = 32
 # Earlier occurrences of the last three tokens that are looked at, the latest first.
 MOST_CANDIDATES = 8
+# Of the occurrences of the last three tokens others went on and none like this one, this is the only one, several did.
+CONTESTED, LONE, SHARED = range(3)
 # Stands between texts; no token.
 SEPARATOR = -1
 # Bits for a token id in the key of an n-gram; vocabularies have less than a million tokens.
 _BITS = 21
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of a text's end.
+
+    Attributes:
+        length: tokens that are the same.
+        position: of the token that followed.
+        support: whether other occurrences of its last three tokens went on like this.
+    """
+
+    length: int
+    position: int
+    support: int
 
 
 class SuffixIndex:
@@ -57,42 +74,48 @@ class SuffixIndex:
         if self.most is not None and position > self.most:
             self._drop(position - self.most // 2)
 
-    def match(self, tail: Sequence[int]) -> tuple[int, int] | None:
+    def match(self, tail: Sequence[int]) -> Match | None:
         """The longest suffix of ``tail`` that occurs and goes on; of several the latest.
 
         Args:
             tail: the last tokens of a text, ``LONGEST_MATCH`` of them at most.
-
-        Returns:
-            ``(length, position)`` of the match and of the token that follows it, ``None`` where nothing matches.
         """
         last = len(tail) - 1
-        if last >= 2:
-            known = self.tokens
-            position = self._triples.get((tail[-3] << _BITS | tail[-2]) << _BITS | tail[-1], -1)
-            best, where = 0, -1
-            for _ in range(MOST_CANDIDATES):
-                if position < 0:
-                    break
-                i, j = position - 4, last - 3
-                while i >= 0 and j >= 0 and known[i] == tail[j]:
-                    i -= 1
-                    j -= 1
-                if last - j > best:
-                    best, where = last - j, position
-                    if j < 0:
-                        break
-                position = self._earlier[position]
-            if best:
-                return best, where
+        if last >= 2 and (found := self._match_three(tail, last)):
+            return found
         if last >= 1 and (position := self._pairs.get(tail[-2] << _BITS | tail[-1], -1)) >= 0:
-            return 2, position
+            return Match(2, position, LONE)
         if last >= 0 and (position := self._singles.get(tail[-1], -1)) >= 0:
-            return 1, position
+            return Match(1, position, LONE)
         return None
+
+    def _match_three(self, tail: Sequence[int], last: int) -> Match | None:
+        """The longest match of three tokens or more."""
+        known, earlier = self.tokens, self._earlier
+        position = self._triples.get((tail[-3] << _BITS | tail[-2]) << _BITS | tail[-1], -1)
+        longest, where = 0, -1
+        continuations = []
+        for _ in range(MOST_CANDIDATES):
+            if position < 0:
+                break
+            continuations.append(known[position])
+            i, j = position - 4, last - 3
+            while i >= 0 and j >= 0 and known[i] == tail[j]:
+                i -= 1
+                j -= 1
+            if last - j > longest:
+                longest, where = last - j, position
+                if j < 0:
+                    break
+            position = earlier[position]
+        if not longest:
+            return None
+        alike = continuations.count(known[where])
+        support = SHARED if alike > 1 else LONE if alike == len(continuations) else CONTESTED
+        return Match(longest, where, support)
 
     def _drop(self, count: int) -> None:
         """Forgets the first ``count`` tokens."""
         kept = self.tokens[count:]
-        self.__init__(self.most)  # type: ignore[misc]
+        SuffixIndex.__init__(self, self.most)
         self.extend(kept)
