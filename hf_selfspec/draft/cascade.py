@@ -25,8 +25,9 @@ _logger = logging.get_logger(__name__)
 class Cascade(DraftSource):
     """Drafts each round with the source that is expected to bring most tokens a second.
 
-    A source that cannot draft for a model is left out. Free drafts come first. Where another source is expected to be faster than they are just then, it drafts, and free
-    tokens are added around and behind its draft, so that one verification takes both.
+    Free drafts come first. Where another source is expected to be faster than they are just then, it drafts, and free
+    tokens are added around and behind its draft, so that one verification takes both. A source that cannot draft for a
+    model is left out.
 
     Args:
         sources: one :class:`Lookup`, and any others.
