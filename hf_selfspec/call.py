@@ -175,6 +175,7 @@ class Generation:
             streamer=request.streamer,
             prefill_chunk=config.prefill_chunk_size,
             checks_logits=self.checks_logits,
+            keeps_rows=bool(config.return_dict_in_generate) or request.has_own_cache,
         )
         if seen := request.past.get_seq_length():
             target.cache.take_in(request.past, prompt.past_columns(seen))

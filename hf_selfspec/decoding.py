@@ -70,6 +70,7 @@ class Decoder:
         pad_token: id for rows that have ended.
         streamer: gets tokens as all rows have them, or ``None``.
         prefill_chunk: most tokens of the prompt in one forward, ``None`` for all.
+        keeps_rows: rows that have ended stay in the forwards and the cache, which the caller wants back.
         checks_logits: NaN and infinite logits are an error; otherwise they are taken as ``generate`` takes them.
     """
 
@@ -84,6 +85,7 @@ class Decoder:
     streamer: BaseStreamer | None = None
     prefill_chunk: int | None = None
     checks_logits: bool = True
+    keeps_rows: bool = True
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
@@ -223,8 +225,10 @@ class Decoder:
             if verdict.stopped and count == len(verdict.tokens) and self._ended[row] is None:
                 self._ended[row] = self.text.lengths[row] - self.text.prompt_width
             self._keep(row, verdict, count, logits)
-        self.target.cache.keep_path(moves)
+        self.target.keep_path(moves)
         self._stream()
+        if not self.keeps_rows and self.target.can_leave:
+            self.target.leave(self._is_done)
 
     def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:
         if self.record.logits is not None:

@@ -175,8 +175,8 @@ class ProbingDraft(PartialDraft):
         starts, tokens = tokens_before(text, roots, n)
         # Where in its window the unseen tokens of each row are; short rows have junk behind them.
         new = [
-            (max(root - count, start) - start, root - start)
-            for root, count, start in zip(roots, unseen, starts, strict=True)
+            (max(root - count, start) - start, root - start) if self.target.is_active(row) else (0, 0)
+            for row, (root, count, start) in enumerate(zip(roots, unseen, starts, strict=True))
         ]
         self._seen_columns = [length - 1 for length in text.lengths]
         self.exits.attach()
@@ -186,9 +186,11 @@ class ProbingDraft(PartialDraft):
             logits = self.target.step(tokens, starts).logits
             assert logits is not None
             assert self.exits.states is not None
+            active = self.target.active_rows
+            exits = self.exits.states if active is None else active.spread(self.exits.states)
             scores = self.scorer.roughly(logits.float())
             traces = {}
-            for layer, states in zip(self.exits.chosen, self.exits.states, strict=True):
+            for layer, states in zip(self.exits.chosen, exits, strict=True):
                 chunk = max(1, LOGIT_ELEMENTS // (logits.shape[-1] * n))
                 rows: list[Trace] = []
                 for start in range(0, text.batch_size, chunk):

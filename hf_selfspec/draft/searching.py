@@ -298,6 +298,7 @@ class SearchingDraft(PartialDraft):
         else:
             found = trace(said, self._said.scores(said), sure, do_sample=True)
             known = [min(count, seen) for count, seen in zip(known, self._said.counts(), strict=True)]
+        known = [count if self.target.is_active(row) else 0 for row, count in enumerate(known)]
         return [found.part(row, window - count, window) for row, count in enumerate(known) if count]
 
 

@@ -133,6 +133,15 @@ class SpeculativeCache(Cache):
             self.layers.append(_SpeculativeLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
 
+    def keep_rows(self, kept: list[int]) -> None:
+        """Drops all rows but some."""
+        self.cursors = [self.cursors[row] for row in kept]
+        self._places = None
+        for layer in self.layers:
+            if layer.is_initialized:
+                rows = torch.tensor(kept, device=layer.keys.device)
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves accepted tokens' keys and values to where the text continues.
 

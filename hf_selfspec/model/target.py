@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,10 +16,12 @@ from transformers import PreTrainedModel
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
+from .compiled import eagerly, is_compiled
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
 from .prompt import Holes
+from .rows import ActiveRows
 
 _NO_END = 1 << 62
 
@@ -68,6 +69,7 @@ class Target:
         plan: what plays the whole model, ``None`` for all of it.
 
     Attributes:
+        active_rows: the rows that forwards run over, ``None`` for all.
         prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer.
     """
 
@@ -96,6 +98,7 @@ class Target:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
+        self.active_rows: ActiveRows | None = None
         self.prefill_observer: PrefillObserver | None = None
 
     @contextmanager
@@ -105,10 +108,35 @@ class Target:
             stack.enter_context(partial_forwards(self.model, self.anatomy))
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
-            if _is_compiled(self.model):
+            if is_compiled(self.model):
                 # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
-                stack.enter_context(_eagerly())
+                stack.enter_context(eagerly())
             yield self
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether rows can leave the forwards: nothing that belongs to rows is known outside of this class."""
+        return self.padding is None and self.holes is None and not self.extra
+
+    def is_active(self, row: int) -> bool:
+        """Whether forwards run over a row."""
+        return self.active_rows is None or row in self.active_rows.kept
+
+    def leave(self, ended: Callable[[int], bool]) -> None:
+        """Leaves rows that have ended out of all further forwards, and their keys and values out of the cache."""
+        total = len(self.last_slots)
+        before = list(range(total)) if self.active_rows is None else self.active_rows.kept
+        kept = [row for row in before if not ended(row)]
+        if kept and len(kept) < len(before):
+            self.cache.keep_rows([before.index(row) for row in kept])
+            self.active_rows = ActiveRows(kept, total)
+
+    def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
+        """Moves accepted tokens of the active rows, see :meth:`SpeculativeCache.keep_path`."""
+        if self.active_rows is not None:
+            place = {row: index for index, row in enumerate(self.active_rows.kept)}
+            moves = [(place[row], start, end) for row, start, end in moves]
+        self.cache.keep_path(moves)
 
     def prefill(self, tokens: torch.Tensor, cursors: list[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
@@ -129,8 +157,8 @@ class Target:
         simple = not ragged and max(cursors) == 0 and self.holes is None
         observer = self.prefill_observer
         run = None if observer is None else ForwardPass(self.full_plan, capture=observer.layer)
-        output, run = self._call(self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple)
-        logits = output.logits
+        logits, run = self._call(self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple)
+        assert logits is not None
         if observer is not None:
             assert run.captured is not None
             observer.observe(run.captured, cursors, lengths)
@@ -185,8 +213,8 @@ class Target:
         )
         # Arguments of the user's own are the whole model's.
         module = self.model if head or self.extra else self._decoder
-        output, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node)
-        return Step(output.logits if head else None, run.captured, run.exit_state)
+        logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node)
+        return Step(logits if head else None, run.captured, run.exit_state)
 
     def run_layers(
         self,
@@ -227,7 +255,12 @@ class Target:
         first_node: int = 0,
         keep: int | torch.Tensor = 0,
         simple: bool = False,
-    ) -> tuple[Any, ForwardPass]:
+    ) -> tuple[torch.Tensor | None, ForwardPass]:
+        """Logits, or what the module returns for them, and what the forward left behind."""
+        run, rows = ForwardPass(plan) if run is None else run, self.active_rows
+        if rows is not None:
+            tokens, cursors, nodes = rows.pick(tokens, 0), rows.of_list(cursors), rows.of_layout(nodes)
+            run = rows.enter(run)
         s = tokens.shape[1]
         cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
         self.cache.seek(cursors, s)
@@ -254,12 +287,14 @@ class Target:
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = keep
         kwargs.update(self.extra)
-        run = ForwardPass(plan) if run is None else run
         begun = perf_counter()
         with obeying(run), at_positions(geometry):
-            output = module(**kwargs)
+            logits = getattr(module(**kwargs), "logits", None)
         self.forward_seconds += perf_counter() - begun
-        return output, run
+        if rows is not None:
+            logits = None if logits is None else rows.spread(logits)
+            rows.leave(run)
+        return logits, run
 
     def _existing(self, positions: torch.Tensor, cursors: list[int]) -> torch.Tensor:
         """Positions for which an embedding exists: rows that ride along may be behind the end of their text.
@@ -267,7 +302,8 @@ class Target:
         A row's root is a real token, wherever it is; drafted ones stay within ``anatomy.position_limit``.
         """
         s = positions.shape[1]
-        last = [self._last_position(row) for row in range(len(cursors))]
+        rows = range(len(cursors)) if self.active_rows is None else self.active_rows.kept
+        last = [self._last_position(row) for row in rows]
         if all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
             return positions
         return positions.minimum(torch.tensor(last, device=positions.device)[:, None])
@@ -299,32 +335,3 @@ class Target:
         if missing <= 0:
             return self.padding[:, :length]
         return torch.cat([self.padding, self.padding.new_ones(self.padding.shape[0], missing)], dim=1)
-
-
-_stance_lock = threading.Lock()
-_stance_users = 0
-_stance: Any = None
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Bypasses compiled graphs; the switch is the process's, so all threads that need it share one."""
-    global _stance, _stance_users
-    with _stance_lock:
-        if _stance_users == 0:
-            _stance = torch.compiler.set_stance("force_eager")
-            _stance.__enter__()
-        _stance_users += 1
-    try:
-        yield
-    finally:
-        with _stance_lock:
-            _stance_users -= 1
-            if _stance_users == 0:
-                _stance.__exit__(None, None, None)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    if hasattr(model.forward, "_torchdynamo_orig_callable"):
-        return True
-    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -1,0 +1,75 @@
+"""Rows of a batch that have ended leave the forwards; everything outside still sees the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from .layout import TreeLayout
+from .partial import ForwardPass
+
+_T = TypeVar("_T")
+# States are [b, s, d], with further dimensions in front in some models.
+_ROW_DIM = -3
+
+
+@dataclass(frozen=True)
+class ActiveRows:
+    """The rows of a batch that go on.
+
+    Attributes:
+        kept: their numbers.
+        total: ``b``, rows of the whole batch.
+    """
+
+    kept: list[int]
+    total: int
+
+    def of_list(self, values: Sequence[_T]) -> list[_T]:
+        """The values of these rows."""
+        return [values[row] for row in self.kept]
+
+    def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        """These rows of a tensor."""
+        return values.index_select(dim, torch.tensor(self.kept, device=values.device))
+
+    def spread(self, values: torch.Tensor, dim: int = _ROW_DIM) -> torch.Tensor:
+        """A tensor of these rows as one of the whole batch, zeros in the other rows."""
+        shape = list(values.shape)
+        shape[dim] = self.total
+        return values.new_zeros(shape).index_copy_(dim, torch.tensor(self.kept, device=values.device), values)
+
+    def of_layout(self, nodes: TreeLayout | None) -> TreeLayout | None:
+        """The trees of these rows."""
+        if nodes is None or len(nodes.parents) == 1:
+            return nodes
+        return replace(nodes, parents=self.of_list(nodes.parents), depths=self.of_list(nodes.depths))
+
+    def enter(self, run: ForwardPass) -> ForwardPass:
+        """The forward over these rows; what looks into it sees the whole batch."""
+        stop_fn, head_input_fn = run.stop_fn, run.head_input_fn
+
+        def stop(layer: int, states: torch.Tensor) -> bool:
+            assert stop_fn is not None
+            return stop_fn(layer, self.spread(states))
+
+        def head_input(states: torch.Tensor) -> torch.Tensor:
+            assert head_input_fn is not None
+            return self.pick(head_input_fn(self.spread(states)), _ROW_DIM)
+
+        state = None if run.state is None else self.pick(run.state, _ROW_DIM)
+        return replace(
+            run,
+            state=state,
+            stop_fn=None if stop_fn is None else stop,
+            head_input_fn=None if head_input_fn is None else head_input,
+        )
+
+    def leave(self, run: ForwardPass) -> None:
+        """Makes what the forward has left behind that of the whole batch."""
+        for name in ("captured", "exit_state"):
+            if (found := getattr(run, name)) is not None:
+                setattr(run, name, self.spread(found))
