@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .pace import Pace
 from .rates import Rates
 from .successors import Successors
 from .suffix import SEPARATOR, SuffixIndex
@@ -30,6 +31,7 @@ class LookupKnowledge:
         self.successors = Successors(most_pairs)
         self.store = SuffixIndex(most_stored)
         self._rates: dict[str, Rates] = {}
+        self._paces: dict[str, Pace] = {}
         self._texts = 0
 
     def rates(self, kind: str) -> Rates:
@@ -37,6 +39,12 @@ class LookupKnowledge:
         if kind not in self._rates:
             self._rates[kind] = Rates()
         return self._rates[kind]
+
+    def pace(self, kind: str) -> Pace:
+        """How fast one kind of call is decoded; it does not outlast the process."""
+        if kind not in self._paces:
+            self._paces[kind] = Pace()
+        return self._paces[kind]
 
     def next_text(self) -> int:
         """The number of a new text."""
@@ -46,7 +54,7 @@ class LookupKnowledge:
     def add_text(self, tokens: Sequence[int]) -> None:
         """Puts a text into the store."""
         if self.store.most:
-            self.store.extend([SEPARATOR, *tokens[-self.store.most // 2 :]])
+            self.store.extend([SEPARATOR, *tokens[-(self.store.most // 2) :]])
 
     def forget(self) -> None:
         """Begins again with nothing."""
@@ -64,12 +72,13 @@ class LookupKnowledge:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state` returned."""
+        store = SuffixIndex(self.store.most)
+        store.extend(np.asarray(state["store"], np.int32).tolist())
         rates = {kind: Rates() for kind in state["rates"]}
         for kind, one in rates.items():
             one.restore(state["rates"][kind])
         self.successors.restore(state["successors"])
-        self.store = SuffixIndex(self.store.most)
-        self.store.extend(np.asarray(state["store"], np.int32).tolist())
+        self.store = store
         self._rates = rates
 
 
@@ -119,7 +128,7 @@ class LookupRow:
         last, before = own[-1], own[-2] if len(own) > 1 else SEPARATOR
         tokens = (last, *tree.tokens)
         befores = (before, *(tokens[parent] for parent in tree.parents))
-        for one, other, (top, probabilities) in zip(befores, tokens, tops):
+        for one, other, (top, probabilities) in zip(befores, tokens, tops, strict=True):
             if one >= 0 and top:
                 see((one, other), top, probabilities, self._text)
         self.own.extend(emitted)
