@@ -33,8 +33,8 @@ _STORE = _OWN + _NUM_CLASSES * 4 * 3
 _SUCCESSOR = _STORE + _NUM_CLASSES * 4 * 2
 _NUM_KEYS = _SUCCESSOR + 4 * _NUM_GRADES
 
-# First guesses, from SmolLM2-135M-Instruct, greedy, 45 texts of nine kinds: matches in the text and in the store by their
-# length; what the successors' view and other occurrences add, in log-odds.
+# First guesses, from SmolLM2-135M-Instruct, greedy, 45 texts of nine kinds: matches in the text and in the store, by
+# their length; what the successors' view and other occurrences add, in log-odds.
 _OF_OWN = (0.35, 0.55, 0.68, 0.78, 0.8, 0.84, 0.93, 0.955, 0.975)
 _OF_STORE = (0.03, 0.08, 0.15, 0.4, 0.6, 0.65, 0.85, 0.9, 0.95)
 _OF_VIEW = {_LIKELY: 0.1, _POSSIBLE: -0.7, _UNLIKELY: -1.1, _UNKNOWN: 0.0}

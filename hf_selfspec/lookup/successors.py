@@ -112,6 +112,8 @@ class Successors:
             raise ValueError(
                 f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {probabilities.shape}."
             )
+        if not ((probabilities >= 0) & (probabilities <= 1)).all() or (tokens < -1).any():
+            raise ValueError("Probabilities of successors outside 0 to 1, or tokens below -1.")
         self.forget()
         self._pairs.extend(pairs.tolist())
         self._texts.extend([0] * len(pairs))

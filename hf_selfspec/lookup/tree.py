@@ -158,8 +158,7 @@ def grow(
 class _Growth:
     """A tree while it grows, and a heap of the nodes that could come next.
 
-    Entries of the heap: minus the probability that the node is accepted, a running number, parent, token, key of the
-    evidence, position of what follows in the store if the token is from there.
+    Entries of the heap: minus the probability that the node is accepted, a running number, parent, token, key.
     """
 
     def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree) -> None:
