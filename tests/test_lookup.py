@@ -161,8 +161,8 @@ def test_nothing_matches_or_goes_on_across_texts() -> None:
     knowledge.add_text([1, 2, 3, 4, 5])
     knowledge.add_text([6, 7])
     row = LookupRow(knowledge)
-    row.extend([2, 3, 4, 5])
-    assert SEPARATOR not in row.propose(FREE, 1.0, 8).tokens
+    row.extend([1, 2, 3, 4, 5])
+    assert row.propose(FREE, 1.0, 8).tokens == ()
 
 
 def test_a_store_is_bounded_and_keeps_the_latest() -> None:
@@ -310,6 +310,15 @@ def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
         assert tree.tokens[:3] == (4, 5, 6)
 
 
+def test_what_the_seed_has_is_not_drafted_again() -> None:
+    row = LookupRow(LookupKnowledge())
+    row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
+    tree = row.propose(FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25), (-1, -1)))
+    assert tree.tokens[:3] == (4, 8, 5)
+    assert tree.parents[:3] == (0, 0, 1)
+    check(tree, 6)
+
+
 def test_a_seed_stays_where_nothing_pays() -> None:
     row = LookupRow(LookupKnowledge())
     row.extend([1, 2, 3, 4, 1, 2, 3])
@@ -424,6 +433,8 @@ def test_earlier_texts_are_drafted() -> None:
     again.extend(text[:50])
     assert play(again, text[50:], FREE) < 30
     knowledge.forget()
+    assert knowledge.rates("").rates == Rates().rates
+    assert len(knowledge.successors) == len(knowledge.store) == 0
     nothing = LookupRow(knowledge)
     nothing.extend(text[:50])
     assert nothing.propose(FREE, 1.0, 8).tokens == ()
