@@ -20,14 +20,12 @@ _NUM_CLASSES = _CLASSES[-1] + 1
 _EDGES = (0.0154, 0.0588, 0.2, 0.5, 0.8, 0.9412, 0.9846)
 _NUM_GRADES = len(_EDGES) + 1
 # Successors of one token alone: higher probabilities do not make them likelier.
-_HIGHEST_OF_SINGLE = 3
-# Probabilities are kept as shares of this.
-WHOLE = 255
-_GRADES = tuple(sum(share / WHOLE >= edge for edge in _EDGES) for share in range(WHOLE + 1))
+_EDGES_OF_SINGLE = _EDGES[:3]
 
 # What the successors of the last tokens make of a token that a match proposes.
 _LIKELY, _POSSIBLE, _UNLIKELY, _UNKNOWN = range(4)
-_VIEWS = tuple(_LIKELY if share > 0.5 * WHOLE else _POSSIBLE if share > 0.05 * WHOLE else _UNLIKELY for share in range(WHOLE + 1))
+# From which probability on a token is likely, and from which on it is possible.
+_LIKELY_FROM, _POSSIBLE_FROM = 0.5, 0.05
 
 # Where the keys of each source begin.
 _OWN = 0
@@ -35,24 +33,26 @@ _STORE = _OWN + _NUM_CLASSES * 4 * 3
 _SUCCESSOR = _STORE + _NUM_CLASSES * 4 * 2
 _NUM_KEYS = _SUCCESSOR + 4 * _NUM_GRADES
 
-# First guesses, from SmolLM2-135M-Instruct, greedy, 45 texts of nine kinds. A match in the text, by its length; and what
-# the successors' view and other occurrences add, in log-odds.
+# First guesses, from SmolLM2-135M-Instruct, greedy, 45 texts of nine kinds: matches in the text and in the store, by
+# their length; what the successors' view and other occurrences add, in log-odds.
 _OF_OWN = (0.35, 0.55, 0.68, 0.78, 0.8, 0.84, 0.93, 0.955, 0.975)
 _OF_STORE = (0.03, 0.08, 0.15, 0.4, 0.6, 0.65, 0.85, 0.9, 0.95)
 _OF_VIEW = {_LIKELY: 0.1, _POSSIBLE: -0.7, _UNLIKELY: -1.1, _UNKNOWN: 0.0}
 _OF_SUPPORT = (-1.6, 0.0, 0.3)
 # Successors of one token, seen in other texts and in this one, then those of two tokens.
 _OF_SUCCESSOR = (
-    (0.005, 0.02, 0.02, 0.07, 0.07, 0.07, 0.07, 0.07),
-    (0.005, 0.04, 0.05, 0.14, 0.14, 0.14, 0.14, 0.14),
+    (0.005, 0.02, 0.02, 0.07),
+    (0.005, 0.04, 0.05, 0.14),
     (0.01, 0.01, 0.03, 0.11, 0.16, 0.22, 0.4, 0.4),
     (0.02, 0.06, 0.11, 0.18, 0.31, 0.45, 0.5, 0.5),
 )
 
 
-def view_of(share: int | None) -> int:
-    """What successors make of a token that has this share of their probability, ``None`` where none are known."""
-    return _UNKNOWN if share is None else _VIEWS[share]
+def view_of(probability: float | None) -> int:
+    """What successors make of a token to which they give this probability, ``None`` where none are known."""
+    if probability is None:
+        return _UNKNOWN
+    return _LIKELY if probability >= _LIKELY_FROM else _POSSIBLE if probability >= _POSSIBLE_FROM else _UNLIKELY
 
 
 def own_key(length: int, view: int, support: int) -> int:
@@ -65,12 +65,12 @@ def store_key(length: int, view: int, is_longer: bool) -> int:
     return _STORE + (_CLASSES[min(length, 32)] * 4 + view) * 2 + is_longer
 
 
-def successor_key(is_pair: bool, is_fresh: bool, share: int) -> int:
-    """The key of a successor of a pair or a single token, seen in this text or in others, with this share."""
-    grade = _GRADES[share]
-    if not is_pair and grade > _HIGHEST_OF_SINGLE:
-        grade = _HIGHEST_OF_SINGLE
-    return _SUCCESSOR + (2 * is_pair + is_fresh) * _NUM_GRADES + grade
+def successor_keys(is_pair: bool, is_fresh: bool) -> tuple[int, tuple[float, ...]]:
+    """The first key of successors of a pair or a single token, seen in this text or in others, and the edges of grades.
+
+    The key of a successor is the first one plus the number of edges that its probability reaches.
+    """
+    return _SUCCESSOR + (2 * is_pair + is_fresh) * _NUM_GRADES, _EDGES if is_pair else _EDGES_OF_SINGLE
 
 
 def _first_guesses() -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .pace import Pace
 from .rates import Rates
 from .successors import Successors
 from .suffix import SEPARATOR, SuffixIndex
@@ -30,6 +31,7 @@ class LookupKnowledge:
         self.successors = Successors(most_pairs)
         self.store = SuffixIndex(most_stored)
         self._rates: dict[str, Rates] = {}
+        self._paces: dict[str, Pace] = {}
         self._texts = 0
 
     def rates(self, kind: str) -> Rates:
@@ -37,6 +39,12 @@ class LookupKnowledge:
         if kind not in self._rates:
             self._rates[kind] = Rates()
         return self._rates[kind]
+
+    def pace(self, kind: str) -> Pace:
+        """How fast one kind of call is decoded; it does not outlast the process."""
+        if kind not in self._paces:
+            self._paces[kind] = Pace()
+        return self._paces[kind]
 
     def next_text(self) -> int:
         """The number of a new text."""
@@ -46,7 +54,7 @@ class LookupKnowledge:
     def add_text(self, tokens: Sequence[int]) -> None:
         """Puts a text into the store."""
         if self.store.most:
-            self.store.extend([SEPARATOR, *tokens[-self.store.most // 2 :]])
+            self.store.extend([SEPARATOR, *tokens[-(self.store.most // 2) :]])
 
     def forget(self) -> None:
         """Begins again with nothing."""
@@ -63,13 +71,21 @@ class LookupKnowledge:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` returned."""
+        """Takes over what :meth:`state` returned.
+
+        Raises:
+            ValueError: it is not such a state; nothing is changed then.
+        """
+        stored = np.asarray(state["store"], np.int32)
+        if stored.ndim != 1 or (stored < SEPARATOR).any():
+            raise ValueError("What is in the store are no tokens.")
+        store = SuffixIndex(self.store.most)
+        store.extend(stored.tolist())
         rates = {kind: Rates() for kind in state["rates"]}
         for kind, one in rates.items():
             one.restore(state["rates"][kind])
         self.successors.restore(state["successors"])
-        self.store = SuffixIndex(self.store.most)
-        self.store.extend(np.asarray(state["store"], np.int32).tolist())
+        self.store = store
         self._rates = rates
 
 
@@ -110,18 +126,21 @@ class LookupRow:
         Args:
             tree: what was drafted.
             emitted: the tokens of the round, accepted ones and the one after them.
-            tops: for the nodes ``0..n`` the model's likeliest next tokens and their probabilities.
+            tops: for each of the nodes ``0..n``, accepted or not, the model's likeliest next tokens, the likeliest
+                first, and their probabilities; two empty lists where they are not known.
         """
+        visited = set()
         for node, token in tree.walk(emitted):
+            visited.add(node)
             if node in tree.offers:
                 self._rates.see(tree.offers[node], token)
-        own, see = self.own.tokens, self.knowledge.successors.see
-        last, before = own[-1], own[-2] if len(own) > 1 else SEPARATOR
-        tokens = (last, *tree.tokens)
-        befores = (before, *(tokens[parent] for parent in tree.parents))
-        for one, other, (top, probabilities) in zip(befores, tokens, tops):
-            if one >= 0 and top:
-                see((one, other), top, probabilities, self._text)
+        own = self.own.tokens
+        tokens = (own[-1], *tree.tokens)
+        befores = (own[-2] if len(own) > 1 else SEPARATOR, *(tokens[parent] for parent in tree.parents))
+        # Where a pair occurs twice, what it means in the text counts.
+        for node in sorted(range(len(tokens)), key=visited.__contains__):
+            if befores[node] >= 0 and tops[node][0]:
+                self.knowledge.successors.see((befores[node], tokens[node]), *tops[node], self._text)
         self.own.extend(emitted)
 
     def end(self) -> None:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .rates import WHOLE
-
 # Successors that are kept of each pair.
 WIDTH = 8
 # Bits for a token id in the key of a pair; vocabularies have less than two million tokens.
@@ -24,13 +22,13 @@ class Found(NamedTuple):
         is_pair: they followed the last two tokens, not just the last one.
         text: in which they were seen.
         tokens: the successors; -1 where there are fewer.
-        shares: the probability of each, in shares of ``WHOLE``.
+        probabilities: the probability of each.
     """
 
     is_pair: bool
     text: int
     tokens: array[int]
-    shares: array[int]
+    probabilities: array[float]
 
 
 class Successors:
@@ -48,7 +46,7 @@ class Successors:
         self._pairs = array("q")
         self._texts = array("q")
         self._tokens = array("i")
-        self._shares = array("B")
+        self._probabilities = array("f")
         self._oldest = 0
 
     def __len__(self) -> int:
@@ -72,8 +70,7 @@ class Successors:
         start = slot * WIDTH
         count = min(len(top), WIDTH)
         self._tokens[start : start + WIDTH] = array("i", [*top[:count], *_NONE[count:]])
-        shares = [int(probability * WHOLE) for probability in probabilities[:count]]
-        self._shares[start : start + WIDTH] = array("B", [*shares, *_NOTHING[count:]])
+        self._probabilities[start : start + WIDTH] = array("f", [*probabilities[:count], *_NOTHING[count:]])
 
     def get(self, before: int, token: int) -> Found | None:
         """The successors of the pair, else of ``token``, ``None`` where there are none."""
@@ -85,7 +82,7 @@ class Successors:
                 return None
         start = slot * WIDTH
         end = start + WIDTH
-        return Found(is_pair, self._texts[slot], self._tokens[start:end], self._shares[start:end])
+        return Found(is_pair, self._texts[slot], self._tokens[start:end], self._probabilities[start:end])
 
     def forget(self) -> None:
         """Begins again with nothing."""
@@ -97,7 +94,7 @@ class Successors:
         return {
             "pairs": np.array(self._pairs, np.int64)[order],
             "tokens": np.array(self._tokens, np.int32).reshape(-1, WIDTH)[order],
-            "shares": np.array(self._shares, np.uint8).reshape(-1, WIDTH)[order],
+            "probabilities": np.array(self._probabilities, np.float32).reshape(-1, WIDTH)[order],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -108,14 +105,20 @@ class Successors:
         """
         pairs = np.asarray(state["pairs"], np.int64)[-self.most :]
         tokens = np.asarray(state["tokens"], np.int32)[-self.most :]
-        shares = np.asarray(state["shares"], np.uint8)[-self.most :]
-        if not tokens.shape == shares.shape == (len(pairs), WIDTH):
-            raise ValueError(f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {shares.shape}.")
+        probabilities = np.asarray(state["probabilities"], np.float32)[-self.most :]
+        if len(np.unique(pairs)) < len(pairs):
+            raise ValueError("The same pair of tokens twice among successors.")
+        if not tokens.shape == probabilities.shape == (len(pairs), WIDTH):
+            raise ValueError(
+                f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {probabilities.shape}."
+            )
+        if not ((probabilities >= 0) & (probabilities <= 1)).all() or (tokens < -1).any():
+            raise ValueError("Probabilities of successors outside 0 to 1, or tokens below -1.")
         self.forget()
         self._pairs.extend(pairs.tolist())
         self._texts.extend([0] * len(pairs))
         self._tokens.extend(tokens.ravel().tolist())
-        self._shares.extend(shares.ravel().tolist())
+        self._probabilities.extend(probabilities.ravel().tolist())
         for slot, pair in enumerate(self._pairs):
             self._slots[pair] = slot
             self._singles[pair & _LAST] = slot
@@ -127,7 +130,7 @@ class Successors:
             self._pairs.append(key)
             self._texts.append(0)
             self._tokens.extend(_NONE)
-            self._shares.extend(_NOTHING)
+            self._probabilities.extend(_NOTHING)
         else:
             slot = self._oldest
             self._oldest = (slot + 1) % self.most
@@ -141,4 +144,4 @@ class Successors:
 
 
 _NONE = [-1] * WIDTH
-_NOTHING = [0] * WIDTH
+_NOTHING = [0.0] * WIDTH

@@ -74,18 +74,19 @@ class SuffixIndex:
         if self.most is not None and position > self.most:
             self._drop(position - self.most // 2)
 
-    def match(self, tail: Sequence[int]) -> Match | None:
+    def match(self, tail: Sequence[int], shortest: int = 1) -> Match | None:
         """The longest suffix of ``tail`` that occurs and goes on; of several the latest.
 
         Args:
             tail: the last tokens of a text, ``LONGEST_MATCH`` of them at most.
+            shortest: tokens that must be the same at least.
         """
         last = len(tail) - 1
         if last >= 2 and (found := self._match_three(tail, last)):
-            return found
-        if last >= 1 and (position := self._pairs.get(tail[-2] << _BITS | tail[-1], -1)) >= 0:
+            return found if found.length >= shortest else None
+        if shortest <= 2 <= last + 1 and (position := self._pairs.get(tail[-2] << _BITS | tail[-1], -1)) >= 0:
             return Match(2, position, LONE)
-        if last >= 0 and (position := self._singles.get(tail[-1], -1)) >= 0:
+        if shortest <= 1 <= last + 1 and (position := self._singles.get(tail[-1], -1)) >= 0:
             return Match(1, position, LONE)
         return None
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 
-from .rates import WHOLE, Offer, Rates, own_key, store_key, successor_key, view_of
+from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
 from .successors import Found, Successors
-from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
+from .suffix import CONTESTED, LONGEST_MATCH, SEPARATOR, SuffixIndex
 
 # Nodes that are reached less often are never drafted.
 LEAST_REACH = 0.004
+# The sum of all probabilities, and a little, so that some is left when all that are known are taken off.
+_WHOLE = 1.001
 # A shorter match in earlier texts is no better than chance.
 SHORTEST_STORED = 4
 
@@ -34,13 +36,21 @@ class VerifyCosts:
         return cls(tuple(seconds(count) for count in range(most + 1)))
 
     @cached_property
-    def slopes(self) -> tuple[float, ...]:
-        """For each number of tokens the least that a further one costs, over all larger numbers."""
-        end = len(self.seconds)
-        return tuple(
-            min(((self.seconds[m] - self.seconds[n]) / (m - n) for m in range(n + 1, end)), default=math.inf)
-            for n in range(end)
-        )
+    def corners(self) -> tuple[tuple[int, ...], ...]:
+        """For each number of tokens the larger ones that can be best when all further tokens are worth the same.
+
+        They are the corners of the lower convex hull of the larger numbers' seconds.
+        """
+        found: list[tuple[int, ...]] = [()]
+        for count in range(len(self.seconds) - 1, 0, -1):
+            hull = found[-1]
+            while len(hull) > 1 and self._slope(count, hull[0]) >= self._slope(hull[0], hull[1]):
+                hull = hull[1:]
+            found.append((count, *hull))
+        return tuple(reversed(found))
+
+    def _slope(self, few: int, many: int) -> float:
+        return (self.seconds[many] - self.seconds[few]) / (many - few)
 
 
 @dataclass(frozen=True)
@@ -132,27 +142,30 @@ def grow(
     Args:
         sources: where tokens come from.
         costs: seconds of a round by number of drafted tokens, which bounds it.
-        pace: tokens per second that decoding makes at present, that is what a second is worth.
+        pace: tokens per second that decoding makes at present, that is what a second is worth; 0 where that is not
+            known yet.
         deepest: the longest path.
         branching: whether a node may have several children.
         seed: nodes that are drafted already. They come first and stay; free ones are added.
     """
-    seconds, slopes = costs.seconds, costs.slopes
     growth = _Growth(sources, deepest, branching, seed or TokenTree())
     heap = growth.heap
-    most = len(seconds) - 1
+    pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
+    prices = [pace * seconds for seconds in costs.seconds]
+    most = len(prices) - 1
     size = kept = len(growth.tokens) - 1
     gain = 0.0
-    best = -pace * seconds[min(size, most)]
+    best = -prices[min(size, most)]
     while heap and size < most:
         reach = -heap[0][0]
-        if reach <= pace * slopes[size]:
+        # No later node is likelier than this one.
+        if gain + max([(corner - size) * reach - prices[corner] for corner in costs.corners[size]]) <= best:
             break
         size += 1
         gain += reach
         growth.take_likeliest()
-        if gain - pace * seconds[size] > best:
-            best = gain - pace * seconds[size]
+        if gain - prices[size] > best:
+            best = gain - prices[size]
             kept = size
     return growth.tree(kept)
 
@@ -160,8 +173,7 @@ def grow(
 class _Growth:
     """A tree while it grows, and a heap of the nodes that could come next.
 
-    Entries of the heap: minus the probability that the node is accepted, a running number, parent, token, key of the
-    evidence, position of what follows in the store if the token is from there.
+    Entries of the heap: minus the probability that the node is accepted, a running number, parent, token, key.
     """
 
     def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree) -> None:
@@ -226,40 +238,53 @@ class _Growth:
         sources = self.sources
         rates = sources.rates.rates
         tail = (self.text_tail + path)[-LONGEST_MATCH:]
-        offers: list[Offer] = []
-        left = 1.0
         found = sources.successors.get(tail[-2], tail[-1]) if len(tail) > 1 else None
-        matched = 0
-        token = stored = SEPARATOR
-        if match := sources.own.match(tail):
-            matched, position, support = match
-            token = sources.own.tokens[position]
-            judged = found if matched == 1 or found is None or found.is_pair else None
-            key = own_key(matched, view_of(_share(judged, token)), support)
-            offers.append((token, key, rates[key]))
-            left -= rates[key]
-        if sources.store.tokens and (match := sources.store.match(tail)) and match.length >= SHORTEST_STORED:
-            stored = sources.store.tokens[match.position]
-            if stored not in (token, SEPARATOR):
-                key = store_key(match.length, view_of(_share(found, stored)), match.length > matched)
-                offers.append((stored, key, left * rates[key]))
-                left *= 1.0 - rates[key]
-        if found is None:
-            return offers
-        is_fresh = found.text == sources.text
-        whole = WHOLE
-        for proposed in (token, stored):
-            whole -= _share(found, proposed) or 0
-        for successor, share in zip(found.tokens, found.shares, strict=True):
-            if successor < 0 or left < least:
-                break
-            if successor in (token, stored):
-                continue
-            key = successor_key(found.is_pair, is_fresh, min(share * WHOLE // max(whole, 1), WHOLE))
-            offers.append((successor, key, left * rates[key]))
+        left, whole = 1.0, _WHOLE
+        offers: list[Offer] = []
+        for token, key, share in self.matched(tail, found):
+            offers.append((token, key, left * rates[key]))
             left *= 1.0 - rates[key]
             whole -= share
+        if found is None:
+            return offers
+        named = [offer[0] for offer in offers]
+        first_key, edges = successor_keys(found.is_pair, found.text == sources.text)
+        for token, share in zip(found.tokens, found.probabilities, strict=True):
+            if token < 0 or left < least:
+                break
+            if token not in named:
+                key = first_key + bisect(edges, share / whole)
+                probability = left * rates[key]
+                offers.append((token, key, probability))
+                left -= probability
+                whole -= share
         return offers
+
+    def matched(self, tail: list[int], found: Found | None) -> list[tuple[int, int, float]]:
+        """The tokens that followed the longest matches, their keys, and the share of each among the successors."""
+        own = self.sources.own.match(tail)
+        stored = self.sources.store.match(tail, SHORTEST_STORED)
+        if stored is not None and self.sources.store.tokens[stored.position] == SEPARATOR:
+            stored = None
+        own_length = own.length if own is not None else 0
+        stored_length = stored.length if stored is not None else 0
+        candidates: list[tuple[int, int, float]] = []
+        if own is not None:
+            token = self.sources.own.tokens[own.position]
+            # Successors of one token know less than a match of two.
+            judges = found if own_length == 1 or found is None or found.is_pair else None
+            support = CONTESTED if stored_length > own_length else own.support
+            share = _share(judges, token)
+            candidates.append((token, own_key(own_length, view_of(share), support), share or 0.0))
+        if stored is not None:
+            token = self.sources.store.tokens[stored.position]
+            share = _share(found, token)
+            one = token, store_key(stored_length, view_of(share), stored_length > own_length), share or 0.0
+            if stored_length > own_length:
+                # The longer match comes first.
+                return [one, *(other for other in candidates if other[0] != token)]
+            return [*candidates, one] if candidates[0][0] != token else candidates
+        return candidates
 
     def tree(self, size: int) -> TokenTree:
         """The first ``size`` nodes."""
@@ -273,14 +298,11 @@ class _Growth:
         )
 
 
-def _share(found: Found | None, token: int) -> int | None:
-    """The share of ``token`` among successors, ``None`` where none are known."""
+def _share(found: Found | None, token: int) -> float | None:
+    """The probability of ``token`` among successors, ``None`` where none are known."""
     if found is None:
         return None
-    try:
-        return found.shares[found.tokens.index(token)]
-    except ValueError:
-        return 0
+    return found.probabilities[found.tokens.index(token)] if token in found.tokens else 0.0
 
 
 def _probability(offer: Offer) -> float:
