@@ -309,10 +309,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the tables by kind")
+    parser.add_argument("--clock", choices=("wall", "cpu"), help="of the tables by kind; cpu with one thread of a CPU")
     parser.add_argument("--json", type=Path, help="everything, written after each prompt")
     parser.add_argument("--trace", type=Path, help="our statistics of each call, a line of JSON each")
-    return parser.parse_args()
+    options = parser.parse_args()
+    one_thread = options.device == "cpu" and options.threads == 1
+    options.clock = options.clock or ("cpu" if one_thread else "wall")
+    return options
 
 
 def generate_options(options: argparse.Namespace, pad: int) -> dict[str, Any]:

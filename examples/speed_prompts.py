@@ -23,8 +23,8 @@ SPEC_BENCH = {
 }
 # Characters of a paragraph that is edited or asked about.
 PARAGRAPH = range(300, 900)
-# How the text file writes hyphens, decimal points and commas inside words.
-JOINED = re.compile(r" @(\W)@ ")
+# Traces of a tokenizer in the text file, and what is written in their place.
+TRACES = ((re.compile(r" @(\W)@ "), r"\1"), (re.compile(r" <unk>"), ""), (re.compile(r" ([,.;:)]|'s)"), r"\1"))
 # What is put in the place of a name.
 NEW_NAME = "Arden"
 SUMMARY_QUESTION = "Summarize: "
@@ -96,9 +96,8 @@ class Sources:
             found.setdefault("code", []).append(task)
         for item in _lines(self.gsm8k):
             found.setdefault("gsm8k", []).append(item["question"])
-        edits = zip_longest(self._code_edits(), self._text_edits())
-        if texts := [edit for both in edits for edit in both if edit is not None]:
-            found["editing"] = texts
+        if edits := _as_many_of_each(list(self._code_edits()), list(self._text_edits())):
+            found["editing"] = edits
         return found
 
     def beginnings(self) -> Texts:
@@ -142,7 +141,7 @@ class Sources:
 
     def _paragraphs(self) -> list[str]:
         lines = [] if self.text is None else self.text.read_text().splitlines()
-        return [JOINED.sub(r"\1", line.strip()) for line in lines if len(line) in PARAGRAPH and "=" not in line]
+        return [_cleaned(line) for line in lines if len(line) in PARAGRAPH and "=" not in line]
 
 
 def padding(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -152,6 +151,17 @@ def padding(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _renaming(code: str, name: str, new: str) -> str:
     return f"Repeat the following code, but rename the function {name} to {new}.\n\n```python\n{code}```"
+
+
+def _cleaned(line: str) -> str:
+    for trace, written in TRACES:
+        line = trace.sub(written, line)
+    return line.strip()
+
+
+def _as_many_of_each(some: list[str], others: list[str]) -> list[str]:
+    count = min(map(len, filter(None, (some, others))), default=0)
+    return [text for texts in (some, others) if texts for text in texts[:: len(texts) // count][:count]]
 
 
 def _lines(path: Path | None) -> list[dict]:
