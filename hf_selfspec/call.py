@@ -189,7 +189,7 @@ class Call:
         Where no draft pays ours is as fast, and faster where linear layers are (float32 on a CPU).
         """
         known = self.drafting.learned.known(model, kind)
-        if known is not None and known.rests and not are_faster(model.modules(), len(input_ids)):
+        if known is not None and known.is_idle and not are_faster(model.modules(), len(input_ids)):
             return _NO_DRAFT_PAYS
         if attention_mask is None or not is_right_padded(attention_mask):
             return ""
@@ -206,8 +206,8 @@ class Call:
         output, stats = decode_plainly(model, input_ids, options)
         stats.left_to_generate = why
         known = self.drafting.learned.known(model, kind)
-        if known is not None and known.rests:
-            known.rest(stats.tokens, stats.total_seconds)
+        if known is not None and known.is_idle:
+            known.add_idle_call(stats.tokens, stats.total_seconds)
             known.report(stats)
         self.drafting.learned.add_call(stats)
         return output

@@ -25,7 +25,7 @@ from .model.partial import LayerPlan
 from .model.target import Target
 from .notices import say_once
 from .parts.probe import LinearProbe
-from .search.exit_choice import Evidence, exits_to_try
+from .search.exit_study import ExitStudy, exits_to_try
 from .search.on_the_fly import Search, usual_ratio
 from .search.replay import Rule, can_replay, rules
 from .search.skip_search import SkipSearch
@@ -101,10 +101,11 @@ class Drafting:
             rules=self._rules(),
             stop=self.stop,
         )
-        evidence = self.learned.of(
-            target.model, self._kind(target, scorer), lambda _: Evidence(), self._cache(target), self.settings
+        layers = target.anatomy.num_layers
+        study = self.learned.of(
+            target.model, self._kind(target, scorer), lambda _: ExitStudy(layers), self._cache(target), self.settings
         )
-        return ProbingDraft(target, limits, scorer, settings, Exits(target.model), evidence)
+        return ProbingDraft(target, limits, scorer, settings, Exits(target.model), study)
 
     def _searching(
         self, target: Target, start: LayerPlan, limits: Limits, scorer: Scorer, search: Search, ratio: Any

@@ -33,10 +33,9 @@ from .notices import say_once
 from .parts.adapter import Adapter
 from .parts.heads import ExitHeads
 from .parts.probe import LinearProbe
-from .search.exit_choice import ExitChoice
+from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .search.skip_search import SkipSearch
-from .search.tries import SkipChoice
 from .settings import MOST_DRAFT, check_count
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
