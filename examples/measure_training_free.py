@@ -94,13 +94,14 @@ def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: in
     choice = specs["SelfSpec()"].choice(model)
     assert isinstance(choice, SkipChoice)
     texts = [asked.plain()(ids) for ids in prompts[::4]]
-    best, rule, rate = attainable_with(model, choice.plan, texts, PROMPT)
+    best = attainable_with(model, choice.plan, texts, PROMPT)
     print(
         f"\nSelfSpec() chose {choice.stop}, drafts: {choice.drafts}, promised {choice.expected_speedup:.2f}x. "
-        f"Attainable with its set on every fourth text (forwards alone): {best:.2f}x with {rule}, α {rate:.2f}.",
+        f"Attainable with its set on every fourth text (forwards alone): {best.speedup:.2f}x with {best.stop}, "
+        f"α {best.acceptance_rate:.2f}.",
         flush=True,
     )
-    fixed = SelfSpec(SkipLayers(tuple(choice.plan.skipped_attention), tuple(choice.plan.skipped_mlp)), rule)
+    fixed = SelfSpec(SkipLayers(tuple(choice.plan.skipped_attention), tuple(choice.plan.skipped_mlp)), best.stop)
     with_reuse = asked.plain(assistant=fixed)
 
     def without(ids: torch.Tensor) -> torch.Tensor:

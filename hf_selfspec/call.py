@@ -231,7 +231,7 @@ class Generation:
         stats.left_to_generate = why
         for found in self.knowledge.all_findings():
             if found.is_idle:
-                found.rest(stats.tokens, stats.total_seconds)
+                found.add_idle_call(stats.tokens, stats.total_seconds)
                 found.report(stats)
         self.knowledge.knowledge.add_call(stats)
         return output

@@ -150,3 +150,25 @@ def _check_plain(content: Any) -> None:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def as_count(value: Any) -> int:
+    """A count that was read from a file.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def as_number(value: Any) -> float:
+    """A number of at least 0 that was read from a file.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise TypeError(f"{value!r} is no number of at least 0")
+    return float(value)

@@ -21,7 +21,7 @@ class Findings(Protocol):
     def is_idle(self) -> bool:
         """Whether the next call need neither draft nor look at its text."""
 
-    def rest(self, tokens: int, seconds: float) -> None:
+    def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Takes in a call that did neither."""
 
     def report(self, stats: GenerationStats) -> None:

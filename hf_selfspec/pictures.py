@@ -85,7 +85,7 @@ def plot(
 
 def _sets(axes: Axes, search: SkipSearch) -> None:
     changes = list(search.found)
-    last = max(len(search.tries), changes[-1][0] + 1)
+    last = max(len(search.trials), changes[-1][0] + 1)
     for index, (step, plan) in enumerate(changes):
         end = changes[index + 1][0] if index + 1 < len(changes) else last
         for skipped, shift, color in ((plan.skipped_attention, 0.0, "C0"), (plan.skipped_mlp, 0.45, "C1")):
@@ -110,12 +110,12 @@ def _speed(axes: Axes, calls: Sequence[GenerationStats], search: SkipSearch | No
     if len(tokens) > 1:
         axes.plot(tokens[1:], np.diff(tokens) / np.diff(seconds), color="C2", label="tokens per second")
     axes.set(xlabel="generated tokens", ylabel="tokens per second", ylim=(0, None))
-    if search is not None and search.tries:
+    if search is not None and search.trials:
         other = axes.twinx()
-        places = [done.generated for done in search.tries]
-        other.plot(places, search.history, ".", color="C3", alpha=0.4, label="matchness of a try")
+        places = [trial.generated for trial in search.trials]
+        other.plot(places, search.history, ".", color="C3", alpha=0.4, label="matchness of a trial")
         other.set(ylabel="matchness", ylim=(0, 1.02))
-        axes.set_title("speed (green), matchness of tries (red)", fontsize="medium")
+        axes.set_title("speed (green), matchness of trials (red)", fontsize="medium")
     axes.grid(alpha=0.3)
 
 

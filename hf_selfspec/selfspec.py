@@ -31,10 +31,9 @@ from .model.cache import SpeculativeCache
 from .model.target import Target
 from .notices import warn_once
 from .presets import Presets
-from .search.exit_choice import ExitChoice
+from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
-from .search.tries import SkipChoice
 from .settings import MOST_DRAFT, check_count
 from .stop.rules import RememberingRule, StopRule
 from .types import GenerationStats

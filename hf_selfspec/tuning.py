@@ -22,9 +22,10 @@ from .errors import SettingError, SettingTypeError
 from .files import read_json, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.partial import LayerPlan
+from .search.choice import Arm, fastest
 from .search.costs import wait_for
 from .search.on_the_fly import ClosestLayers
-from .search.replay import Rule, rules
+from .search.replay import rules
 from .search.skip_space import SkipSpace
 from .selfspec import SelfSpec
 from .settings import check_count
@@ -156,7 +157,7 @@ class _Runner:
         for ids in self.rows:
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, assistant=spec)
         found = spec._knowledge.latest(self.model)
-        return [] if found is None else list(dict.fromkeys([found.best, *(done.plan for done in found.tries)]))
+        return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
 
 
 class _Tuning:
@@ -177,11 +178,11 @@ class _Tuning:
         runner.seconds(None)
         plain = [runner.seconds(None, [row]) for row in runner.rows]
         waiting = [plan for plan in runner.first_sets() if plan.skipped_attention or plan.skipped_mlp]
-        chance = np.random.default_rng([search.seed, len(self.speeds)])
+        rng = np.random.default_rng([search.seed, len(self.speeds)])
         bar = logging.tqdm(total=search.max_steps, initial=len(self.speeds), desc="tuning", unit="set")
         known = 0
         while len(self.speeds) < search.max_steps and known < _ALL_KNOWN:
-            plan = self._propose(waiting, chance)
+            plan = self._propose(waiting, rng)
             if plan in self.speeds:
                 known += 1
                 continue
@@ -196,7 +197,7 @@ class _Tuning:
         bar.close()
         return self._finish()
 
-    def _propose(self, waiting: list[LayerPlan], chance: np.random.Generator) -> LayerPlan:
+    def _propose(self, waiting: list[LayerPlan], rng: np.random.Generator) -> LayerPlan:
         while waiting:
             plan = waiting.pop(0)
             # One in two at most, so that there is time for others.
@@ -204,32 +205,31 @@ class _Tuning:
                 return plan
         drawn = sum(1 for plan in self.speeds if plan.skipped_attention != plan.skipped_mlp)
         if drawn < self.search.random_steps or not self.speeds:
-            return self.runner.space.random(chance, float(chance.uniform(*_RATIOS)))
+            return self.runner.space.random(rng, float(rng.uniform(*_RATIOS)))
         from .search.bayes import suggest  # scikit-learn and SciPy, which the package as a whole does not need
 
-        return suggest(self.runner.space, self.speeds, chance, resize=True)
+        return suggest(self.runner.space, self.speeds, rng, resize=True)
 
     def _finish(self) -> SelfSpec:
         """The best sets, each with the best rule, against each other and plain ``generate``, in turn."""
         runner = self.runner
         best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
-        chosen: Sequence[StopRule | None] = [None]
+        stops: Sequence[StopRule | None] = [None]
         if runner.stop is None:
-            times: dict[Rule, float] = {
-                rule: runner.seconds(runner.spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)
-            }
-            chosen = sorted(times, key=lambda rule: times[rule])[:2]
-        specs = [runner.spec(plan, rule) for plan in best for rule in chosen]
-        ways: list[SelfSpec | None] = [None, *specs]
+            times = {rule: runner.seconds(runner.spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)}
+            stops = sorted(times, key=lambda rule: times[rule])[:2]
+        pairs = [(plan, stop) for plan in best for stop in stops]
+        ways = [None, *(runner.spec(*pair) for pair in pairs)]
         rounds = [[runner.seconds(way) for way in ways] for _ in range(_REPEATS)]
         plain, *ours = np.median(rounds, axis=0).tolist()
-        spec, speed = specs[int(np.argmin(ours))], plain / min(ours)
-        if speed <= 1:
+        arm = fastest(Arm(*pair, speedup=plain / seconds) for pair, seconds in zip(pairs, ours, strict=True))
+        if arm.speedup <= 1:
             warnings.warn(
                 f"tune: no set of blocks to skip made {type(runner.model).__name__} faster on these texts (the best "
-                f"one {speed:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
+                f"one {arm.speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
                 stacklevel=4,
             )
+        spec = runner.spec(arm.plan, arm.stop)
         if self.folder is not None:
             spec.save_pretrained(self.folder, runner.model)
         return spec

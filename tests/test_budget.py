@@ -16,8 +16,8 @@ from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.search import budget
 from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.budget import Budget, Pace
+from hf_selfspec.search.choice import LEAST_SPEEDUP
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
-from hf_selfspec.search.replay import LEAST_SPEEDUP
 
 
 class Clock:
@@ -67,12 +67,12 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
         self.clock, self.calls, self.spent = clock, 0.0, 0.0
-        self.tries: list[int] = []
+        self.trials: list[int] = []
         self.timed = self.tokens = 0
         for module in (searching, budget):
             monkeypatch.setattr(module, "perf_counter", clock)
         propose, traces, measure = SearchingDraft.propose, SearchingDraft._traces, Stopwatch.measure
-        look = SearchingDraft._look
+        propose_layers = SearchingDraft._propose_layers
 
         def proposed(draft: Any, text: Any, room: list[int]) -> Any:
             found = propose(draft, text, room)
@@ -81,12 +81,12 @@ class Watched:
 
         def tried(draft: Any, text: Any, plan: Any, window: int) -> Any:
             self.take(1 + 0.1 * window)
-            self.tries.append(window)
+            self.trials.append(window)
             return traces(draft, text, plan, window)
 
-        def looked(draft: Any, text: Any, most: int) -> Any:
+        def layers_proposed(draft: Any, text: Any, most: int) -> Any:
             self.take(1 + 0.1 * most)
-            return look(draft, text, most)
+            return propose_layers(draft, text, most)
 
         def timed(stopwatch: Any, *args: Any) -> bool:
             *others, may_run = args
@@ -107,7 +107,7 @@ class Watched:
 
         monkeypatch.setattr(SearchingDraft, "propose", proposed)
         monkeypatch.setattr(SearchingDraft, "_traces", tried)
-        monkeypatch.setattr(SearchingDraft, "_look", looked)
+        monkeypatch.setattr(SearchingDraft, "_propose_layers", layers_proposed)
         monkeypatch.setattr(Stopwatch, "measure", timed)
         monkeypatch.setattr(costs_module, "seconds_of", seconds_of)
         # By these no draft pays, so that each call has as many rounds.
@@ -143,9 +143,9 @@ def test_no_call_spends_more_than_its_share(search: Any, monkeypatch: pytest.Mon
     assert max(shares) <= search.budget
     assert shares[0] > 0.5 * search.budget
     found = spec._knowledge.latest(model)
-    assert found.timings >= 1
-    assert len(watched.tries) >= 3
-    assert min(watched.tries) >= searching._LEAST
+    assert found.timings.count >= 1
+    assert len(watched.trials) >= 3
+    assert min(watched.trials) >= searching._LEAST
     assert watched.timed >= 12
 
 

@@ -36,7 +36,7 @@ from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
-from hf_selfspec.search.exit_choice import Evidence, choose
+from hf_selfspec.search.exit_study import ExitStudy, choose_exit
 from hf_selfspec.search.replay import Replay, Rule, Trace, draft_lengths, replays
 
 COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, several=0.75, token=0.5, step=0.25, num_layers=4)
@@ -56,11 +56,11 @@ def greedy(model, ids, tokens=48, **kwargs):
 # Costs and replay ----------------------------------------------------------------------------------------------------
 
 
-def evidence_of(spec: SelfSpec, model) -> Evidence:
+def study_of(spec: SelfSpec, model) -> ExitStudy:
     """What ``spec`` has found for the last kind of call of ``model``."""
-    evidence = spec._knowledge.latest(model)
-    assert isinstance(evidence, Evidence)
-    return evidence
+    study = spec._knowledge.latest(model)
+    assert isinstance(study, ExitStudy)
+    return study
 
 
 def exit_plan(layer: int) -> LayerPlan:
@@ -211,7 +211,7 @@ def test_replay_foretells_what_decoding_does(rule):
 def test_the_fastest_exit_is_chosen():
     bad, good = np.zeros((1, 40)), np.ones((1, 40))
     traces = {1: [Trace(bad, bad)], 2: [Trace(good, good)], 3: [Trace(good, good)]}
-    choice = choose(traces, [FixedLength(2), FixedLength(4)], COSTS, 25)
+    choice = choose_exit(traces, [FixedLength(2), FixedLength(4)], COSTS, 25)
     assert (choice.layer, choice.stop) == (2, FixedLength(4))
     assert choice.by_layer[2] == choice.expected_speedup > choice.by_layer[3] > 1 > choice.by_layer[1]
     assert choice.acceptance_rate == pytest.approx(1.0)
@@ -219,20 +219,20 @@ def test_the_fastest_exit_is_chosen():
 
 
 @pytest.mark.parametrize("tokens", [1000, 1024])
-def test_evidence_rests_where_enough_text_shows_that_no_draft_pays(tokens):
+def test_a_study_is_idle_where_enough_text_shows_that_no_draft_pays(tokens):
     bad, good = np.zeros((1, tokens)), np.ones((1, tokens))
     stopwatch = Stopwatch(exit_plan(1))
-    for accept, rests in ((bad, tokens >= 1024), (good, False)):
-        evidence = Evidence()
-        assert not evidence.rests
+    for accept, is_idle in ((bad, tokens >= 1024), (good, False)):
+        study = ExitStudy(4)
+        assert not study.is_idle
         with patch.object(Stopwatch, "costs", lambda self, of=min: COSTS):
-            evidence.add({1: [Trace(accept, accept)]}, stopwatch, [FixedLength(4)], 25)
-        assert evidence.rests == rests
+            study.add({1: [Trace(accept, accept)]}, stopwatch, [FixedLength(4)], 25)
+        assert study.is_idle == is_idle
 
 
 def test_no_draft_is_chosen_where_none_pays():
     bad = np.zeros((1, 40))
-    choice = choose({1: [Trace(bad, bad)], 2: [Trace(bad, bad)]}, [FixedLength(1)], COSTS, 25)
+    choice = choose_exit({1: [Trace(bad, bad)], 2: [Trace(bad, bad)]}, [FixedLength(1)], COSTS, 25)
     assert choice.layer is None
     assert "no draft" in str(choice)
 
@@ -264,7 +264,7 @@ def test_probing_changes_no_token(make, rows):
     choice = spec.choice(model)
     assert isinstance(choice, ExitChoice)
     exits = set(range(1, model.config.num_hidden_layers))
-    # After 256 tokens only the three that look fastest are asked.
+    # After 256 tokens only the three that look fastest are compared.
     assert set(choice.by_layer) == exits if rows == 1 else len(exits & set(choice.by_layer)) == 3
     assert choice.tokens >= 3 * 40 * rows
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -283,7 +283,7 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert len(seen) == 23
     assert spec.choice(model).tokens == 22 * 47
     assert len(spec.choice(model).by_layer) == 3
-    timed = evidence_of(spec, model)._stopwatch.seconds
+    timed = study_of(spec, model).timings.stopwatch.seconds
     assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
         ("early", "full", "few", "many", "draft"), 20
     )
@@ -377,19 +377,19 @@ class Slow(dict):
         return super().__getitem__(layer)
 
 
-def test_evidence_is_complete_while_threads_add_to_it():
+def test_a_study_is_complete_while_threads_add_to_it():
     """No text is lost, and each choice has one text more behind it."""
-    evidence, bad = Evidence(), np.zeros((1, 40))
+    study, bad = ExitStudy(4), np.zeros((1, 40))
 
     def add(_):
         watch = Stopwatch(exit_plan(1))
         watch.seconds = {"early": [3.0], "full": [9.0], "few": [9.5], "many": [10.0]}
-        return evidence.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), watch, [FixedLength(1)], 25)
+        return study.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), watch, [FixedLength(1)], 25)
 
     with ThreadPoolExecutor(4) as pool:
         choices = list(pool.map(add, range(12)))
     assert sorted(choice.tokens for choice in choices) == [40 * count for count in range(1, 13)]
-    assert evidence.timings == 12
+    assert study.timings.count == 12
 
 
 def test_timings_use_no_random_numbers():
@@ -475,7 +475,7 @@ def test_sampling_with_a_probe_runs_and_chooses():
     options = {"do_sample": True, "top_p": 0.9, "temperature": 0.7, "max_new_tokens": 48, "pad_token_id": 0}
     ids = model.generate(prompt(), attention_mask=torch.ones(1, 6, dtype=torch.long), assistant=spec, **options)
     assert ids.shape == (1, 54)
-    accept = np.concatenate([found.accept[0] for found in evidence_of(spec, model)._traces[2]])
+    accept = np.concatenate([found.accept[0] for found in study_of(spec, model)._traces[2]])
     assert len(accept) == 47
     assert ((accept > 0) & (accept < 1)).all()
 

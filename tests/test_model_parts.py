@@ -26,9 +26,9 @@ from hf_selfspec.model import attention
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.masks import Geometry
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
-from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.target import Target
 
 

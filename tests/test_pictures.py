@@ -99,14 +99,14 @@ def test_a_search_is_drawn(tmp_path: Path) -> None:
     sets, speed, time, matchness = figure.axes
     assert (sets.get_ylabel(), speed.get_ylabel(), time.get_xlabel()) == ("layer", "tokens per second", "share of time")
     # The set that drafts now is skipped up to the last step, and no other block is.
-    to_the_end = {block for block, found in spans(sets).items() if found[-1][1] == len(search.tries)}
+    to_the_end = {block for block, found in spans(sets).items() if found[-1][1] == len(search.trials)}
     plan = search.best
     assert to_the_end == {(layer, "attention") for layer in plan.skipped_attention} | {
         (layer, "mlp") for layer in plan.skipped_mlp
     }
     (points,) = matchness.lines
     assert list(points.get_ydata()) == search.history
-    assert list(points.get_xdata()) == [done.generated for done in search.tries]
+    assert list(points.get_xdata()) == [trial.generated for trial in search.trials]
 
 
 def test_speed_and_time_by_hand() -> None:

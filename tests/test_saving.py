@@ -177,9 +177,9 @@ def test_findings_of_a_search_come_back(
     assert first_draft.stop == (choice.stop if spec.stop is None else spec.stop)
     assert (choice.stop is None) == (name == "swift, ratio given")
     again = loaded._knowledge.latest(llama)
-    assert len(found.tries) >= 3
-    kept = list(again.tries)[: len(found.tries)]
-    assert Counter(done.plan for done in kept) == Counter(done.plan for done in found.tries)
+    assert len(found.trials) >= 3
+    kept = list(again.trials)[: len(found.trials)]
+    assert Counter(done.plan for done in kept) == Counter(done.plan for done in found.trials)
     assert sorted(done.matchness for done in kept) == pytest.approx(sorted(found.history), abs=1e-4)
     assert again.costs == found.costs
     assert again.generated > found.generated
@@ -190,12 +190,12 @@ def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -
     settings = ClosestLayers(8, max_steps=20, patience=500, target_matchness=1.0, budget=1.0)
     spec = SelfSpec(SkipLayers(search=settings))
     generate(llama, prompt(), 20, assistant=spec)
-    assert 3 <= len(spec._knowledge.latest(llama).tries) < 20
+    assert 3 <= len(spec._knowledge.latest(llama).trials) < 20
     spec.save_pretrained(tmp_path)
     loaded = SelfSpec.from_pretrained(tmp_path)
     while loaded.stats is None or loaded.stats.phase == "optimization":
         generate(llama, prompt(), 30, assistant=loaded)
-    assert len(loaded._knowledge.latest(llama).tries) == 20
+    assert len(loaded._knowledge.latest(llama).trials) == 20
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -726,7 +726,7 @@ def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path, first_draft: Firs
     model, spec = tiny_llama(6, factor=0.6), endless(tmp_path)
     assert_lossless(model, spec)
     assert first_draft.plan == kept[-1]["set"]
-    assert len(spec._knowledge.latest(model).tries) > counts[-1]
+    assert len(spec._knowledge.latest(model).trials) > counts[-1]
 
 
 # Interruptions -------------------------------------------------------------------------------------------------------
@@ -761,11 +761,11 @@ class FailingCriterion(StoppingCriteria):
 
 @pytest.mark.parametrize("what", ["streamer", "criterion"])
 @pytest.mark.parametrize("name", ["clasp", "swift", "clasp, over", "swift, ratio given"])
-def test_an_interruption_keeps_the_tries(name: str, what: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_an_interruption_keeps_the_trials(name: str, what: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name], cache_dir=tmp_path)
     generate(llama, prompt(), 40, assistant=spec)
     before, stats = spec._knowledge.latest(llama), spec.stats
-    plans = [done.plan for done in before.tries]
+    plans = [done.plan for done in before.trials]
     assert before.is_over == (name not in ("clasp", "swift"))
     if what == "streamer":
         with pytest.raises(KeyboardInterrupt):
@@ -776,15 +776,15 @@ def test_an_interruption_keeps_the_tries(name: str, what: str, llama: PreTrained
             generate(llama, prompt(seed=6), 40, assistant=spec, stopping_criteria=criteria)
     after = spec._knowledge.latest(llama)
     assert after is before
-    assert [done.plan for done in after.tries][: len(plans)] == plans
-    assert (len(after.tries) > len(plans)) == (not before.is_over)
+    assert [done.plan for done in after.trials][: len(plans)] == plans
+    assert (len(after.trials) > len(plans)) == (not before.is_over)
     assert spec.stats is stats
     (file,) = tmp_path.rglob("*.json")
     (kept,) = json.loads(file.read_text())["findings"]
-    assert len(kept["state"]["tries"]) == len(after.tries)
+    assert len(kept["state"]["tries"]) == len(after.trials)
     assert all("forward" not in module.__dict__ for module in llama.modules())
     assert_lossless(llama, spec)
-    assert len(after.tries) >= len(kept["state"]["tries"])
+    assert len(after.trials) >= len(kept["state"]["tries"])
 
 
 def test_an_interruption_of_a_probe(llama: PreTrainedModel) -> None:
@@ -809,7 +809,7 @@ def test_a_second_spec_starts_tuned(name: str, llama: PreTrainedModel, tmp_path:
     first_draft.plan = ""
     assert_lossless(llama, second)
     assert (first_draft.plan, first_draft.phase) == (first.choice(llama).plan.picture(), "acceleration")
-    assert len(second._knowledge.latest(llama).tries) == len(first._knowledge.latest(llama).tries)
+    assert len(second._knowledge.latest(llama).trials) == len(first._knowledge.latest(llama).trials)
 
 
 def test_a_second_probe_starts_tuned(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
@@ -827,7 +827,7 @@ def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel,
         """How many sets were known at the beginning."""
         spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path, **changes)
         generate(model, prompt(), 2, assistant=spec)
-        known = len(spec._knowledge.latest(model).tries)
+        known = len(spec._knowledge.latest(model).trials)
         generate(model, prompt(), 40, assistant=spec)
         return known
 

@@ -34,10 +34,10 @@ from hf_selfspec.draft.partial import Limits, PartialDraft
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.partial import LayerPlan
 from hf_selfspec.model.target import Target
-from hf_selfspec.search import feedback, skip_search
+from hf_selfspec.search import feedback, schedule, skip_search
 from hf_selfspec.search.block_effects import BlockEffects, block_effects
 from hf_selfspec.search.clasp import closest_layers
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
@@ -95,7 +95,7 @@ def keys_and_values(target: Target, text: Text) -> list[torch.Tensor]:
 @pytest.mark.parametrize("lengths", [(20,), (20, 13, 16)], ids=["one row", "ragged"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt2", "mixtral"])
 def test_window_beside_the_text(name: str, lengths: tuple[int, ...]) -> None:
-    """A plan says after tokens of the text what it would have said in their place, and nothing there changes."""
+    """A plan predicts after tokens of the text what it would predict in their place, and nothing there changes."""
     target, text = after_prefill(build(name), lengths)
     layers = target.anatomy.num_layers
     plan = LayerPlan(layers, frozenset([1]), frozenset([1]))
@@ -184,8 +184,8 @@ def test_skip_space() -> None:
     plan = space.highest(np.array([0.1, 0.9, 0.2, 0.8, 0.3, 0.7, 0.4, 0.6]), 0.5)
     assert plan == LayerPlan(6, frozenset(), frozenset([1, 2, 3, 4]))
     assert space.plan(space.places(plan)) == plan
-    chance = np.random.default_rng(0)
-    drawn = [space.places(space.random(chance, 0.25)) for _ in range(200)]
+    rng = np.random.default_rng(0)
+    drawn = [space.places(space.random(rng, 0.25)) for _ in range(200)]
     assert {len(places) for places in drawn} == {2}
     assert set().union(*drawn) == set(range(8))
     assert space.whole_layers == (1, 2, 3, 4)
@@ -262,26 +262,26 @@ def test_timings_change_nothing_of_the_text(lengths: tuple[int, ...], before: in
 
 
 def worth(
-    tries: Sequence[tuple[float, float, int, int]], sizes: Sequence[int], near: int = 1, doubt: float = 0.0
+    trials: Sequence[tuple[float, float, int, int]], sizes: Sequence[int], near: int = 1, doubt: float = 0.0
 ) -> list[float]:
-    """What sets score on the usual text; of each try its score, weight, set and window."""
-    values, weights, of_set, windows = (np.array(column) for column in zip(*tries, strict=True))
+    """What sets score on the usual text; of each trial its score, weight, set and window."""
+    values, weights, of_set, windows = (np.array(column) for column in zip(*trials, strict=True))
     plans = tuple(LayerPlan(8, frozenset({index}), frozenset()) for index in range(len(sizes)))
     return effects(Scores(plans, values, weights, of_set, windows), np.array(sizes), near, doubt).tolist()
 
 
 def test_sets_are_compared_on_the_same_text() -> None:
     """Window 0 is hard, 1 is easy: a set tried on easy text alone does not win by that, nor lose one on hard text."""
-    tries = [(0.5, 1, 0, 0), (0.9, 1, 0, 1), (0.8, 1, 1, 1), (0.6, 1, 2, 0)]
-    usual, easy_only, hard_only = worth(tries, [4, 4, 4])
+    trials = [(0.5, 1, 0, 0), (0.9, 1, 0, 1), (0.8, 1, 1, 1), (0.6, 1, 2, 0)]
+    usual, easy_only, hard_only = worth(trials, [4, 4, 4])
     assert usual - easy_only == pytest.approx(0.1, abs=0.01)
     assert hard_only - usual == pytest.approx(0.1, abs=0.01)
-    usual, easy_only, hard_only = worth(tries, [4, 4, 4], doubt=0.5)
+    usual, easy_only, hard_only = worth(trials, [4, 4, 4], doubt=0.5)
     assert hard_only > usual > easy_only
 
 
 def test_little_text_is_doubted() -> None:
-    """By hand, on one window: the mean score of all weighs ``doubt`` beside a set's own tries."""
+    """By hand, on one window: the mean score of all weighs ``doubt`` beside a set's own trials."""
     assert worth([(0.9, 1, 0, 0), (0.5, 1, 1, 0)], [4, 4], doubt=1.0) == pytest.approx([0.8, 0.6])
     # Their mean is 0.8; three windows against one of doubt, and one against one.
     assert worth([(0.9, 3, 0, 0), (0.5, 1, 1, 0)], [4, 4], doubt=1.0) == pytest.approx([0.875, 0.65])
@@ -289,11 +289,11 @@ def test_little_text_is_doubted() -> None:
 
 
 def test_sets_are_drawn_towards_those_of_their_size() -> None:
-    tries = [(0.9, 1, 0, 0), (0.9, 1, 1, 0), (0.5, 1, 2, 0), (0.1, 1, 3, 0)]
-    assert worth(tries, [4, 4, 8, 8], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
-    assert worth(tries, [4, 5, 8, 9], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
-    assert worth(tries, [4, 6, 8, 9], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
-    assert worth(tries, [4, 4, 8, 8], near=4, doubt=1.0) == pytest.approx([0.75, 0.75, 0.55, 0.35])
+    trials = [(0.9, 1, 0, 0), (0.9, 1, 1, 0), (0.5, 1, 2, 0), (0.1, 1, 3, 0)]
+    assert worth(trials, [4, 4, 8, 8], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
+    assert worth(trials, [4, 5, 8, 9], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
+    assert worth(trials, [4, 6, 8, 9], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
+    assert worth(trials, [4, 4, 8, 8], near=4, doubt=1.0) == pytest.approx([0.75, 0.75, 0.55, 0.35])
 
 
 # The search -----------------------------------------------------------------------------------------------------------
@@ -306,17 +306,17 @@ def tried_sets(
     count: int, worth: np.ndarray, noise: float, windows: int = 1, seed: int = 0
 ) -> tuple[Scores, np.ndarray]:
     """Random sets and what they score: what their blocks are worth, the window's number and noise."""
-    chance = np.random.default_rng(seed)
-    blocks = (chance.random((count, len(worth))).argsort(1) < len(worth) // 2).astype(float)
+    rng = np.random.default_rng(seed)
+    blocks = (rng.random((count, len(worth))).argsort(1) < len(worth) // 2).astype(float)
     on = np.arange(count) % windows
-    values = 1 + blocks @ worth + on + noise * chance.standard_normal(count)
+    values = 1 + blocks @ worth + on + noise * rng.standard_normal(count)
     plans = tuple(LayerPlan(count + 2, frozenset({index}), frozenset()) for index in range(count))
     return Scores(plans, values, np.ones(count), np.arange(count), on), blocks
 
 
 def drawn_effects(found: BlockEffects, draws: int = 200) -> np.ndarray:
-    chance = np.random.default_rng(1)
-    return np.stack([found.drawn(chance) for _ in range(draws)])
+    rng = np.random.default_rng(1)
+    return np.stack([found.drawn(rng) for _ in range(draws)])
 
 
 WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
@@ -343,8 +343,8 @@ def test_sets_of_which_little_is_known_are_estimated_by_their_blocks() -> None:
 
 def test_drawn_effects_spread_as_much_as_is_not_known() -> None:
     spread = []
-    for tries in (30, 300):
-        scores, blocks = tried_sets(tries, WORTH, 0.05)
+    for trials in (30, 300):
+        scores, blocks = tried_sets(trials, WORTH, 0.05)
         found = block_effects(scores, blocks, doubt=0.5)
         drawn = drawn_effects(found)
         assert drawn.mean(0) == pytest.approx(found.mean, abs=4 * drawn.std(0).max() / 200**0.5)
@@ -357,12 +357,12 @@ def test_drawn_effects_spread_as_much_as_is_not_known() -> None:
 def test_blocks_that_hardly_matter_are_proposed_once_that_is_known() -> None:
     """Uniform sets at first; after these, sets of what has been worth most."""
     known = frozenset(range(8))
-    proposer, chance = random_sets(0.5), np.random.default_rng(0)
-    sets = {space().random(chance, 0.5) for _ in range(100)}
+    proposer, rng = random_sets(0.5), np.random.default_rng(0)
+    sets = {space().random(rng, 0.5) for _ in range(100)}
     scores = scores_of({plan: matchness_of(known, plan) for plan in sets})
 
     def proposed(steps: int) -> list[int]:
-        plans = [proposer.propose(scores, steps, no_look) for _ in range(20)]
+        plans = [proposer.propose(scores, steps, no_layers) for _ in range(20)]
         return [len(space().places(plan) & known) for plan in plans if plan is not None]
 
     assert np.mean(proposed(5)) < 5
@@ -370,7 +370,7 @@ def test_blocks_that_hardly_matter_are_proposed_once_that_is_known() -> None:
 
 
 def scores_of(worth: dict[LayerPlan, float]) -> Scores:
-    """One try of each set on one window."""
+    """One trial of each set on one window."""
     count = len(worth)
     return Scores(tuple(worth), np.array(list(worth.values())), np.ones(count), np.arange(count), np.zeros(count, int))
 
@@ -378,13 +378,13 @@ def scores_of(worth: dict[LayerPlan, float]) -> Scores:
 # A search -------------------------------------------------------------------------------------------------------------
 
 
-def said(share: float, tokens: int = 32) -> list[Trace]:
-    """Of a text of 32 tokens by default a set says this share, with as much chance everywhere."""
+def predicted(share: float, tokens: int = 32) -> list[Trace]:
+    """Of a text of 32 tokens by default a set predicts this share, equally likely everywhere."""
     return [Trace(np.full((1, tokens), share), np.full((1, tokens), 0.9))]
 
 
-def no_look(most: int) -> list[LayerPlan]:
-    raise AssertionError("nobody should look for the closest layers")
+def no_layers(most: int) -> list[LayerPlan]:
+    raise AssertionError("nothing should search for the closest layers")
 
 
 def skipping(*places: int) -> LayerPlan:
@@ -400,26 +400,26 @@ def run_search(settings: OnTheFlySearch, known: frozenset[int], ratio: float = 0
     half = frozenset(range(1, 5))
     search = SkipSearch(settings, space(), ratio, LayerPlan(10, half, half))
     while not search.is_over:
-        plan = search.propose(no_look)
+        plan = search.propose(no_layers)
         assert plan is not None
-        search.register(plan, said(matchness_of(known, plan)))
+        search.register(plan, predicted(matchness_of(known, plan)))
     return search
 
 
 def test_search_begins_with_the_set_that_drafts() -> None:
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, start := LayerPlan(10, frozenset([3]), frozenset()))
-    search.begin(no_look)
+    search.begin(no_layers)
     assert search.matchness == 0
-    assert search.propose(no_look) == search.best == start
-    search.register(start, said(0.4))
+    assert search.propose(no_layers) == search.best == start
+    search.register(start, predicted(0.4))
     assert search.matchness == pytest.approx(0.4)
-    drawn = [search.propose(no_look) for _ in range(20)]
+    drawn = [search.propose(no_layers) for _ in range(20)]
     assert None not in drawn
     assert {len(search.space.places(plan)) for plan in drawn} == {8}
     assert len(set(drawn)) > 10
-    search.register(drawn[0], said(0.3))
+    search.register(drawn[0], predicted(0.3))
     assert search.best == start
-    search.register(drawn[1], said(0.5))
+    search.register(drawn[1], predicted(0.5))
     assert search.best == drawn[1]
     assert search.history == pytest.approx([0.4, 0.3, 0.5])
     assert list(search.found) == [(0, start), (3, drawn[1])]
@@ -429,30 +429,30 @@ def test_a_lucky_set_is_found_out() -> None:
     """What scored best is tried again on later text, and it is believed only in part."""
     steady, lucky, other = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
-    search.propose(no_look)
+    search.propose(no_layers)
     for plan, score in ((steady, 0.6), (lucky, 0.9), (other, 0.0)):
-        search.register(plan, said(score))
+        search.register(plan, predicted(score))
     assert search.best == lucky
     assert 0.6 < search.matchness < 0.89
     search.begin_window()
-    assert [search.propose(no_look) for _ in range(3)] == [lucky, steady, other]
-    assert search.propose(no_look) not in (steady, lucky, other)
+    assert [search.propose(no_layers) for _ in range(3)] == [lucky, steady, other]
+    assert search.propose(no_layers) not in (steady, lucky, other)
     for plan, score in ((lucky, 0.1), (steady, 0.6)):
-        search.register(plan, said(score))
+        search.register(plan, predicted(score))
     assert search.best == steady
 
 
 def test_easy_text_makes_no_set_the_best() -> None:
     steady, spoilt, plucky = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
-    for easiness, tries in ((0.1, ((steady, 0.4),)), (0.5, ((steady, 0.4), (spoilt, 0.35)))):
+    for easiness, trials in ((0.1, ((steady, 0.4),)), (0.5, ((steady, 0.4), (spoilt, 0.35)))):
         search.begin_window()
-        for plan, score in tries:
-            search.register(plan, said(easiness + score))
+        for plan, score in trials:
+            search.register(plan, predicted(easiness + score))
     assert search.best == steady
     search.begin_window()
     for plan, score in ((steady, 0.4), (plucky, 0.45)):
-        search.register(plan, said(score))
+        search.register(plan, predicted(score))
     assert search.best == plucky
 
 
@@ -476,32 +476,32 @@ def test_search_ends(settings: Search, scores: list[float], steps: int) -> None:
         assert search.is_over == (count >= steps)
         assert search.phase == ("acceleration" if count >= steps else "optimization")
         if not search.is_over:
-            search.register(plans[min(count, 2)], said(score))
+            search.register(plans[min(count, 2)], predicted(score))
     assert len(search.history) == steps
 
 
 def test_a_search_that_is_over_tries_nothing_more() -> None:
     search = SkipSearch(OnTheFlySearch(max_steps=4), space(), 0.5, skipping(0))
     for place in range(3):
-        search.register(skipping(place), said(0.5))
+        search.register(skipping(place), predicted(0.5))
     search.begin_window()
-    plan = search.propose(no_look)
+    plan = search.propose(no_layers)
     assert plan is not None
-    search.register(plan, said(0.5))
+    search.register(plan, predicted(0.5))
     assert search.is_over
-    assert search.propose(no_look) is None
+    assert search.propose(no_layers) is None
 
 
 def test_a_search_that_is_over_keeps_its_set() -> None:
     search = SkipSearch(OnTheFlySearch(max_steps=2), space(), 0.5, skipping(0))
     for plan, score in ((skipping(0), 0.5), (skipping(1), 0.6)):
-        search.register(plan, said(score))
+        search.register(plan, predicted(score))
     assert search.is_over
-    search.register(skipping(2), said(1.0))  # from another thread
+    search.register(skipping(2), predicted(1.0))  # from another thread
     assert search.best == skipping(1)
-    for _ in range(2 * skip_search._IDLE):
+    for _ in range(2 * schedule._IDLE):
         search.begin_window()
-        assert search.propose(no_look) is None
+        assert search.propose(no_layers) is None
 
 
 def test_bayesian_proposals_find_a_known_set() -> None:
@@ -519,13 +519,13 @@ def test_history_of_the_gaussian_process_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         GaussianProcessRegressor, "fit", lambda self, x, y: sizes.append(len(y)) or original(self, x, y)
     )
-    large, chance = space(40), np.random.default_rng(7)
+    large, rng = space(40), np.random.default_rng(7)
     settings = OnTheFlySearch(max_steps=251, bayes_interval=50, target_matchness=1.0)
-    search = SkipSearch(settings, large, 0.5, large.random(chance, 0.5))
+    search = SkipSearch(settings, large, 0.5, large.random(rng, 0.5))
     while not search.is_over:
-        plan = search.propose(no_look)
+        plan = search.propose(no_layers)
         assert plan is not None
-        search.register(plan, said(chance.random()))
+        search.register(plan, predicted(rng.random()))
     assert sizes[:2] == [49, 99]
     assert len(sizes) == 5
     assert max(sizes) <= 200
@@ -540,10 +540,10 @@ def random_sets(ratio: float = 0.4, auto: bool = True) -> RandomAndBayes:
 
 def test_random_sets_of_other_sizes() -> None:
     """Smaller ones where too little matches, larger ones where much does, and no size twice."""
-    proposer, chance = random_sets(), np.random.default_rng(0)
+    proposer, rng = random_sets(), np.random.default_rng(0)
 
     def best() -> LayerPlan:
-        return proposer.space.random(chance, proposer.ratio)
+        return proposer.space.random(rng, proposer.ratio)
 
     assert not proposer.go_on(best(), 0.8)
     assert [(proposer.go_on(best(), 0.6), proposer.ratio) for _ in range(4)] == [
@@ -559,16 +559,16 @@ def test_random_sets_of_other_sizes() -> None:
         (True, 0.8),
         (False, 0.8),
     ]
-    sets = [proposer.propose(scores_of({}), 0, no_look) for _ in range(10)]
+    sets = [proposer.propose(scores_of({}), 0, no_layers) for _ in range(10)]
     assert {len(proposer.space.places(plan)) for plan in sets if plan is not None} == {13}
     assert not random_sets(auto=False).go_on(best(), 0.5)
 
 
 def test_bayesian_proposals_are_of_the_size_that_is_searched_for() -> None:
-    proposer, chance = random_sets(0.4), np.random.default_rng(0)
-    like = {space().random(chance, 0.4): 0.1 * count for count in range(5)}
+    proposer, rng = random_sets(0.4), np.random.default_rng(0)
+    like = {space().random(rng, 0.4): 0.1 * count for count in range(5)}
     for known in (like, {}):
-        plan = proposer.propose(scores_of(known | {skipping(*range(12)): 0.9}), 24, no_look)
+        plan = proposer.propose(scores_of(known | {skipping(*range(12)): 0.9}), 24, no_layers)
         assert plan is not None
         assert len(space().places(plan)) == 6
         assert plan not in like
@@ -579,10 +579,10 @@ def test_a_search_that_matches_too_little_goes_on_with_smaller_sets(auto: bool) 
     search = SkipSearch(OnTheFlySearch(patience=3), space(), 0.5, skipping(*range(8)), auto)
     sizes = set()
     while not search.is_over:
-        plan = search.propose(no_look)
+        plan = search.propose(no_layers)
         assert plan is not None
         sizes.add(len(space().places(plan)))
-        search.register(plan, said(0.5))
+        search.register(plan, predicted(0.5))
     assert sizes == ({8, 6, 5, 3, 2} if auto else {8})
 
 
@@ -592,10 +592,10 @@ def test_a_search_that_matches_much_tries_larger_sets_before_still_larger_ones()
     for step in range(200):
         if step % 4 == 0:
             search.begin_window()
-        if (plan := search.propose(no_look)) is None:
+        if (plan := search.propose(no_layers)) is None:
             break
         sizes.append(len(search.space.places(plan)))
-        search.register(plan, said(1.0 if sizes[-1] == 14 else 0.5))
+        search.register(plan, predicted(1.0 if sizes[-1] == 14 else 0.5))
     assert sizes.count(18) > 10
 
 
@@ -604,33 +604,33 @@ def layers_of(*count: int) -> list[LayerPlan]:
     return [LayerPlan(22, frozenset(range(1, n + 1)), frozenset(range(1, n + 1))) for n in count]
 
 
-class Looks:
-    """Looks for the closest layers, and how many were asked for."""
+class ClosestOfAll:
+    """Proposes the closest layers, and keeps how many were wanted."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.wanted: list[int] = []
 
     def __call__(self, most: int) -> list[LayerPlan]:
-        self.asked.append(most)
+        self.wanted.append(most)
         return layers_of(*range(1, most + 1))
 
 
-def proposed(proposer: Closest, look: Looks) -> list[int]:
+def proposed(proposer: Closest, propose_layers: ClosestOfAll) -> list[int]:
     """Sizes of all sets that are proposed for a window."""
     sizes = []
-    while (plan := proposer.propose({}, 0, look)) is not None:
+    while (plan := proposer.propose({}, 0, propose_layers)) is not None:
         sizes.append(len(plan.skipped_layers))
     return sizes
 
 
 def test_sizes_of_closest_layers() -> None:
-    """The first window is for sizes from all over the first look; later ones are for new sets about the best size."""
-    look, proposer = Looks(), Closest(ClosestLayers(target_matchness=0.95), space(22), 0.4, auto=True)
-    assert proposer.first(look) == layers_of(8)[0]
-    assert proposed(proposer, look) == []
+    """The first window is for sizes from all over the first sets; later ones are for new sets about the best size."""
+    propose_layers, proposer = ClosestOfAll(), Closest(ClosestLayers(target_matchness=0.95), space(22), 0.4, auto=True)
+    assert proposer.first(propose_layers) == layers_of(8)[0]
+    assert proposed(proposer, propose_layers) == []
     proposer.begin_window(layers_of(8)[0], 0.8)
-    assert proposed(proposer, look) == [2, 4, 6, 8, 10, 12, 14, 16]
-    assert look.asked == [16]
+    assert proposed(proposer, propose_layers) == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert propose_layers.wanted == [16]
     (ten,) = layers_of(10)
     for matchness, sizes in (
         (0.8, [10, 8]),  # in turn with the other side
@@ -641,32 +641,32 @@ def test_sizes_of_closest_layers() -> None:
         (0.96, [10, 12]),
     ):
         proposer.begin_window(ten, matchness)
-        assert proposed(proposer, look) == sizes
-        assert proposer.propose({}, 0, look) is None
-    assert look.asked[1:] == [10, 12, 10, 10, 12, 12]
+        assert proposed(proposer, propose_layers) == sizes
+        assert proposer.propose({}, 0, propose_layers) is None
+    assert propose_layers.wanted[1:] == [10, 12, 10, 10, 12, 12]
     proposer.begin_window(layers_of(20)[0], 0.99)
-    assert proposed(proposer, look) == [20]
+    assert proposed(proposer, propose_layers) == [20]
     proposer.begin_window(LayerPlan(22, frozenset([3]), frozenset()), 0.6)  # of no whole layer
-    assert proposed(proposer, look) == [20, 18]
+    assert proposed(proposer, propose_layers) == [20, 18]
 
 
 def test_a_given_ratio_is_kept_by_closest_layers() -> None:
-    look, proposer = Looks(), Closest(ClosestLayers(), space(22), 0.4, auto=False)
-    assert proposer.first(look) == layers_of(8)[0]
+    propose_layers, proposer = ClosestOfAll(), Closest(ClosestLayers(), space(22), 0.4, auto=False)
+    assert proposer.first(propose_layers) == layers_of(8)[0]
     for matchness in (0.8, 0.5, 0.99):
         proposer.begin_window(layers_of(8)[0], matchness)
-        assert proposed(proposer, look) == [8]
-    assert look.asked == [8, 8, 8]
+        assert proposed(proposer, propose_layers) == [8]
+    assert propose_layers.wanted == [8, 8, 8]
     assert not proposer.go_on(layers_of(8)[0], 0.5)
 
 
 def test_the_smallest_set_that_matches_too_little_has_no_larger_one_tried() -> None:
-    look, proposer = Looks(), Closest(ClosestLayers(), space(22), 0.1, auto=True)
+    propose_layers, proposer = ClosestOfAll(), Closest(ClosestLayers(), space(22), 0.1, auto=True)
     proposer.begin_window(layers_of(2)[0], 0.5)
-    proposed(proposer, look)
+    proposed(proposer, propose_layers)
     for _ in range(2):
         proposer.begin_window(layers_of(2)[0], 0.5)
-        assert proposed(proposer, look) == [2]
+        assert proposed(proposer, propose_layers) == [2]
 
 
 # By expected speed ----------------------------------------------------------------------------------------------------
@@ -697,15 +697,15 @@ def test_the_faster_size_wins_over_the_one_that_matches_more(times_first: bool) 
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, CAREFUL, auto=True, rules=rules)
     if times_first:
         search.time(timings(space(), COSTS))
-    search.register(CAREFUL, said(0.9))
-    search.register(BOLD, said(0.8))
+    search.register(CAREFUL, predicted(0.9))
+    search.register(BOLD, predicted(0.8))
     if not times_first:
         assert (search.best, search.choice.stop, search.choice.expected_speedup) == (CAREFUL, None, None)
         search.time(timings(space(), COSTS))
-    speeds = {(plan, rule): speedup(said(share), plan, rule) for plan, share in SHARES for rule in rules}
+    speeds = {(plan, rule): speedup(predicted(share), plan, rule) for plan, share in SHARES for rule in rules}
     choice = search.choice
     assert (choice.plan, choice.stop) == (BOLD, FixedLength(2)) == max(speeds, key=lambda key: speeds[key])
-    # A single try is drawn a little towards the other size's.
+    # A single trial is drawn a little towards the other size's.
     assert choice.expected_speedup == pytest.approx(speeds[BOLD, FixedLength(2)], rel=0.02)
     assert choice.drafts
     assert choice.matchness == pytest.approx(0.8, abs=0.02)
@@ -716,12 +716,12 @@ def test_matchness_decides_where_the_ratio_is_given() -> None:
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, CAREFUL)
     search.time(timings(space(), COSTS))
     for plan, share in SHARES:
-        search.register(plan, said(share))
+        search.register(plan, predicted(share))
     assert (search.best, search.choice.stop, search.choice.expected_speedup) == (CAREFUL, None, None)
 
 
 def test_the_stop_rule_with_the_most_tokens_per_second_is_chosen() -> None:
-    """Where the draft knows when it is wrong, its confidence says when to stop."""
+    """Where the draft knows when it is wrong, its confidence shows when to stop."""
     rules = [FixedLength(1), FixedLength(4), ConfidenceThreshold(0.5)]
     rights = np.array([[1.0, 0, 1, 1, 1, 1, 1, 0] * 5])
     for sure, stop in ((0.2 + 0.6 * rights, ConfidenceThreshold(0.5)), (np.full((1, 40), 0.8), FixedLength(1))):
@@ -736,37 +736,37 @@ def test_closest_layers_of_all_sizes_are_tried_whatever_matches() -> None:
         search = SkipSearch(ClosestLayers(), space(), 0.5, CAREFUL, auto, [FixedLength(2)])
         for _ in range(4):
             search.begin_window()
-            search.register(CAREFUL, said(1.0))
+            search.register(CAREFUL, predicted(1.0))
         assert search.is_over != auto
 
 
 def test_no_set_drafts_where_none_pays() -> None:
     search = timed_search(OnTheFlySearch(), BOLD, costs=DEAR)
-    search.register(BOLD, said(1.0))
+    search.register(BOLD, predicted(1.0))
     assert not search.choice.drafts
     assert search.choice.expected_speedup is not None
     assert search.choice.expected_speedup < 1
     for share, pays in ((0.86, False), (0.88, True)):  # a little more than 1 is within what estimates are wrong by
         search = timed_search(OnTheFlySearch(), CAREFUL, [FixedLength(1)])
-        search.register(CAREFUL, said(share))
-        assert search.choice.expected_speedup == pytest.approx(speedup(said(share), CAREFUL, FixedLength(1)))
+        search.register(CAREFUL, predicted(share))
+        assert search.choice.expected_speedup == pytest.approx(speedup(predicted(share), CAREFUL, FixedLength(1)))
         assert search.choice.expected_speedup > 1
         assert search.choice.drafts == pays
 
 
 @pytest.mark.parametrize("pays", [False, True])
-def test_a_set_that_does_not_pay_is_asked_again(pays: bool) -> None:
+def test_a_set_that_does_not_pay_is_tried_again(pays: bool) -> None:
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    search.register(BOLD, said(0.9 if pays else 0.1))
+    search.register(BOLD, predicted(0.9 if pays else 0.1))
     assert (search.is_over, search.choice.drafts) == (True, pays)
-    asked = []
-    for _ in range(2 * skip_search._IDLE):
+    tried = []
+    for _ in range(2 * schedule._IDLE):
         search.begin_window()
-        asked.append(search.propose(no_look))
-        assert search.propose(no_look) is None
-    assert asked.count(BOLD) == (0 if pays else 2)
-    assert asked.count(None) == len(asked) - asked.count(BOLD)
-    search.register(BOLD, said(1.0, 320))
+        tried.append(search.propose(no_layers))
+        assert search.propose(no_layers) is None
+    assert tried.count(BOLD) == (0 if pays else 2)
+    assert tried.count(None) == len(tried) - tried.count(BOLD)
+    search.register(BOLD, predicted(1.0, 320))
     assert search.choice.drafts
 
 
@@ -808,32 +808,32 @@ def test_pace_by_hand() -> None:
 
 
 def test_windows_without_a_draft_let_doubt_fade() -> None:
-    """What an earlier set's drafts have shown says little of the next, and nothing corrects it while none is made."""
+    """What an earlier set's drafts have shown shows little of the next, and nothing corrects it while none is made."""
     search = timed_search(OnTheFlySearch(), BOLD)
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     promised = search.choice.expected_speedup
     draft(search, 0.3, 160)
     search.begin_window()
     assert not search.choice.drafts
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     assert not search.choice.drafts
     search.begin_window()  # nothing was drafted in the window before
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     assert search.choice.drafts
     assert search.choice.expected_speedup == pytest.approx(promised)
 
 
 def test_another_set_is_not_blamed_for_the_drafts_of_the_one_before() -> None:
     search = timed_search(OnTheFlySearch(), BOLD)
-    search.register(BOLD, said(0.7))
+    search.register(BOLD, predicted(0.7))
     draft(search, 0.1, 160)
     for _ in range(3):
-        search.register(CAREFUL, said(0.99))
+        search.register(CAREFUL, predicted(0.99))
     assert search.best == CAREFUL
     fresh = timed_search(OnTheFlySearch(), BOLD)
-    fresh.register(BOLD, said(0.7))
+    fresh.register(BOLD, predicted(0.7))
     for _ in range(3):
-        fresh.register(CAREFUL, said(0.99))
+        fresh.register(CAREFUL, predicted(0.99))
     assert search.choice == fresh.choice
 
 
@@ -854,17 +854,17 @@ def test_a_search_begins_again_where_much_less_is_accepted(auto: bool) -> None:
     """Its set drafts on, and is the first to be tried; what is usual is what was accepted when the search had ended."""
     settings = OnTheFlySearch(max_steps=1)
     search = timed_search(settings, BOLD) if auto else SkipSearch(settings, space(), 0.5, BOLD)
-    search.register(BOLD, said(0.9))
-    for share in (0.5, 0.5, 0.62, 0.5, 0.44):  # it is 0.5 by far that counts, not the 0.855 of the tries
+    search.register(BOLD, predicted(0.9))
+    for share in (0.5, 0.5, 0.62, 0.5, 0.44):  # it is 0.5 by far that counts, not the 0.855 of the trials
         draft_much(search, share)
         assert search.is_over, share
     draft_much(search, 0.19)
     assert not search.is_over
     assert (search.phase, search.steps, search.best) == ("optimization", 0, BOLD)
     assert search.history == pytest.approx([0.9])
-    assert search.propose(no_look) == BOLD
-    assert search.propose(no_look) not in (None, BOLD)
-    search.register(BOLD, said(0.9))
+    assert search.propose(no_layers) == BOLD
+    assert search.propose(no_layers) not in (None, BOLD)
+    search.register(BOLD, predicted(0.9))
     assert search.is_over  # once more after one step
     draft_much(search, 0.19)
     assert search.is_over  # which is the usual by now
@@ -875,9 +875,9 @@ def test_a_search_begins_again_where_much_less_is_accepted(auto: bool) -> None:
 @pytest.mark.parametrize("what", ["too few", "of another set", "still searching"])
 def test_a_search_does_not_begin_again(what: str) -> None:
     search = timed_search(OnTheFlySearch(max_steps=3 if what == "still searching" else 1), BOLD)
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     draft_much(search, 0.8)
-    search.steps += 100  # a mark
+    search._schedule.steps += 100  # a mark
     for _ in range(2 if what == "too few" else feedback._WATCHED // 16):
         draft(search, 0.0, plan=CAREFUL if what == "of another set" else BOLD)
     search.begin_window()
@@ -886,24 +886,24 @@ def test_a_search_does_not_begin_again(what: str) -> None:
 
 def test_a_search_that_begins_again_tries_what_was_best_before() -> None:
     search = timed_search(OnTheFlySearch(max_steps=2), BOLD)
-    search.register(CAREFUL, said(0.9))
-    search.register(BOLD, said(0.9))
+    search.register(CAREFUL, predicted(0.9))
+    search.register(BOLD, predicted(0.9))
     draft_much(search, 0.8)
     draft_much(search, 0.1)
-    assert [search.propose(no_look) for _ in range(2)] == [BOLD, CAREFUL]
+    assert [search.propose(no_layers) for _ in range(2)] == [BOLD, CAREFUL]
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
-def test_drafts_that_fare_worse_than_tries_lower_the_expected_speed(share: float) -> None:
+def test_drafts_that_fare_worse_than_trials_lower_the_expected_speed(share: float) -> None:
     """By hand: of 160 drafted tokens 0.855 each were promised, and 32 more are taken to be accepted as promised."""
     search = timed_search(OnTheFlySearch(), BOLD)
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     rate = (0.9 + 0.9**2) / 2
-    assert search.choice.expected_speedup == pytest.approx(speedup(said(0.9), BOLD, FixedLength(2)))
+    assert search.choice.expected_speedup == pytest.approx(speedup(predicted(0.9), BOLD, FixedLength(2)))
     draft(search, share, 160)
     search.begin_window()
     ease = (share * 160 + 32) / (rate * 160 + 32)
-    expected = speedup(said(0.9), BOLD, FixedLength(2), round(ease / 0.05) * 0.05)  # as steps of it go
+    expected = speedup(predicted(0.9), BOLD, FixedLength(2), round(ease / 0.05) * 0.05)  # as steps of it go
     assert search.choice.expected_speedup == pytest.approx(expected)
     assert search.choice.acceptance_rate < rate
     assert search.choice.drafts == (expected >= 1.02)
@@ -913,7 +913,7 @@ def test_drafts_that_fare_worse_than_tries_lower_the_expected_speed(share: float
 def test_a_set_whose_drafts_fared_badly_is_given_another_chance() -> None:
     """While it does not draft nothing more is learned of how its drafts would fare, so what was is forgotten."""
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     draft(search, 0.2, 160)
     search.begin_window()
     windows = 0
@@ -922,29 +922,29 @@ def test_a_set_whose_drafts_fared_badly_is_given_another_chance() -> None:
         for _ in range(32):
             search.watch(BOLD, 1, 0, 1, 0, 0, COSTS.plain())
         search.begin_window()
-        if search.propose(no_look) is not None:
-            search.register(BOLD, said(0.9))
-        assert windows < 6 * skip_search._IDLE
-    assert windows >= skip_search._IDLE - 2
+        if search.propose(no_layers) is not None:
+            search.register(BOLD, predicted(0.9))
+        assert windows < 6 * schedule._IDLE
+    assert windows >= schedule._IDLE - 2
 
 
 def test_rounds_that_take_longer_than_foretold_lower_the_expected_speed() -> None:
     for slowness, factor in ((0.5, 1.0), (1.04, 1.0), (2.0, 1.05 / 2)):
         search = timed_search(OnTheFlySearch(), BOLD)
-        search.register(BOLD, said(0.5))
+        search.register(BOLD, predicted(0.5))
         draft(search, (0.5 + 0.5**2) / 2, 160, slowness)
         search.begin_window()
-        expected = speedup(said(0.5), BOLD, FixedLength(2))
+        expected = speedup(predicted(0.5), BOLD, FixedLength(2))
         assert search.choice.expected_speedup == pytest.approx(factor * expected)
 
 
-def test_a_new_try_does_not_make_up_for_drafts_that_fare_badly() -> None:
+def test_a_new_trial_does_not_make_up_for_drafts_that_fare_badly() -> None:
     search = timed_search(OnTheFlySearch(), BOLD)
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     draft(search, 0.3, 160)
     search.begin_window()
     before = search.choice.expected_speedup
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     assert search.choice.expected_speedup == pytest.approx(before)
 
 
@@ -952,7 +952,7 @@ def test_a_new_try_does_not_make_up_for_drafts_that_fare_badly() -> None:
 
 
 def generated(model: PreTrainedModel, prompts: torch.Tensor | dict[str, Any], tokens: int, **options: Any) -> Any:
-    """Greedily where nothing else is said."""
+    """Greedily by default."""
     if isinstance(prompts, torch.Tensor):
         prompts = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
     model.generation_config.eos_token_id = None
@@ -1024,7 +1024,7 @@ def test_ragged_batches_that_end_early_keep_their_tokens(search: Search) -> None
         assert torch.equal(model.generate(**prompts, assistant=spec, **options), plain)
     found = search_of(spec, model)
     assert len(found.history) >= 5
-    assert {len(done.traces) for done in found.tries} == {3}
+    assert {len(done.traces) for done in found.trials} == {3}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -1048,8 +1048,8 @@ def test_drawn_text_of_any_length_is_searched() -> None:
             assert generated(model, prompt(), tokens, assistant=spec, do_sample=True).shape == (1, 6 + tokens)
 
 
-def test_a_search_ends_between_tries_while_tokens_are_drawn() -> None:
-    """Tries that were due for the window are not made any more."""
+def test_a_search_ends_between_trials_while_tokens_are_drawn() -> None:
+    """Trials that were due for the window are not made any more."""
     model = tiny_llama(8)
     for max_steps in (7, 8, 9):
         search = OnTheFlySearch(context_window=8, max_steps=max_steps, budget=1.0)
@@ -1060,7 +1060,7 @@ def test_a_search_ends_between_tries_while_tokens_are_drawn() -> None:
 
 
 def test_a_search_begins_again_while_tokens_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the full model said of the text was not kept while the search was over."""
+    """The full model's scores of the text were not kept while the search was over."""
     asked = []
     monkeypatch.setattr(Feedback, "has_become_hard", lambda self: asked.append(1) or len(asked) == 8)
     model, spec = tiny_llama(8), fixed_drafts(OnTheFlySearch(context_window=8, max_steps=3, budget=1.0), 0.4)
@@ -1083,10 +1083,10 @@ def test_rows_shorter_than_a_window_behind_embedded_prompts(ratio: Any) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "drawn"])
-def test_matchness_is_what_the_set_says_of_the_text(
+def test_matchness_is_what_the_set_predicts_of_the_text(
     monkeypatch: pytest.MonkeyPatch, do_sample: bool, rows: int
 ) -> None:
-    """In the text's place: whether it says the tokens, or how likely its own are accepted where they were drawn."""
+    """In the text's place: whether it predicts the tokens, or how likely its own are accepted where they were drawn."""
     model = tiny_llama(8, factor=1.0)
     tried: list[tuple[LayerPlan, int, list[Trace], list[torch.Tensor]]] = []
     original = SearchingDraft._traces
@@ -1132,9 +1132,9 @@ def test_matchness_is_what_the_set_says_of_the_text(
 def test_the_best_set_drafts_from_the_next_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafts = tiny_llama(8), []
     good = LayerPlan(8, frozenset([5]), frozenset([5]))
-    monkeypatch.setattr(SkipSearch, "propose", lambda self, look: good if len(self.history) == 3 else self.best)
+    monkeypatch.setattr(SkipSearch, "propose", lambda self, layers: good if len(self.history) == 3 else self.best)
     monkeypatch.setattr(
-        SearchingDraft, "_traces", lambda self, text, plan, window: said(0.5 if plan == good else 0.1, window)
+        SearchingDraft, "_traces", lambda self, text, plan, window: predicted(0.5 if plan == good else 0.1, window)
     )
     propose = SearchingDraft.propose
     monkeypatch.setattr(
@@ -1152,12 +1152,12 @@ def test_the_best_set_drafts_from_the_next_round_on(monkeypatch: pytest.MonkeyPa
 
 
 def test_closest_layers_draft_from_the_second_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need no window; each window of text after the first brings one look more."""
-    model, looks, drafts = tiny_llama(8, factor=1.0), [], []
+    """They need no window; each window of text after the first brings one proposal more."""
+    model, proposals, drafts = tiny_llama(8, factor=1.0), [], []
     original, propose = searching.closest_layers, SearchingDraft.propose
 
     def watched(target: Target, text: Text, layers: Sequence[int], most: int) -> list[LayerPlan]:
-        looks.append(text.lengths[0])
+        proposals.append(text.lengths[0])
         found = original(target, text, layers, most)
         expected = by_hand(model, text.ids[:, : text.lengths[0]], range(1, 7), most)
         assert [sorted(plan.skipped_layers) for plan in found] == expected
@@ -1172,10 +1172,10 @@ def test_closest_layers_draft_from_the_second_round_on(monkeypatch: pytest.Monke
     search = search_of(spec, model)
     assert drafts[0] == SkipLayers().plan(Anatomy.of(model))
     assert len(drafts[1].skipped_layers) == 3
-    assert looks[0] <= 6 + 4
-    assert 3 < len(looks) <= 2 + 60 // 8
-    assert len(search.history) > len(looks)
-    assert {len(done.plan.skipped_layers) for done in search.tries} == {3}
+    assert proposals[0] <= 6 + 4
+    assert 3 < len(proposals) <= 2 + 60 // 8
+    assert len(search.history) > len(proposals)
+    assert {len(done.plan.skipped_layers) for done in search.trials} == {3}
 
 
 def test_each_token_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1282,42 +1282,42 @@ def test_calls_stay_where_linear_layers_are_faster(monkeypatch: pytest.MonkeyPat
     assert not spec.stats.drafted
 
 
-def test_a_search_that_is_over_rests_until_it_asks_again() -> None:
+def test_a_search_that_is_over_is_idle_until_it_tries_again() -> None:
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    search.register(BOLD, said(0.1))
+    search.register(BOLD, predicted(0.1))
     assert search.is_over
-    assert search.rests
-    search.rest(32 * (skip_search._IDLE - 2), 1.0)
-    assert search.rests
-    search.rest(32, 1.0)
-    assert not search.rests
+    assert search.is_idle
+    search.add_idle_call(32 * (schedule._IDLE - 2), 1.0)
+    assert search.is_idle
+    search.add_idle_call(32, 1.0)
+    assert not search.is_idle
     search.begin_window()
-    assert search.propose(no_look) == BOLD
-    search.register(BOLD, said(0.1))
-    assert search.rests
+    assert search.propose(no_layers) == BOLD
+    search.register(BOLD, predicted(0.1))
+    assert search.is_idle
 
 
-def test_short_calls_add_up_while_a_search_rests() -> None:
+def test_short_calls_add_up_while_a_search_is_idle() -> None:
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    search.register(BOLD, said(0.1))
+    search.register(BOLD, predicted(0.1))
     calls = 0
-    while search.rests:
-        search.rest(5, 1.0)
+    while search.is_idle:
+        search.add_idle_call(5, 1.0)
         calls += 1
         assert calls < 1000
-    assert calls == -(-32 * (skip_search._IDLE - 1) // 5)
+    assert calls == -(-32 * (schedule._IDLE - 1) // 5)
 
 
-def test_calls_of_one_token_say_nothing() -> None:
+def test_calls_of_one_token_show_nothing() -> None:
     """Nothing is tried or timed on them: there is no text of the model's own to look at."""
     model, spec = tiny_llama(8), SelfSpec()
     for seed in range(4):
         model.generate(**ragged_batch((20,), seed=seed), max_new_tokens=1, do_sample=False, assistant=spec)
     search = search_of(spec, model)
-    assert (search.steps, search.timings, search.search_seconds) == (0, 0, 0.0)
+    assert (search.steps, search.timings.count, search.search_seconds) == (0, 0, 0.0)
 
 
-def test_forwards_are_timed_again_when_a_set_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_are_timed_again_when_a_set_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that was busy at first is not held against the drafts for ever."""
     use_costs(monkeypatch, step=50.0)
     search = OnTheFlySearch(context_window=8, max_steps=2, budget=1.0)
@@ -1325,35 +1325,35 @@ def test_forwards_are_timed_again_when_a_set_is_asked_again(monkeypatch: pytest.
     generated(model, prompt(), 40, assistant=spec)
     found = search_of(spec, model)
     assert (found.is_over, found.choice.drafts) == (True, False)
-    timings = found.timings
+    timings = found.timings.count
     for _ in range(8):
         generated(model, prompt(), 40, assistant=spec)
-    assert found.timings > timings
+    assert found.timings.count > timings
 
 
 def test_a_set_that_stops_to_pay_is_replaced() -> None:
     """Text on which the drafts of a search that is over no longer pay lets it begin again, once in a while."""
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    search.register(BOLD, said(0.9))
+    search.register(BOLD, predicted(0.9))
     assert (search.is_over, search.choice.drafts) == (True, True)
     draft(search, 0.3, 160)
     search.begin_window()
     assert (search.is_over, search.choice.drafts) == (True, False)  # too soon
     later = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    later.register(BOLD, said(0.9))
-    for _ in range(skip_search._IDLE):
+    later.register(BOLD, predicted(0.9))
+    for _ in range(schedule._IDLE):
         later.begin_window()
     draft(later, 0.3, 160)
     later.begin_window()
     assert not later.is_over
-    assert later.propose(no_look) == BOLD
+    assert later.propose(no_layers) == BOLD
 
 
-def test_tries_of_a_set_that_is_over_do_not_pile_up() -> None:
+def test_trials_of_a_set_that_is_over_do_not_pile_up() -> None:
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
     for _ in range(50):
-        search.register(BOLD, said(0.1))
-    assert len(search._known[BOLD].tries) == skip_search._KEPT
+        search.register(BOLD, predicted(0.1))
+    assert len(search._records.trials_of(BOLD)) == skip_search._KEPT
     assert len(search.history) == 50
 
 
@@ -1362,16 +1362,16 @@ def test_estimates_do_not_depend_on_the_number_of_windows() -> None:
     found = []
     for first in (0, 10**7):
         search = timed_search(OnTheFlySearch(), BOLD)
-        search._windows += first
+        search._schedule.window += first
         for share in (0.9, 0.7):
             search.begin_window()
             for plan in (BOLD, CAREFUL):
-                search.register(plan, said(share - 0.1 * (plan == BOLD)))
-        found.append(search._worth())
+                search.register(plan, predicted(share - 0.1 * (plan == BOLD)))
+        found.append(search._records.worth())
     assert found[0] == pytest.approx(found[1])
 
 
-def test_tries_that_overflow_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_that_overflow_never_match(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set whose logits are no numbers is never right, and the search goes on."""
     original = Target.step
 
@@ -1389,7 +1389,7 @@ def test_tries_that_overflow_say_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         search = search_of(spec, model)
         assert search.is_over
         assert all(value <= 0.2 for value in search.history)
-        assert all(np.isfinite(trace.confidence).all() for done in search.tries for trace in done.traces)
+        assert all(np.isfinite(trace.confidence).all() for done in search.trials for trace in done.traces)
 
 
 STOPS: dict[str, Any] = {
@@ -1428,7 +1428,7 @@ def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch, search: Search
 
 
 @pytest.mark.parametrize(("budget", "tries"), [(1e-9, False), (1.0, True)])
-def test_tries_while_generating_keep_to_the_budget(budget: float, tries: bool) -> None:
+def test_trials_while_generating_keep_to_the_budget(budget: float, tries: bool) -> None:
     model, spec = tiny_llama(8), fixed_drafts(OnTheFlySearch(context_window=8, budget=budget), 0.4)
     generated(model, prompt(), 60, assistant=spec)
     assert spec.stats is not None
@@ -1583,7 +1583,7 @@ def test_usual_ratios() -> None:
 
 
 def test_a_model_with_a_known_answer() -> None:
-    """Half of its blocks hardly matter: without them it says nearly the same, without the others it does not."""
+    """Half of its blocks hardly matter: without them it predicts nearly the same, without the others it does not."""
     shape = LlamaShape(64, 8, vocabulary=97, positions=256)
     model, known, agreement = known_skips_llama(shape)
     space = SkipSpace.of(Anatomy.of(model))

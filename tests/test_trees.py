@@ -24,7 +24,7 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.draft.searching import SearchingDraft
-from hf_selfspec.search import skip_search
+from hf_selfspec.search import choice
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.types import Draft, Text
 from hf_selfspec.verify import walk
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured costs are these, and sets of any size draft, so that nothing depends on the machine."""
     monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
-    monkeypatch.setattr(skip_search, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(choice, "LEAST_SPEEDUP", 0.0)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_greedy_output_is_the_models_own(search: str, tree: str, rows: int, tree
     for _ in range(2):
         assert torch.equal(generate(model, ids, 40, assistant=spec), generate(model, ids, 40))
     assert spec.stats.phase == "optimization"
-    assert len({done.plan for done in spec._knowledge.latest(model).tries}) > 2
+    assert len({done.plan for done in spec._knowledge.latest(model).trials}) > 2
     assert any(draft.is_tree for _, draft in trees)
     assert 0 < spec.stats.acceptance_rate < 1
 
@@ -228,7 +228,7 @@ def test_samples_have_the_models_distribution(search: str, tree: str, trees: lis
     sequences = sample(spec, model)
     found = spec._knowledge.latest(model)
     assert found.phase == "optimization"
-    assert len({done.plan for done in found.tries}) > 1
+    assert len({done.plan for done in found.trials}) > 1
     assert len(found.found) > 1, "the set that drafts has to change while this goes on"
     assert sum(draft.is_tree for _, draft in trees) > 10
     assert 0.1 < spec.stats.acceptance_rate < 0.98

@@ -29,7 +29,7 @@ from .synthetic import random_prompt
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Greedy texts of random models soon repeat themselves, and what agrees there says little.
+# Greedy texts of random models soon repeat themselves, so that agreement there shows little.
 _TOP_K = 50
 _SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": _TOP_K, "top_p": 1.0}
 _WINDOW, _PROMPT, _TOKENS = 32, 64, 256
@@ -39,10 +39,10 @@ NEAR = 0.02
 
 
 def proposers(steps: int, seed: int = 1) -> dict[str, Search]:
-    """What is compared: each tries ``steps`` sets, whatever they score.
+    """What is compared: each tries ``steps`` sets, whatever their scores.
 
     Args:
-        steps: tries of each search.
+        steps: trials of each search.
         seed: of the random sets; not that of the model, with which the known set was drawn.
     """
     common: dict[str, Any] = {
@@ -66,8 +66,8 @@ class Course:
     """How one search went; the entries of the lists are the sets that led, in order, as measured on held-out text.
 
     Attributes:
-        steps: tries after which each set led.
-        seconds: time in proposals and tries until then.
+        steps: trials after which each set led.
+        seconds: time in proposals and trials until then.
         matchness: of each set.
         found: blocks of the known set in each.
         total_steps, total_seconds: of the search.
@@ -180,7 +180,7 @@ class _Watch(StoppingCriteria):
 def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> list[float]:
     """How often sampled drafts of each set would be accepted (``Σ min(p, q)``) on texts of the model's own.
 
-    As in a search's tries, a set goes over the last 32 tokens, behind the whole model's keys and values.
+    As in a search's trials, a set goes over the last 32 tokens, behind the whole model's keys and values.
 
     Args:
         model: the model.
@@ -209,8 +209,8 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
         whole = scores(target.full_plan)
         for plan in plans:
             if plan not in found:
-                said = scores(plan)
-                found[plan] = float(trace(said, whole, confidence(said), do_sample=True).accept.mean())
+                drafted = scores(plan)
+                found[plan] = float(trace(drafted, whole, confidence(drafted), do_sample=True).accept.mean())
     return [found[plan] for plan in plans]
 
 

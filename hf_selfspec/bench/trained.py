@@ -19,9 +19,10 @@ from ..model.cache import SpeculativeCache
 from ..model.exits import Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
+from ..search.choice import Arm, ExitChoice, replayed_arm
 from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
-from ..search.exit_choice import ExitChoice, choose, exits_to_try
-from ..search.replay import Rule, Trace, replays, rules, trace
+from ..search.exit_study import choose_exit, exits_to_try
+from ..search.replay import Trace, rules, trace
 from ..selfspec import SelfSpec
 from ..stop.rules import confidence
 from ..types import GenerationStats
@@ -164,17 +165,15 @@ def attainable(
     for ids in texts:
         for layer, found in _traces(model, ids, prompt, layers, warpers).items():
             traces[layer].append(found)
-    return choose(traces, rules(25), forward_costs(model, texts[0]), 25)
+    return choose_exit(traces, rules(25), forward_costs(model, texts[0]), 25)
 
 
 @torch.no_grad()
-def attainable_with(
-    model: PreTrainedModel, plan: LayerPlan, texts: Sequence[torch.Tensor], prompt: int
-) -> tuple[float, Rule, float]:
+def attainable_with(model: PreTrainedModel, plan: LayerPlan, texts: Sequence[torch.Tensor], prompt: int) -> Arm:
     """What greedy drafts of one set of blocks can reach at best on texts that the model wrote.
 
-    What the set says after each token is asked with the whole model's keys and values before it, as a draft's first
-    token is; costs of forwards are measured, nothing but forwards is counted.
+    The set predicts each token behind the whole model's keys and values, as the first token of a draft is predicted.
+    Costs of forwards are measured, and nothing but forwards is counted.
 
     Args:
         model: the model.
@@ -183,7 +182,7 @@ def attainable_with(
         prompt: tokens of the prompts.
 
     Returns:
-        The speed-up with the best stop rule for all texts together, that rule, and its acceptance rate.
+        The set with the best stop rule for all texts together.
     """
     anatomy = Anatomy.of(model)
     traces: list[Trace] = []
@@ -191,22 +190,19 @@ def attainable_with(
     for ids in texts:
         last = ids.shape[1] - 1
         target = Target(model, anatomy, SpeculativeCache(plan.num_layers, 1, last + 2))
-        said, sure = [], []
+        agrees, sure = [], []
         with target.prepared():
             target.prefill(ids[:, :prompt], [0], [prompt])
             for place in range(prompt, last):
                 logits = target.step(ids[:, place : place + 1], [place], plan).logits
                 assert logits is not None
-                said.append(float(logits[0, -1].argmax() == ids[0, place + 1]))
+                agrees.append(float(logits[0, -1].argmax() == ids[0, place + 1]))
                 sure.append(float(confidence(logits[0])[-1]))
                 target.step(ids[:, place : place + 1], [place])
             if not traces:
                 stopwatch.measure(target, ids[:, last - MANY : last], [last - MANY], [last - 1], 25, draft=None)
-        traces.append(Trace(np.array([said]), np.array([sure])))
-    costs = stopwatch.costs(median)
-    runs = zip(replays(traces, rules(25), plan, costs, 25), rules(25), strict=True)
-    best, rule = min(runs, key=lambda run: run[0].seconds / run[0].tokens)
-    return costs.plain() * best.tokens / best.seconds, rule, best.accepted / best.drafted
+        traces.append(Trace(np.array([agrees]), np.array([sure])))
+    return replayed_arm(plan, rules(25), traces, stopwatch.costs(median), 25)
 
 
 @torch.no_grad()

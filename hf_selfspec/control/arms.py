@@ -72,7 +72,7 @@ class ArmsFindings:
         """The arm of a source."""
         return self.arms.setdefault(name, Arm())
 
-    def rest(self, tokens: int, seconds: float) -> None:
+    def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Takes in a call without a draft, of which there is nothing to learn."""
 
     def report(self, stats: GenerationStats) -> None:

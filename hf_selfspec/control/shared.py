@@ -63,7 +63,7 @@ class LookupFindings:
             self.changed()
             self._written = monotonic()
 
-    def rest(self, tokens: int, seconds: float) -> None:
+    def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Takes in a call without a draft, of which there is nothing to learn."""
 
     def report(self, stats: GenerationStats) -> None:

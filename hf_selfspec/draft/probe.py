@@ -11,8 +11,9 @@ from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
+from ..search.choice import ExitChoice
 from ..search.costs import Stopwatch
-from ..search.exit_choice import ENOUGH, Evidence, ExitChoice, exits_to_try
+from ..search.exit_study import ENOUGH, ExitStudy, exits_to_try
 from ..search.replay import Rule, Trace, rules_for, trace
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
@@ -21,7 +22,8 @@ from ..verify.scoring import Scorer
 from .partial import PartialDraft, tokens_before
 from .source import Limits, Session
 
-# Tokens of text after which only the exits that look fastest are asked, those of one look, and those worth one.
+# Tokens of text after which only the exits that look fastest are compared, and their number. Tokens that are looked at
+# at once, and the fewest that are worth it.
 _SHORTLIST, _LISTED = 256, 3
 _WINDOW = 128
 _LEAST = 8
@@ -79,8 +81,8 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
         rules=rules_for(session.stop, session.max_draft),
         stop=session.stop,
     )
-    evidence = session.knowledge.of("exit probe", lambda _: Evidence())
-    draft = ProbingDraft(session.target, limits, session.scorer, settings, Exits(session.target.model), evidence)
+    study = session.knowledge.of("exit probe", lambda _: ExitStudy(anatomy.num_layers))
+    draft = ProbingDraft(session.target, limits, session.scorer, settings, Exits(session.target.model), study)
     draft.reserve(session)
     return draft
 
@@ -88,15 +90,15 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
 class ProbingDraft(PartialDraft):
     """Drafts from a middle exit until there is text enough, then from the best one.
 
-    One forward over the last tokens shows what every exit would have said after each of them, and some forwards of one
-    and of several tokens what they cost. A model's first text is looked at once it has 32 tokens, and again at its end;
-    later ones at their end, until 1,024 tokens were seen. Each choice goes by all that was seen until then.
+    One forward over the last tokens shows what every exit would have predicted after each of them, and some forwards of
+    one and of several tokens show what they cost. A model's first text is looked at once it has 32 tokens, and again at
+    its end; later ones at their end, until 1,024 tokens were seen. Each choice is based on all texts so far.
 
     Args:
         target, limits, scorer: see :class:`PartialDraft`.
         settings: what to choose from.
         exits: the model's exits, not attached.
-        evidence: what earlier generations of this model showed; this one adds to it.
+        study: what earlier generations of this model showed; this one adds to it.
     """
 
     def __init__(
@@ -106,21 +108,21 @@ class ProbingDraft(PartialDraft):
         scorer: Scorer,
         settings: ProbeSettings,
         exits: Exits,
-        evidence: Evidence,
+        study: ExitStudy,
     ) -> None:
         self.middle = settings.layers[len(settings.layers) // 3]
         super().__init__(target, LayerPlan.early_exit(target.anatomy.num_layers, self.middle), limits, scorer)
         self.settings = settings
         self.exits = exits
-        self.evidence = evidence
+        self.study = study
         self._seen_columns: list[int] | None = None
-        if evidence.choice is not None:
-            self._use(evidence.choice)
+        if study.choice is not None:
+            self._use(study.choice)
 
     @property
     def expected_speedup(self) -> float | None:
         """Over rounds without a draft, as the probe found; 0 where no draft pays, or before it has looked."""
-        choice = self.evidence.choice
+        choice = self.study.choice
         return 0.0 if choice is None or choice.layer is None else choice.expected_speedup
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
@@ -136,12 +138,12 @@ class ProbingDraft(PartialDraft):
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """The same after a round in which another source drafted."""
-        if self.evidence.choice is None and max(self._unseen(text)) > _SOON:
+        if self.study.choice is None and max(self._unseen(text)) > _SOON:
             self._use(self._probe(text))
 
     def finish(self, text: Text) -> None:
         """Looks at what was not looked at yet, while a model is new."""
-        if self.evidence.tokens < ENOUGH and sum(self._unseen(text)) >= _LEAST:
+        if self.study.tokens < ENOUGH and sum(self._unseen(text)) >= _LEAST:
             self._probe(text)
 
     def _use(self, choice: ExitChoice) -> None:
@@ -161,14 +163,14 @@ class ProbingDraft(PartialDraft):
         self.target.last_slots = text.last_slots()
         traces = self._traces(text)
         stopwatch = None
-        if self.evidence.timings < _TIMED_TEXTS:
+        if self.study.timings.count < _TIMED_TEXTS:
             early = LayerPlan.early_exit(self.target.anatomy.num_layers, self.middle)
             stopwatch = Stopwatch(early)
             self.measure(text, stopwatch, _TIMINGS)
-        return self.evidence.add(traces, stopwatch, self.settings.rules, self.limits.max_draft)
+        return self.study.add(traces, stopwatch, self.settings.rules, self.limits.max_draft)
 
     def _traces(self, text: Text) -> dict[int, list[Trace]]:
-        """What each exit says along the unseen part of each row."""
+        """What each exit predicts along the unseen part of each row."""
         unseen = self._unseen(text)
         n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
         roots = text.last_slots()
@@ -181,8 +183,8 @@ class ProbingDraft(PartialDraft):
         self._seen_columns = [length - 1 for length in text.lengths]
         self.exits.attach()
         try:
-            few = self.evidence.tokens >= _SHORTLIST
-            self.exits.chosen = tuple(self.evidence.best(_LISTED) if few else self.settings.layers)
+            few = self.study.tokens >= _SHORTLIST
+            self.exits.chosen = tuple(self.study.best(_LISTED) if few else self.settings.layers)
             logits = self.target.step(tokens, starts).logits
             assert logits is not None
             assert self.exits.states is not None
@@ -195,9 +197,9 @@ class ProbingDraft(PartialDraft):
                 rows: list[Trace] = []
                 for start in range(0, text.batch_size, chunk):
                     some = slice(start, start + chunk)
-                    said = self.exits.head(states[some].flatten(0, 1)).to(scores.device).unflatten(0, (-1, n))
+                    drafted = self.exits.head(states[some].flatten(0, 1)).to(scores.device).unflatten(0, (-1, n))
                     found = trace(
-                        self.scorer.roughly(said.float()), scores[some], confidence(said), self.scorer.do_sample
+                        self.scorer.roughly(drafted.float()), scores[some], confidence(drafted), self.scorer.do_sample
                     )
                     rows += [found.part(row, *span) for row, span in enumerate(new[some])]
                 traces[layer] = [row for row in rows if row.accept.size]

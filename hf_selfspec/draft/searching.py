@@ -124,7 +124,7 @@ class SearchingDraft(PartialDraft):
         self._looked = 0
         self._behind = 0
         self._timed = self._tried = False
-        self._said = _LastScores(self._window) if scorer.do_sample else None
+        self._last_scores = _LastScores(self._window) if scorer.do_sample else None
         self._budget = Budget(search.settings.budget)
         self._clock = perf_counter()
         self._tree = limits.tree
@@ -168,15 +168,15 @@ class SearchingDraft(PartialDraft):
             else:
                 self._watch(new, verdicts, draft, begun - self._begun)
             self.target.last_slots = text.last_slots()
-            if self._budget.left == math.inf or self._has_time(search.look_size):
-                search.begin(lambda most: self._look(text, most))
-            if self._said is not None:
+            if self._budget.left == math.inf or self._has_time(search.proposal_tokens):
+                search.begin(lambda most: self._propose_layers(text, most))
+            if self._last_scores is not None:
                 if search.is_over and search.choice.drafts:
-                    self._said.forget()
+                    self._last_scores.forget()
                 else:
-                    self._said.add(text, verdicts, self.scorer.roughly(logits))
+                    self._last_scores.add(text, verdicts, self.scorer.roughly(logits))
             unseen = max(text.lengths) - self._looked
-            if unseen > (min(self._window, _SOON) if not search.tries else self._window):
+            if unseen > (min(self._window, _SOON) if not search.trials else self._window):
                 self._begin_window(text, unseen)
             self._work(text, self._behind)
             self._use_best()
@@ -230,7 +230,7 @@ class SearchingDraft(PartialDraft):
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
             self.limits = replace(self.limits, tree=replace(self._tree, price=price))
 
-    def _look(self, text: Text, most: int) -> list[LayerPlan]:
+    def _propose_layers(self, text: Text, most: int) -> list[LayerPlan]:
         return closest_layers(self.target, text, self.search.space.whole_layers, most)
 
     def _begin_window(self, text: Text, unseen: int) -> None:
@@ -260,17 +260,17 @@ class SearchingDraft(PartialDraft):
 
     def _try(self, text: Text, least: int) -> bool:
         """Tries a set on the last tokens, if there is one to try and time for it."""
-        pace, size = self.search.pace, self.search.look_size
+        pace, size = self.search.pace, self.search.proposal_tokens
         if size:
             if not self._has_time(size):
                 return False
-            self.search.prepare(lambda most: self._look(text, most))
+            self.search.prepare(lambda most: self._propose_layers(text, most))
         left = self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
-        known = self._said is None or any(self._said.counts())
+        known = self._last_scores is None or any(self._last_scores.counts())
         if window < least or not known:
             return False
-        plan = self.search.propose(lambda most: self._look(text, most))
+        plan = self.search.propose(lambda most: self._propose_layers(text, most))
         if plan is None:
             return False
         begun = perf_counter()
@@ -282,28 +282,28 @@ class SearchingDraft(PartialDraft):
 
     @torch.no_grad()
     def _traces(self, text: Text, plan: LayerPlan, window: int) -> list[Trace]:
-        """What ``plan`` would have said after each of the last tokens (SWIFT §4.1)."""
+        """What ``plan`` would have predicted after each of the last tokens (SWIFT §4.1)."""
         ends = torch.tensor(text.lengths)[:, None]
         columns = (ends - 1 - window + torch.arange(window + 1)).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
         logits = self.target.step(tokens[:, :-1], text.last_slots(), plan, nodes=TreeLayout.replay(window)).logits
         assert logits is not None
         logits = logits.to(text.ids.device, torch.float32)
-        said, sure = self.scorer.roughly(logits), confidence(logits)
+        drafted, sure = self.scorer.roughly(logits), confidence(logits)
         # In rows that ended early the window reaches into the prompt, which the model did not write.
         known = [min(window, length - text.prompt_width) for length in text.lengths]
-        if self._said is None:
-            right = (said.argmax(-1) == tokens[:, 1:]).double()
+        if self._last_scores is None:
+            right = (drafted.argmax(-1) == tokens[:, 1:]).double()
             found = Trace(right.cpu().numpy(), np.nan_to_num(sure.cpu().double().numpy(), nan=0.0))
         else:
-            found = trace(said, self._said.scores(said), sure, do_sample=True)
-            known = [min(count, seen) for count, seen in zip(known, self._said.counts(), strict=True)]
+            found = trace(drafted, self._last_scores.scores(drafted), sure, do_sample=True)
+            known = [min(count, seen) for count, seen in zip(known, self._last_scores.counts(), strict=True)]
         known = [count if self.target.is_active(row) else 0 for row, count in enumerate(known)]
         return [found.part(row, window - count, window) for row, count in enumerate(known) if count]
 
 
 class _LastScores:
-    """The full model's scores behind the last tokens of each row; where tokens are drawn they do not tell."""
+    """The full model's scores behind the last tokens of each row; a drawn token does not show them."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -311,7 +311,7 @@ class _LastScores:
         self._lengths: list[int] = []
 
     def add(self, text: Text, verdicts: list[Verdict], scores: torch.Tensor) -> None:
-        """Takes in what the last verification said, ``[b, nodes, v]``, after its tokens were added to the text."""
+        """Takes in the last verification's scores ``[b, nodes, v]``, after its tokens were added to the text."""
         if not self._rows:
             self._rows = [deque(maxlen=self._window) for _ in verdicts]
             self._lengths = [length - len(v.tokens) for length, v in zip(text.lengths, verdicts, strict=True)]

@@ -34,6 +34,7 @@ def eagerly() -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
+    """Whether a model, or a module in it, runs as a compiled graph."""
     if hasattr(model.forward, "_torchdynamo_orig_callable"):
         return True
     return any(module._compiled_call_impl is not None for module in model.modules())

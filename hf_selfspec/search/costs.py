@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -172,3 +173,39 @@ class Stopwatch:
             step=max(found["draft"] - found["early"], 0.0) if "draft" in found else 0.0,
             num_layers=layers,
         )
+
+
+class Timings:
+    """Timings on several texts, and the costs that follow from all of them.
+
+    Attributes:
+        costs: measured forwards, ``None`` before the first timings.
+        disturbed: how much longer a one-token step usually takes than the shortest one took.
+        count: on how many texts forwards were timed.
+        stopwatch: all times.
+    """
+
+    def __init__(self) -> None:
+        self.costs: ForwardCosts | None = None
+        self.disturbed = 1.0
+        self.count = 0
+        self.stopwatch: Stopwatch | None = None
+
+    def add(self, stopwatch: Stopwatch, anew: bool = False) -> ForwardCosts:
+        """Takes in the times of one text.
+
+        Args:
+            stopwatch: these times.
+            anew: whether to forget those of earlier texts.
+
+        Returns:
+            The costs that follow.
+        """
+        self.count += 1
+        if self.stopwatch is None or anew:
+            self.stopwatch = stopwatch
+        else:
+            self.stopwatch.add(stopwatch)
+        self.costs = self.stopwatch.costs()
+        self.disturbed = self.stopwatch.costs(median).plain() / self.costs.plain()
+        return self.costs

@@ -1,4 +1,4 @@
-"""What sets of skipped blocks a search tries next."""
+"""Which sets of skipped blocks a search tries next."""
 
 from __future__ import annotations
 
@@ -10,63 +10,70 @@ import numpy as np
 from ..model.partial import LayerPlan
 from .block_effects import BlockEffects, block_effects
 from .estimates import Scores, effects
-from .on_the_fly import ClosestLayers, OnTheFlySearch
+from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .skip_space import SkipSpace
 
-# The closest sets of 1, 2, ... layers, up to the number that is asked for.
-Look = Callable[[int], list[LayerPlan]]
+# Returns the closest sets of 1, 2, ... layers, up to the given number.
+ProposeLayers = Callable[[int], list[LayerPlan]]
 
 # Below this matchness fewer blocks are to be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B).
 _TOO_LOW = 0.7
 _STEP = 0.1
 _LEAST, _MOST = 0.1, 0.8
-# Windows of text that a set has to be tried on to count for as much as what others let expect of it. Of many sets some
-# score much by luck.
+# On so many windows of text a set has to be tried for its own scores to weigh as much as what other sets suggest. Of
+# many sets some score much by luck.
 _DOUBT = 4.0
-# Sets that are drawn uniformly before what was tried says anything.
+# Sets that are drawn uniformly before the trials show which blocks matter.
 _UNIFORM = 30
 
 
 class Proposer(Protocol):
-    """Proposes sets; told how the search goes.
+    """Proposes sets, and is told how the search goes.
 
     Attributes:
         is_busy: sets of the last window are left to be tried before another one begins.
-        look_size: tokens of the look before the next set, 0 where none is needed.
+        proposal_tokens: tokens of the forward that finds the closest layers before the next set, 0 for none.
     """
 
     @property
     def is_busy(self) -> bool: ...
 
     @property
-    def look_size(self) -> int: ...
+    def proposal_tokens(self) -> int: ...
 
     def estimates(self, scores: Scores) -> np.ndarray:
-        """``[sets]`` what each set would score on the usual text, as far as its tries and those of others tell."""
+        """``[sets]`` what each set would score on the usual text, from its own trials and those of others."""
 
-    def prepare(self, look: Look) -> None:
-        """Finds the sets for which :attr:`look_size` asks."""
+    def prepare(self, propose_layers: ProposeLayers) -> None:
+        """Runs the forward of :attr:`proposal_tokens`."""
 
-    def first(self, look: Look) -> LayerPlan | None:
+    def first(self, propose_layers: ProposeLayers) -> LayerPlan | None:
         """The set that drafts before any was tried, ``None`` for the one that does."""
 
     def begin_window(self, best: LayerPlan, matchness: float) -> None:
-        """There is new text to try sets on; the best set so far and what it matches."""
+        """Begins a window of new text, given the best set so far and its matchness."""
 
-    def propose(self, scores: Scores, steps: int, look: Look) -> LayerPlan | None:
+    def propose(self, scores: Scores, steps: int, propose_layers: ProposeLayers) -> LayerPlan | None:
         """The next set; ``None`` where there is nothing to try before the next window.
 
         Args:
-            scores: of the tries so far.
+            scores: of the trials so far.
             steps: their number.
-            look: finds sets for the text as it is.
+            propose_layers: finds sets for the text as it is.
         """
 
-    def proposes(self, plan: LayerPlan) -> bool:
-        """Whether sets of this size are proposed just now."""
+    def may_end_with(self, plan: LayerPlan) -> bool:
+        """Whether the search may end because this set scores well."""
 
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
         """Whether to search on with sets of another size, where those of this size bring nothing more."""
+
+
+def proposer_of(settings: Search, space: SkipSpace, ratio: float, auto: bool) -> Proposer:
+    """The proposer of a search; see the classes below."""
+    if isinstance(settings, ClosestLayers):
+        return Closest(settings, space, ratio, auto)
+    return RandomAndBayes(settings, space, ratio, auto)
 
 
 class RandomAndBayes:
@@ -89,38 +96,42 @@ class RandomAndBayes:
         self.ratio = ratio
         self.auto = auto
         self._searched = {ratio}
-        self._chance = np.random.default_rng(settings.seed)
+        self._rng = np.random.default_rng(settings.seed)
 
     is_busy = False
-    look_size = 0
+    proposal_tokens = 0
 
     def estimates(self, scores: Scores) -> np.ndarray:
         return self._effects(scores).sets
 
-    def prepare(self, look: Look) -> None:
+    def prepare(self, propose_layers: ProposeLayers) -> None:
         pass
 
-    def first(self, look: Look) -> LayerPlan | None:
+    def first(self, propose_layers: ProposeLayers) -> LayerPlan | None:
         return None
 
     def begin_window(self, best: LayerPlan, matchness: float) -> None:
         pass
 
-    def propose(self, scores: Scores, steps: int, look: Look) -> LayerPlan | None:
+    def propose(self, scores: Scores, steps: int, propose_layers: ProposeLayers) -> LayerPlan | None:
         if scores.plans and (steps + 1) % self.settings.bayes_interval == 0:
             worth = zip(scores.plans, self.estimates(scores).tolist(), strict=True)
-            if like := {plan: value for plan, value in worth if self.proposes(plan)}:
+            if like := {plan: value for plan, value in worth if self._has_this_size(plan)}:
                 from .bayes import suggest  # scikit-learn and SciPy, which few calls need
 
-                return suggest(self.space, like, self._chance)
+                return suggest(self.space, like, self._rng)
         if steps < _UNIFORM:
-            return self.space.random(self._chance, self.ratio)
-        return self.space.highest(self._effects(scores).drawn(self._chance), self.ratio)
+            return self.space.random(self._rng, self.ratio)
+        return self.space.highest(self._effects(scores).drawn(self._rng), self.ratio)
 
     def _effects(self, scores: Scores) -> BlockEffects:
         return block_effects(scores, np.array([self.space.row(plan) for plan in scores.plans]), _DOUBT)
 
-    def proposes(self, plan: LayerPlan) -> bool:
+    def may_end_with(self, plan: LayerPlan) -> bool:
+        # A set that was good at the last size does not end the search at this one.
+        return not self.auto or self._has_this_size(plan)
+
+    def _has_this_size(self, plan: LayerPlan) -> bool:
         return len(self.space.places(plan)) == self.space.count(self.ratio)
 
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
@@ -136,7 +147,7 @@ class RandomAndBayes:
 
 
 class Closest:
-    """CLaSp's sets: those of the first look in many sizes, then new ones of about the best size.
+    """CLaSp's sets: the first ones in many sizes, then new ones of about the best size.
 
     Args:
         settings: of the search.
@@ -162,7 +173,7 @@ class Closest:
         return bool(self._queue)
 
     @property
-    def look_size(self) -> int:
+    def proposal_tokens(self) -> int:
         return 0 if self._found else max(self._queue, default=self._most) + 1
 
     def estimates(self, scores: Scores) -> np.ndarray:
@@ -170,12 +181,12 @@ class Closest:
         near = 2 * max(1, round(len(self.space.blocks) / 20))
         return effects(scores, sizes, near, _DOUBT)
 
-    def prepare(self, look: Look) -> None:
+    def prepare(self, propose_layers: ProposeLayers) -> None:
         if not self._found:
-            self._found = look(max(self._queue, default=self._most))
+            self._found = propose_layers(max(self._queue, default=self._most))
 
-    def first(self, look: Look) -> LayerPlan | None:
-        self.prepare(look)
+    def first(self, propose_layers: ProposeLayers) -> LayerPlan | None:
+        self.prepare(propose_layers)
         return self._found[min(self.count, len(self._found)) - 1]
 
     def begin_window(self, best: LayerPlan, matchness: float) -> None:
@@ -187,7 +198,7 @@ class Closest:
         else:
             self.count = len(best.skipped_layers) or self.count
             fewer, more = self.count - self._step, self.count + self._step
-            # Too little matchness asks for less, easy one for more; in between both sides are tried in turn.
+            # With too little matchness a smaller set is tried, with much a larger one; in between they take turns.
             in_turn = more if self._windows % 2 else fewer
             easy = matchness > self.settings.target_matchness
             sizes = [self.count, fewer if matchness < _TOO_LOW else more if easy else in_turn]
@@ -195,14 +206,14 @@ class Closest:
             self._found = []
         self._queue = [size for size in dict.fromkeys(sizes) if 1 <= size <= self._layers]
 
-    def propose(self, scores: Scores, steps: int, look: Look) -> LayerPlan | None:
+    def propose(self, scores: Scores, steps: int, propose_layers: ProposeLayers) -> LayerPlan | None:
         if not self._queue:
             return None
-        self.prepare(look)
+        self.prepare(propose_layers)
         return self._found[self._queue.pop(0) - 1]
 
-    def proposes(self, plan: LayerPlan) -> bool:
-        return True
+    def may_end_with(self, plan: LayerPlan) -> bool:
+        return not self.auto
 
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
         return False

@@ -23,13 +23,11 @@ Rule = FixedLength | ConfidenceThreshold | ProductThreshold
 _LENGTHS = (1, 2, 3, 4, 5, 6)
 _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _PRODUCTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-# Less than that is within what such an estimate can be wrong by.
-LEAST_SPEEDUP = 1.02
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What part of a model says along texts that the whole model wrote.
+    """What part of a model predicts along texts that the whole model wrote.
 
     Attributes:
         accept: ``[b, n]`` probability that a token drafted at each position is accepted, after accepted ones.
@@ -54,7 +52,7 @@ class Trace:
 
 
 def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor, do_sample: bool) -> Trace:
-    """What a draft says where the whole model's scores are known.
+    """What a draft predicts where the whole model's scores are known.
 
     Args:
         drafted: ``[b, n, v]`` processed logits of the draft.
@@ -66,7 +64,7 @@ def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor,
         accept = torch.minimum(drafted.softmax(-1), scores.softmax(-1)).sum(-1)
     else:
         accept = (drafted.argmax(-1) == scores.argmax(-1)).float()
-    # A draft that overflows (float16) says nothing.
+    # A draft that overflows (float16) counts as never accepted.
     return Trace(*(np.nan_to_num(values.cpu().double().numpy(), nan=0.0) for values in (accept, confidence)))
 
 
@@ -83,6 +81,16 @@ class Replay:
     tokens: float
     drafted: float
     accepted: float
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Expected time of each generated token."""
+        return self.seconds / self.tokens
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α, the share of drafted tokens that are accepted."""
+        return self.accepted / self.drafted
 
     @classmethod
     def of_all(cls, parts: Iterable[Replay]) -> Replay:
@@ -145,6 +153,11 @@ def can_replay(rule: Any) -> TypeGuard[Rule]:
     return isinstance(rule, Rule) and getattr(rule, "confidence", None) is None
 
 
+def rules_for(stop: Any, max_draft: int) -> list[Rule]:
+    """Stop rules to compare: the given one alone where there is one that can be replayed."""
+    return [stop] if can_replay(stop) else rules(max_draft)
+
+
 def rules(max_draft: int) -> list[Rule]:
     """Stop rules that a probe compares."""
     return [
@@ -154,13 +167,8 @@ def rules(max_draft: int) -> list[Rule]:
     ]
 
 
-def rules_for(stop: Any, max_draft: int) -> list[Rule]:
-    """Stop rules to compare: the given one alone where there is one that can be replayed."""
-    return [stop] if can_replay(stop) else rules(max_draft)
-
-
-def rule_state(rule: Rule) -> dict[str, Any]:
-    """A rule, as JSON has it."""
+def rule_state(rule: Any) -> dict[str, Any]:
+    """A rule of those that are compared, as JSON has it."""
     return {"class": type(rule).__name__, **asdict(rule)}
 
 

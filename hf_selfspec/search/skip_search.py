@@ -1,52 +1,40 @@
-"""What is known of the sets of skipped blocks that were tried, and which of them drafts."""
+"""The search for blocks to skip, as drafts and files use it."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from statistics import median
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from ..model.partial import LayerPlan
 from ..types import GenerationStats
 from .budget import Pace
-from .costs import ForwardCosts, Stopwatch
-from .estimates import Scores
+from .choice import SkipChoice
+from .costs import ForwardCosts, Stopwatch, Timings
 from .feedback import Feedback
-from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from .proposers import Closest, Look, Proposer, RandomAndBayes
-from .replay import LEAST_SPEEDUP, Replay, Rule, Trace, replays, rule_of, rule_state
+from .on_the_fly import Search
+from .proposers import ProposeLayers, proposer_of
+from .records import Records
+from .replay import Rule, Trace
+from .schedule import TRIED_AGAIN, Schedule
+from .search_state import PHASES, SearchState
 from .skip_space import SkipSpace
-from .tries import Known, SkipChoice, Try, number, whole
+from .trials import Trial
 
-# Best sets that are tried again on each new window.
-_TRIED_AGAIN = 3
-# On how many windows a set has to be good enough to end the search.
-_CONFIRMED = 3
-# Tokens that weigh as much as one of SWIFT's windows.
-_WINDOW = 32
-# Windows after which a set that does not pay is tried once more.
-_IDLE = 16
-# Texts on which forwards are timed in a search, tries between them, and tries that are kept of a set once it is over.
-_TIMED_TEXTS, _TIMED_AFTER, _KEPT = 2, 4, 16
-# Tries that are kept for pictures.
-_LOGGED = 4096
+# Trials that are kept of a set once the search is over, and those that are kept for pictures.
+_KEPT, _LOGGED = 16, 4096
 
 
 class SkipSearch:
     """One search for one model and kind of call; threads may share it.
 
-    A window of 32 tokens says little, some text is easier than other, and the best of many scores says too much: a set
+    A window of 32 tokens shows little, some text is easier than other, and the best of many scores is too good: a set
     that scored well is tried again on later text, and what counts is by how much it beats others on the same text
-    (:meth:`Proposer.estimates`; SWIFT keeps the highest score: a set that had been lucky once would never be replaced).
+    (:class:`Records`; SWIFT keeps the highest score: a set that had been lucky once would never be replaced).
 
-    Where the ratio is searched for, too, a set's score is the speed-up that follows from its trace, from measured costs
-    and from the best stop rule; otherwise it is the matchness.
+    Where the ratio is searched for, too, a set's score is its expected speed-up; otherwise it is the matchness.
 
     Args:
         settings: what is tried, and when that ends.
@@ -58,15 +46,14 @@ class SkipSearch:
         max_draft: most tokens in a draft.
 
     Attributes:
-        tries: all of them, in order.
-        steps: tries of the search that is going on, or was the last.
+        choice: what drafts.
+        trials: all of them, in order.
         generated: tokens generated with it.
-        seconds, search_seconds: time of these generations, and of the tries in them.
-        costs: measured forwards, ``None`` before the first timings.
-        pace: what rounds and tries take.
-        timings: how often forwards were timed.
+        seconds, search_seconds: time of these generations, and of the trials in them.
+        timings: of forwards.
+        pace: what rounds and trials take.
         found: for each change of the best set its step and that set.
-        changed: is called after each try, ``None`` where nobody wants to know.
+        changed: is called after each trial, unless it is ``None``.
     """
 
     def __init__(
@@ -86,29 +73,28 @@ class SkipSearch:
         self.rules = rules
         self.max_draft = max_draft
         self.changed: Callable[[], None] | None = None
-        self.tries: deque[Try] = deque(maxlen=_LOGGED)
-        self.generated = 0
-        self.seconds = self.search_seconds = 0.0
-        self.costs: ForwardCosts | None = None
-        self.timings = 0
-        self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)
         # Where speed decides, nothing drafts before it is known to pay.
         self.choice = SkipChoice(start, not auto, None, None, 0.0, 0.0)
+        self.trials: deque[Trial] = deque(maxlen=_LOGGED)
+        self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)
+        self.generated = 0
+        self.seconds = self.search_seconds = 0.0
+        self.timings = Timings()
         self.pace = Pace()
-        self._stopwatch: Stopwatch | None = None
         self._unfinished: Stopwatch | None = None
-        self._disturbed = 1.0
-        self._drafted = False
-        self._asked = self._rested = 0
-        self._estimated: dict[str, dict[LayerPlan, float]] = {}
         self._lock = threading.Lock()
-        self._is_over = self._has_begun = False
-        self._again: list[LayerPlan] = []
-        self._feedback = Feedback()
-        self._start_over()
-        self._again.append(start)
+        self._start_over([start], has_begun=False)
 
-    # What drafts -------------------------------------------------------------------------------------------------
+    def _start_over(self, queue: Sequence[LayerPlan] = (), has_begun: bool = True) -> None:
+        """Begins a search with no trials."""
+        proposer = proposer_of(self.settings, self.space, self.ratio, self.auto)
+        self._schedule = Schedule(self.settings, proposer, queue, has_begun)
+        self._records = Records(self.rules, self.max_draft, proposer.estimates, self.costs if self.auto else None)
+        self._feedback = Feedback()
+        self._expected_rate = 0.0
+        self._has_drafted = False
+
+    # What is known -----------------------------------------------------------------------------------------------
 
     @property
     def best(self) -> LayerPlan:
@@ -117,98 +103,124 @@ class SkipSearch:
 
     @property
     def matchness(self) -> float:
-        """What the best set is estimated to match, 0 before the first try."""
+        """The estimated matchness of the best set, 0 before the first trial."""
         return self.choice.matchness
 
     @property
     def history(self) -> list[float]:
-        """Matchness of every try, in order."""
-        return [done.matchness for done in self.tries]
+        """Matchness of every trial, in order."""
+        return [trial.matchness for trial in self.trials]
+
+    @property
+    def costs(self) -> ForwardCosts | None:
+        """Measured forwards, ``None`` before the first timings."""
+        return self.timings.costs
+
+    @property
+    def steps(self) -> int:
+        """Trials of the current search, or of the last one."""
+        return self._schedule.steps
 
     @property
     def is_over(self) -> bool:
-        """Whether the best set is there to stay (SWIFT's acceleration phase)."""
-        return self._is_over
+        """Whether the best set is final (SWIFT's acceleration phase)."""
+        return self._schedule.is_over
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no draft pays and nothing is to be tried in the next window."""
+        return not self.choice.drafts and self._schedule.is_waiting
 
     @property
     def tries_each_round(self) -> bool:
-        """Whether a set is tried after each round, on the last tokens; otherwise several are when a window is full."""
-        return isinstance(self.settings, OnTheFlySearch)
+        """See :attr:`Schedule.tries_each_round`."""
+        return self._schedule.tries_each_round
+
+    @property
+    def wants_timings(self) -> bool:
+        """Whether forwards are to be timed on this text."""
+        return self.auto and self._schedule.wants_timings(self.timings.count)
+
+    @property
+    def proposal_tokens(self) -> int:
+        """See :attr:`Schedule.proposal_tokens`."""
+        return self._schedule.proposal_tokens
 
     @property
     def phase(self) -> str:
         """``optimization`` or ``acceleration`` (SWIFT, Figure 4)."""
-        return "acceleration" if self._is_over else "optimization"
+        return PHASES[self.is_over]
 
-    # What is tried -----------------------------------------------------------------------------------------------
+    def report(self, stats: GenerationStats) -> None:
+        """Adds what was found."""
+        stats.plan = self.best.picture()
+        stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
-    def begin(self, look: Look) -> None:
+    # Trials ------------------------------------------------------------------------------------------------------
+
+    def begin(self, propose_layers: ProposeLayers) -> None:
         """Lets the proposer's first set draft before any was tried, unless speed decides."""
         with self._lock:
             if not self.auto:
-                self._begin(look)
-
-    def spent(self, seconds: float, search_seconds: float) -> None:
-        """Takes in how long a round took, and how much of that went into tries."""
-        with self._lock:
-            self.seconds += seconds
-            self.search_seconds += search_seconds
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no draft pays and nothing is to be tried just now."""
-        if self.choice.drafts or self._again or not self._is_over:
-            return False
-        return self._windows + 1 < self._asked + _IDLE
-
-    def rest(self, tokens: int, seconds: float) -> None:
-        """Takes in a call that neither drafted nor tried anything."""
-        with self._lock:
-            self.generated += tokens
-            self.seconds += seconds
-            self._rested += tokens
-            windows, self._rested = divmod(self._rested, self.settings.context_window)
-            self._windows += windows
-            self._feedback = Feedback()
+                self._begin(propose_layers)
 
     def begin_window(self) -> None:
-        """The text has moved on by a window: what looks best is to be tried on it."""
+        """Begins a window of new text, on which what looks best is to be tried."""
         with self._lock:
-            self._windows += 1
-            if not self._is_over and self._proposer.is_busy:
+            schedule = self._schedule
+            schedule.window += 1
+            if not schedule.is_over and schedule.proposer.is_busy:
                 return
-            drafted = self.choice.drafts
-            if self.best in self._known:
+            has_paid = self.choice.drafts
+            if self.best in self._records:
                 self._choose()
-            leaders = [self.best]
-            if self._is_over and (self._feedback.has_become_hard() or (drafted and self._has_given_up())):
-                leaders = self._leaders()
+            leaders = self._records.leaders(TRIED_AGAIN)
+            if schedule.is_over:
+                retry_is_due = not self.choice.drafts and schedule.retry_is_due
+                if not (self._feedback.has_become_hard() or (has_paid and retry_is_due)):
+                    if retry_is_due:
+                        # Whether the set pays now does not depend on how its drafts fared before.
+                        schedule.retry(self.best)
+                        self._feedback = Feedback()
+                    return
                 self._start_over()
-            elif not self._is_over:
-                leaders = self._leaders()
-            if self._is_over:
-                # A set that does not pay is asked now and then whether it would, however its drafts fared before.
-                if not self.choice.drafts and self._windows >= self._asked + _IDLE:
-                    self._asked, self._again, self._feedback = self._windows, [self.best], Feedback()
-                return
-            if not self._drafted:
+            if not self._has_drafted:
                 self._feedback = Feedback()  # which no draft corrects
-            self._drafted = False
-            self._again = leaders[: _TRIED_AGAIN if self.tries_each_round or not self.steps else 1] or [self.best]
-            self._proposer.begin_window(self.best, self.matchness)
+            self._has_drafted = False
+            self._schedule.begin_window(leaders, self.best, self.matchness)
 
-    def _has_given_up(self) -> bool:
-        """Whether drafts have just stopped to pay, and it is a while since that was looked into."""
-        return not self.choice.drafts and self._windows >= self._asked + _IDLE
+    def prepare(self, propose_layers: ProposeLayers) -> None:
+        """Runs the forward of :attr:`proposal_tokens`."""
+        with self._lock:
+            self._begin(propose_layers)
+            self._schedule.prepare(propose_layers)
 
-    @property
-    def wants_timings(self) -> bool:
-        """Whether forwards are to be timed on this text: at first, after some tries, and when a set is tried again."""
-        if not self.auto:
-            return False
-        if self._is_over:
-            return bool(self._again) or not self.timings
-        return self.timings < _TIMED_TEXTS and self.steps >= _TIMED_AFTER * self.timings
+    def propose(self, propose_layers: ProposeLayers) -> LayerPlan | None:
+        """The next set to try: first the one that drafts already.
+
+        Args:
+            propose_layers: finds the closest sets for the text as it is, for ``ClosestLayers``.
+
+        Returns:
+            ``None`` where there is nothing to try before the next window.
+        """
+        with self._lock:
+            self._begin(propose_layers)
+            return self._schedule.next(self._records.scores, propose_layers)
+
+    def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
+        """Takes in what ``plan`` predicts where the text's tokens are known."""
+        with self._lock:
+            trial = Trial(plan, tuple(traces), self._schedule.window, self.generated)
+            self.trials.append(trial)
+            self._records.add(trial, keep=_KEPT if self.is_over else None)
+            is_better = self._choose()
+            trials = len(self._records.trials_of(self.best))
+            self._schedule.add_trial(is_better, self.best, self.matchness, trials)
+        if self.changed is not None:
+            self.changed()
+
+    # Time and drafts ---------------------------------------------------------------------------------------------
 
     def stopwatch(self) -> Stopwatch:
         """The timings to go on with, in this call or a later one."""
@@ -216,103 +228,65 @@ class SkipSearch:
             self._unfinished = Stopwatch(*self.space.timed_plans())
         return self._unfinished
 
-    @property
-    def look_size(self) -> int:
-        """Tokens of the look that comes before the next try, 0 for none."""
-        return self._proposer.look_size if not self._has_begun or not self._again else 0
-
-    def prepare(self, look: Look) -> None:
-        """Takes the look that comes before the next try."""
-        with self._lock:
-            self._begin(look)
-            if not self._again:
-                self._proposer.prepare(look)
-
-    def propose(self, look: Look) -> LayerPlan | None:
-        """The next set to try: first the one that drafts already.
-
-        Args:
-            look: finds the closest sets for the text as it is; for :class:`ClosestLayers`.
-
-        Returns:
-            ``None`` where there is nothing to try before the next window.
-        """
-        with self._lock:
-            self._begin(look)
-            if self._again:
-                return self._again.pop(0)
-            return None if self._is_over else self._proposer.propose(self._scores(), self.steps, look)
-
     def time(self, stopwatch: Stopwatch) -> None:
         """Takes in timings of forwards."""
         with self._lock:
-            self.timings, self._unfinished = self.timings + 1, None
-            # Once a search is over, a machine may be another or busier than it was.
-            if self._stopwatch is None or self._is_over:
-                self._stopwatch = stopwatch
-            else:
-                self._stopwatch.add(stopwatch)
-            self._disturbed = self._stopwatch.costs(median).plain() / self._stopwatch.costs().plain()
-            self._use(self._stopwatch.costs())
+            self._unfinished = None
+            # Once a search is over, the machine may be another or busier than it was.
+            costs = self.timings.add(stopwatch, anew=self.is_over)
+            if self.auto:
+                self._records.use(costs)
+            if self._records:
+                self._choose()
 
-    def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
-        """Takes in what ``plan`` says where the text's tokens are known."""
+    def spent(self, seconds: float, search_seconds: float) -> None:
+        """Takes in how long a round took, and how much of that went into trials."""
         with self._lock:
-            self._register(Try(plan, tuple(traces), self._windows, self.generated))
-        if self.changed is not None:
-            self.changed()
+            self.seconds += seconds
+            self.search_seconds += search_seconds
+
+    def add_idle_call(self, tokens: int, seconds: float) -> None:
+        """Takes in a call that neither drafted nor tried anything."""
+        with self._lock:
+            self.generated += tokens
+            self.seconds += seconds
+            self._schedule.skip(tokens)
+            self._feedback = Feedback()
 
     def watch(
         self, plan: LayerPlan, rows: int, drafted: int, tokens: int, steps: int, nodes: int, seconds: float
     ) -> None:
         """Takes in one round of drafting, without which each row would have had one token.
 
-        How often drafts are accepted, against what the tries promised, tells how hard the text is. Where that changes
-        much for the worse, the search begins again (SWIFT's dynamic streams, Figure 7).
+        How often drafts are accepted, compared with what the trials promised, shows how hard the text is. Where that
+        changes much for the worse, the search begins again (SWIFT's dynamic streams, Figure 7).
 
         Args:
-            plan: what drafted.
-            rows: that took part.
+            plan: the set that drafted.
+            rows: number of rows that took part.
             drafted, tokens: tokens drafted and generated, all rows.
             steps: drafting steps, all rows together.
             nodes: drafted tokens that were verified, for each row.
             seconds: time of drafting and verification.
         """
         with self._lock:
+            costs, foretold = self.costs, 0.0
             self.generated += tokens
-            self._drafted = self._drafted or drafted > 0
-            if not drafted and self.costs is not None:
-                self._feedback.add_plain(self.costs.plain(), seconds)
+            self._has_drafted = self._has_drafted or drafted > 0
+            if not drafted and costs is not None:
+                self._feedback.add_plain(costs.plain(), seconds)
             if plan != self.best or not drafted or not self._expected_rate:
                 return
-            costs, foretold = self.costs, 0.0
             if costs is not None:
                 foretold = steps * costs.draft(plan) + costs.verify(plan.first_altered, nodes)
             self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows, foretold, seconds)
 
-    def report(self, stats: GenerationStats) -> None:
-        """Adds what was found."""
-        stats.plan = self.best.picture()
-        stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
-
-    # What lasts --------------------------------------------------------------------------------------------------
+    # Files -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What was found, as JSON has it."""
         with self._lock:
-            choice = self.choice
-            return {
-                "phase": self.phase,
-                "generated": self.generated,
-                "costs": None if self.costs is None else asdict(self.costs),
-                "set": choice.plan.picture(),
-                "drafts": choice.drafts,
-                "stop": None if choice.stop is None else rule_state(choice.stop),
-                "expected_speedup": choice.expected_speedup,
-                "acceptance_rate": choice.acceptance_rate,
-                "matchness": choice.matchness,
-                "tries": [done.state() for known in self._known.values() for done, _ in known.tries],
-            }
+            return SearchState(self.is_over, self.generated, self.costs, self.choice, self._records.trials()).to_json()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up what :meth:`state` gave.
@@ -320,173 +294,41 @@ class SkipSearch:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        tries = sorted((Try.of(one) for one in state["tries"]), key=lambda done: done.generated)
-        plan = LayerPlan.of_picture(state["set"])
-        if (
-            any(done.plan.num_layers != self.space.num_layers for done in tries)
-            or plan.num_layers != self.space.num_layers
-        ):
-            raise ValueError(f"a set for another depth than {self.space.num_layers} layers")
-        if state["phase"] not in ("optimization", "acceleration") or not isinstance(state["drafts"], bool):
-            raise ValueError(f"{state['phase']!r} is no phase, or {state['drafts']!r} neither yes nor no")
-        speedup, costs = state["expected_speedup"], state["costs"]
-        choice = SkipChoice(
-            plan=plan,
-            drafts=state["drafts"],
-            stop=None if state["stop"] is None else rule_of(state["stop"]),
-            expected_speedup=None if speedup is None else number(speedup),
-            acceptance_rate=number(state["acceptance_rate"]),
-            matchness=number(state["matchness"]),
-        )
+        saved = SearchState.of_json(state, self.space.num_layers)
         with self._lock:
-            if costs is not None:
-                if whole(costs["num_layers"]) != self.space.num_layers:
-                    raise ValueError(f"costs of {costs['num_layers']} layers")
-                found = {name: number(value) for name, value in costs.items() if name != "num_layers"}
-                self.costs = ForwardCosts(**found, num_layers=self.space.num_layers)
-                if not self.costs.plain():
-                    raise ValueError("forwards that take no time")
-            self.generated = whole(state["generated"])
-            for done in tries:
-                self._known.setdefault(done.plan, Known()).add(done, self._replays(done))
-            self.tries.extend(tries)
-            self.steps = len(tries)
-            self._windows = max((done.window for done in tries), default=0)
-            self._asked = self._windows
-            self._is_over, self._has_begun = state["phase"] == "acceleration", True
-            self._again = []
-            self.choice = choice
-            self.found = deque([(0, plan)], maxlen=_LOGGED)
+            self.timings.costs = saved.costs
+            self._start_over()
+            for trial in saved.trials:
+                self._records.add(trial)
+            self.trials.extend(saved.trials)
+            self._schedule.resume(
+                len(saved.trials), max((one.window for one in saved.trials), default=0), saved.is_over
+            )
+            self.generated = saved.generated
+            self.choice = saved.choice
+            self.found = deque([(0, saved.choice.plan)], maxlen=_LOGGED)
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, look: Look) -> None:
-        if self._has_begun or self.tries:
-            return
-        self._has_begun = True
-        if (plan := self._proposer.first(look)) is not None:
-            self._again = [plan]
+    def _begin(self, propose_layers: ProposeLayers) -> None:
+        if (plan := self._schedule.begin(propose_layers)) is not None:
             self._lead(SkipChoice(plan, not self.auto, None, None, 0.0, 0.0))
-
-    def _start_over(self) -> None:
-        self._known: dict[LayerPlan, Known] = {}
-        self._estimated.clear()
-        self._again = []
-        self._proposer: Proposer = self._new_proposer()
-        self._feedback = Feedback()
-        self._expected_rate = 0.0
-        self._drafted = False
-        self._since_better = self._windows = self._asked = self.steps = 0
-        self._is_over = False
-
-    def _new_proposer(self) -> Proposer:
-        if isinstance(self.settings, ClosestLayers):
-            return Closest(self.settings, self.space, self.ratio, self.auto)
-        return RandomAndBayes(self.settings, self.space, self.ratio, self.auto)
-
-    def _leaders(self) -> list[LayerPlan]:
-        worth = self._worth()
-        return sorted(worth, key=lambda plan: -worth[plan])[:_TRIED_AGAIN]
-
-    def _use(self, costs: ForwardCosts) -> None:
-        self.costs = costs
-        self._estimated.clear()
-        for plan, known in self._known.items():
-            self._known[plan] = Known((done, self._replays(done)) for done, _ in known.tries)
-        if self._known:
-            self._choose()
-
-    def _replays(self, done: Try, ease: float = 1.0) -> list[Replay]:
-        if not self.auto or self.costs is None:
-            return []
-        return replays([trace.eased(ease) for trace in done.traces], self.rules, done.plan, self.costs, self.max_draft)
-
-    def _register(self, done: Try) -> None:
-        self.tries.append(done)
-        self.steps += 1
-        self._estimated.clear()
-        known = self._known.setdefault(done.plan, Known())
-        if self._is_over:
-            known.keep(_KEPT - 1)
-        known.add(done, self._replays(done))
-        self._since_better += 1
-        if self._choose():
-            self._since_better = 0
-        settings = self.settings
-        enough = self.steps >= settings.max_steps
-        good = self.matchness > settings.target_matchness and len(self._known[self.best].tries) >= _CONFIRMED
-        by_size = isinstance(settings, ClosestLayers) and self.auto
-        # A set that was good at the last size says nothing of this one.
-        good = good and (not self.auto or self._proposer.proposes(self.best))
-        stuck = self._since_better >= settings.patience or (good and not by_size)
-        if stuck and not enough and self._proposer.go_on(self.best, self.matchness):
-            self._since_better = 0
-        elif enough or stuck:
-            self._is_over, self._again, self._asked = True, [], self._windows
 
     def _choose(self) -> bool:
         """Takes the best set; whether it is another one. Once the search is over, the set stays."""
-        worth = self._worth()
-        best = self.best if self._is_over else max(worth, key=lambda plan: worth[plan])
-        if not self._by_speed:
+        worth = self._records.worth()
+        best = self.best if self.is_over else max(worth, key=lambda plan: worth[plan])
+        if self._records.costs is None:
             self._expected_rate = worth[best]
             return self._lead(SkipChoice(best, not self.auto, None, None, worth[best], worth[best]))
-        matchness = self._estimates("matchness", _matchness)[best]
-        known = self._known[best]
-        rule, run, usual = known.with_ease(self._feedback.ease, self._replays)
-        self._expected_rate = usual.accepted / usual.drafted
-        # Replays of the last tries, made as hard as drafting has been, say how much the estimate has to be corrected.
-        speed = worth[best] * (run.tokens / run.seconds) * (known.run.seconds / known.run.tokens)
-        speed *= self._feedback.pace(self._disturbed)
-        drafts = speed >= LEAST_SPEEDUP
-        return self._lead(SkipChoice(best, drafts, self.rules[rule], speed, run.accepted / run.drafted, matchness))
+        arm, self._expected_rate = self._records.arm(best, self._feedback.ease)
+        arm = replace(arm, speedup=arm.speedup * self._feedback.pace(self.timings.disturbed))
+        return self._lead(SkipChoice.of(arm, matchness=self._records.matchness()[best]))
 
     def _lead(self, choice: SkipChoice) -> bool:
-        changed = choice.plan != self.choice.plan
+        is_new = choice.plan != self.choice.plan
         self.choice = choice
-        if changed:
+        if is_new:
             self._feedback = Feedback()
-            self.found.append((len(self.tries), choice.plan))
-        return changed
-
-    @property
-    def _by_speed(self) -> bool:
-        return self.auto and self.costs is not None
-
-    def _worth(self) -> dict[LayerPlan, float]:
-        """The estimate of each set that was tried: expected speed-up, or matchness."""
-        if not self._by_speed:
-            return self._estimates("matchness", _matchness)
-        found = self._estimates("log speed-up", self._log_speed)
-        return {plan: math.exp(value) for plan, value in found.items()}
-
-    def _estimates(self, name: str, score: Callable[[Known, Try, list[Replay]], float]) -> dict[LayerPlan, float]:
-        """What the sets score on the usual text, as far as that is known; kept until more is."""
-        if name not in self._estimated:
-            scores = self._scored(score)
-            found = self._proposer.estimates(scores).tolist() if scores.plans else []
-            self._estimated[name] = dict(zip(scores.plans, found, strict=True))
-        return self._estimated[name]
-
-    def _scores(self) -> Scores:
-        """Of all tries: log speed-ups, or matchness."""
-        return self._scored(self._log_speed if self._by_speed else _matchness)
-
-    def _scored(self, score: Callable[[Known, Try, list[Replay]], float]) -> Scores:
-        rows = [
-            (score(known, done, runs), done.tokens / _WINDOW, index, done.window)
-            for index, known in enumerate(self._known.values())
-            for done, runs in known.tries
-        ]
-        values, weights, sets, windows = np.array(rows, float).reshape(-1, 4).T
-        places = np.unique(windows, return_inverse=True)[1]
-        return Scores(tuple(self._known), values, weights, sets.astype(int), places)
-
-    def _log_speed(self, known: Known, done: Try, runs: list[Replay]) -> float:
-        assert self.costs is not None
-        run = runs[known.rule]
-        return math.log(self.costs.plain() * run.tokens / run.seconds)
-
-
-def _matchness(known: Known, done: Try, runs: list[Replay]) -> float:
-    return done.matchness
+            self.found.append((len(self.trials), choice.plan))
+        return is_new

@@ -1,0 +1,154 @@
+"""Which way to draft is the fastest: the arms, what each brings, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..files import as_number
+from ..model.partial import LayerPlan
+from ..stop.rules import StopRule
+from .costs import ForwardCosts
+from .replay import Replay, Rule, Trace, replays, rule_of, rule_state
+
+# A smaller expected speed-up is within what such an estimate can be wrong by.
+LEAST_SPEEDUP = 1.02
+
+_C = TypeVar("_C", bound="Choice")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to draft, and what is expected of it.
+
+    Attributes:
+        plan: the blocks that run; all of them where nothing is drafted.
+        stop: the rule that ends a draft, ``None`` for the default one.
+        speedup: tokens per second over those of one-token steps.
+        acceptance_rate: share of the drafted tokens that are accepted.
+    """
+
+    plan: LayerPlan
+    stop: StopRule | None
+    speedup: float
+    acceptance_rate: float = 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is faster than no draft, by more than the estimate can be wrong by."""
+        return self.speedup >= LEAST_SPEEDUP
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The arm that was chosen.
+
+    Attributes:
+        plan: the blocks that run in a draft.
+        drafts: whether it drafts; it does not where no draft would be faster than none.
+        stop: the rule that ends its drafts, ``None`` as long as none was chosen.
+        expected_speedup: over one-token steps, ``None`` where matchness decides.
+        acceptance_rate: α that is expected of its drafts.
+    """
+
+    plan: LayerPlan
+    drafts: bool
+    stop: StopRule | None
+    expected_speedup: float | None
+    acceptance_rate: float
+
+    @classmethod
+    def of(cls: type[_C], arm: Arm, **details: Any) -> _C:
+        """The choice of ``arm``, which drafts where it pays."""
+        return cls(arm.plan, arm.pays, arm.stop, arm.speedup, arm.acceptance_rate, **details)
+
+    def state(self) -> dict[str, Any]:
+        """What all choices have in common beside the plan, as JSON has it."""
+        return {
+            "stop": None if self.stop is None else rule_state(self.stop),
+            "expected_speedup": self.expected_speedup,
+            "acceptance_rate": self.acceptance_rate,
+        }
+
+    @staticmethod
+    def settings_of(state: dict[str, Any]) -> dict[str, Any]:
+        """The reverse of :meth:`state`: arguments of a choice."""
+        stop, speedup = state["stop"], state["expected_speedup"]
+        return {
+            "stop": None if stop is None else rule_of(stop),
+            "expected_speedup": None if speedup is None else as_number(speedup),
+            "acceptance_rate": as_number(state["acceptance_rate"]),
+        }
+
+
+@dataclass(frozen=True)
+class ExitChoice(Choice):
+    """The exit layer that a probe has chosen.
+
+    Attributes:
+        by_layer: the best expected speed-up of each exit that was tried.
+        reuse_from: the number of drafted tokens from which KVQ reuse pays.
+        tokens: tokens of text on which the choice is based.
+    """
+
+    stop: StopRule
+    expected_speedup: float
+    by_layer: dict[int, float]
+    reuse_from: int
+    tokens: int
+
+    @property
+    def layer(self) -> int | None:
+        """The exit layer ``E``, ``None`` if no draft would have been faster than none."""
+        return self.plan.first_altered if self.drafts else None
+
+    def __str__(self) -> str:
+        what = "no draft" if self.layer is None else f"exit layer {self.layer}, {self.stop}"
+        rows = [f"{layer:>4} {speedup:>8.2f}" for layer, speedup in sorted(self.by_layer.items())]
+        return "\n".join(
+            [
+                f"{what}: expected speed-up {self.expected_speedup:.2f}, acceptance rate {self.acceptance_rate:.2f} "
+                f"({self.tokens} tokens)",
+                "exit  speed-up",
+                *rows,
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class SkipChoice(Choice):
+    """The set of skipped blocks that a search has chosen so far.
+
+    Attributes:
+        matchness: share of the text's tokens that the set predicts.
+    """
+
+    matchness: float
+
+
+def fastest(arms: Iterable[Arm]) -> Arm:
+    """The arm with the highest speed-up."""
+    return max(arms, key=lambda arm: arm.speedup)
+
+
+def fastest_run(runs: Sequence[Replay]) -> int:
+    """The index of the replay with the least time per token."""
+    return min(range(len(runs)), key=lambda index: runs[index].seconds_per_token)
+
+
+def replayed_arm(
+    plan: LayerPlan, rules: Sequence[Rule], traces: Iterable[Trace], costs: ForwardCosts, max_draft: int
+) -> Arm:
+    """A plan with the stop rule that is the fastest along texts.
+
+    Args:
+        plan: the blocks that run in a draft.
+        rules: stop rules to compare.
+        traces: what the plan predicts along the texts.
+        costs: measured forwards.
+        max_draft: most tokens in a draft.
+    """
+    runs = replays(traces, rules, plan, costs, max_draft)
+    index = fastest_run(runs)
+    return Arm(plan, rules[index], costs.plain() / runs[index].seconds_per_token, runs[index].acceptance_rate)

@@ -1,0 +1,166 @@
+"""The exit layer and stop rule that give the most tokens per second, from agreement and measured costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..files import as_count, as_number
+from ..model.partial import LayerPlan
+from ..types import GenerationStats
+from .choice import Arm, Choice, ExitChoice, fastest, replayed_arm
+from .costs import ForwardCosts, Stopwatch, Timings
+from .replay import Rule, Trace
+
+# Tokens of text after which a probe looks at no more.
+ENOUGH = 1024
+
+
+class ExitStudy:
+    """What one model's texts have shown about its exits, and the choice that follows; threads may share it.
+
+    Args:
+        num_layers: ``L``.
+
+    Attributes:
+        tokens: tokens of text that were looked at.
+        timings: of forwards.
+        choice: the best exit and rule on all texts together, ``None`` before the first.
+        changed: is called when there is a new choice, unless it is ``None``.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.changed: Callable[[], None] | None = None
+        self.tokens = 0
+        self.timings = Timings()
+        self.choice: ExitChoice | None = None
+        self._traces: dict[int, list[Trace]] = {}
+        self._lock = threading.Lock()
+
+    def best(self, count: int) -> list[int]:
+        """The ``count`` exits that look fastest, in order; all that are compared if there are fewer."""
+        choice = self.choice
+        assert choice is not None
+        return sorted(sorted(choice.by_layer, key=lambda layer: -choice.by_layer[layer])[:count])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no draft pays and no more text is looked at."""
+        return self.choice is not None and not self.choice.drafts and self.tokens >= ENOUGH
+
+    def add_idle_call(self, tokens: int, seconds: float) -> None:
+        """Does nothing: a call without a draft shows nothing about exits."""
+
+    def report(self, stats: GenerationStats) -> None:
+        """Adds whether drafts pay."""
+        stats.drafts = self.choice is None or self.choice.drafts
+
+    def add(
+        self,
+        traces: dict[int, list[Trace]],
+        stopwatch: Stopwatch | None,
+        candidates: Sequence[Rule],
+        max_draft: int,
+    ) -> ExitChoice:
+        """Takes in more text and chooses again.
+
+        Args:
+            traces: what each exit predicts along the texts.
+            stopwatch: new timings, ``None`` where there are enough.
+            candidates: stop rules to compare.
+            max_draft: most tokens in a draft.
+        """
+        with self._lock:
+            # An exit that is no longer compared is left out, so that all have seen the same texts.
+            compared = traces.keys() & self._traces.keys() if self._traces else traces.keys()
+            self._traces = {layer: self._traces.get(layer, []) + traces[layer] for layer in sorted(compared)}
+            self.tokens = _tokens(self._traces)
+            if stopwatch is not None:
+                self.timings.add(stopwatch)
+            assert self.timings.costs is not None, "the first text comes with timings"
+            choice = choose_exit(self._traces, candidates, self.timings.costs, max_draft)
+            if self.choice is not None and self.choice.tokens > choice.tokens:
+                choice = self.choice  # from a file, and based on more text
+            self.choice = choice
+        if self.changed is not None:
+            self.changed()
+        return choice
+
+    def state(self) -> dict[str, Any]:
+        """The choice, as JSON has it."""
+        if (choice := self.choice) is None:
+            return {}
+        by_layer = list(choice.by_layer.items())
+        return {
+            "layer": choice.layer,
+            **choice.state(),
+            "by_layer": by_layer,
+            "reuse_from": choice.reuse_from,
+            "tokens": choice.tokens,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        if not state:
+            return
+        layer, settings = state["layer"], Choice.settings_of(state)
+        by_layer = {as_count(exit_layer): as_number(speed) for exit_layer, speed in state["by_layer"]}
+        if not by_layer or not (layer is None or as_count(layer) in by_layer):
+            raise ValueError(f"exit layer {layer!r}, of {sorted(by_layer)}")
+        if not 1 <= min(by_layer) <= max(by_layer) < self.num_layers:
+            raise ValueError(f"exit layers {sorted(by_layer)} of a model of {self.num_layers} layers")
+        if settings["stop"] is None or settings["expected_speedup"] is None:
+            raise ValueError("an exit without a stop rule or an expected speed-up")
+        self.choice = ExitChoice(
+            LayerPlan.early_exit(self.num_layers, self.num_layers if layer is None else layer),
+            drafts=layer is not None,
+            **settings,
+            by_layer=by_layer,
+            reuse_from=as_count(state["reuse_from"]),
+            tokens=as_count(state["tokens"]),
+        )
+        self.tokens = self.choice.tokens
+
+
+def choose_exit(
+    traces: dict[int, list[Trace]], candidates: Sequence[Rule], costs: ForwardCosts, max_draft: int
+) -> ExitChoice:
+    """The exit and rule with the least expected time per token.
+
+    Args:
+        traces: what each exit predicts along the same texts.
+        candidates: stop rules to compare.
+        costs: measured forwards.
+        max_draft: most tokens in a draft.
+    """
+    arms = {
+        layer: replayed_arm(LayerPlan.early_exit(costs.num_layers, layer), candidates, texts, costs, max_draft)
+        for layer, texts in traces.items()
+    }
+    best = fastest(arms.values())
+    if not best.pays:
+        best = Arm(LayerPlan(costs.num_layers), best.stop, 1.0)
+    return ExitChoice.of(
+        best,
+        by_layer={layer: arm.speedup for layer, arm in arms.items()},
+        reuse_from=costs.reuse_from(best.plan.first_altered) if best.pays else 0,
+        tokens=_tokens(traces),
+    )
+
+
+def _tokens(traces: dict[int, list[Trace]]) -> int:
+    return sum(text.tokens for text in next(iter(traces.values())))
+
+
+def exits_to_try(num_layers: int) -> list[int]:
+    """Exit layers that a probe looks at: all of 12 layers; of more the first four, some up to half-way, fewer above."""
+    if num_layers <= 12:
+        return list(range(1, num_layers))
+    half = num_layers // 2
+    return [*range(1, min(5, num_layers)), *range(6, half, 2), *range(max(6, half), num_layers, 4)]
