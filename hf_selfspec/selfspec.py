@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,7 +26,7 @@ from .call import FIRST_SLOTS, Generation, Request
 from .draft.candidates import Candidates
 from .draft.cascade import Cascade
 from .draft.early_exit import EarlyExit
-from .draft.lookup import Lookup
+from .draft.lookup import NAME, Lookup
 from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource, Limits
@@ -30,7 +37,9 @@ from .model.anatomy import Anatomy, causal_lm
 from .model.cache import SpeculativeCache
 from .model.target import Target
 from .notices import warn_once
+from .observing import observe, token_rows
 from .presets import Presets
+from .saving import Kind
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
@@ -140,6 +149,44 @@ class SelfSpec(Presets):
         inner = causal_lm(model, "SelfSpec.choice")
         found = self._knowledge.latest(inner, lambda found: hasattr(found, "choice"))
         return None if found is None else found.choice
+
+    def observe(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        texts: Iterable[Any],
+        *,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Lets free drafts know given texts, so that the first call is drafted as well as later ones.
+
+        The model runs once over each text, or answers each as a prompt. What follows is kept as after a call, see
+        :class:`Lookup`: in the memory of this process, in ``cache_dir`` and by :meth:`save_pretrained`.
+
+        Args:
+            model: a causal LM of transformers, or a PEFT model around one.
+            tokenizer: the model's tokenizer.
+            texts: strings, or chats as lists of messages, like those that the model will read and write.
+            max_new_tokens: tokens of the model's own answer to each text; ``None`` to read the texts alone.
+
+        Raises:
+            SettingError, SettingTypeError: no texts, no free drafts in this ``SelfSpec``, or not what is described
+                above.
+        """
+        inner = causal_lm(model, "SelfSpec.observe")
+        lookup = self._source.part(Lookup)
+        if lookup is None:
+            raise SettingError(f"SelfSpec.observe fills free drafts, which {self.draft!r} has none of. Add Lookup().")
+        if max_new_tokens is not None:
+            check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
+        rows = token_rows(tokenizer, texts, max_new_tokens is not None)
+        if max_new_tokens is None:
+            observe(inner, self._known(inner, (False, False)).of_all_kinds(NAME, lookup.findings), rows)
+            return
+        for row in rows:
+            ids = torch.tensor([row], device=inner.device)
+            mask = torch.ones_like(ids)
+            model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, assistant=self)
 
     def forget(self) -> None:
         """Drops the texts of earlier calls, and what was kept of the model's logits on them.
@@ -283,15 +330,18 @@ class SelfSpec(Presets):
 
     def generation(self, request: Request, checks_logits: bool = True) -> Generation:
         """What decodes one call, for the package's own use."""
-        knowledge = KnowledgeOfCall(
+        knowledge = self._known(request.model, (request.do_sample, len(request.input_ids) > 1))
+        return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits)
+
+    def _known(self, model: PreTrainedModel, kind: Kind) -> KnowledgeOfCall:
+        return KnowledgeOfCall(
             knowledge=self._knowledge,
-            model=request.model,
-            kind=(request.do_sample, len(request.input_ids) > 1),
+            model=model,
+            kind=kind,
             cache_dir=None if self.cache_dir is None else Path(self.cache_dir).expanduser(),
             task=self.task,
             settings=self._settings(),
         )
-        return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits)
 
     @property
     def _source(self) -> DraftSource:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from statistics import median
 
-from ..lookup import VerifyCosts
+from ..lookup import Pace, VerifyCosts
 
 # Drafted tokens of a row for which a round's time is kept; others cost what the next larger number does. The cost of a
 # verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
@@ -21,8 +21,6 @@ _ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
 _KEPT, _REFRESHED = 9, 8
 # Rounds without a certain size after which one of its times is dropped, so that it is tried again some time.
 _STALE = 128
-# How much the rounds before count beside the last one.
-_MEMORY = 0.97
 
 
 class RoundClock:
@@ -40,7 +38,7 @@ class RoundClock:
         self._rounds = [0] * len(SIZES)
         self._total = 0
         self._last = [0] * len(SIZES)
-        self._tokens = self._seconds = 0.0
+        self._pace = Pace()
         self._until_refresh = 0
         self._costs = self._measured()
 
@@ -57,8 +55,7 @@ class RoundClock:
     @property
     def pace(self) -> float:
         """Tokens per second, of all rows, that decoding makes at present; at least one for each plain round."""
-        least = 1.0 / self.plain
-        return max(self._tokens / self._seconds, least) if self._seconds else least
+        return max(self._pace.per_second, 1.0 / self.plain)
 
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
         """Takes in a round.
@@ -70,8 +67,7 @@ class RoundClock:
         """
         if self._is_frozen:
             seconds = self._costs.seconds[min(drafted, SIZES[-1])]
-        self._tokens = _MEMORY * self._tokens + tokens
-        self._seconds = _MEMORY * self._seconds + seconds
+        self._pace.see(tokens, seconds)
         if self._is_frozen or drafted > SIZES[-1]:
             return
         size = bisect_left(SIZES, drafted)

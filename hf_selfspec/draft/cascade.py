@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from transformers.utils import logging
@@ -17,6 +18,7 @@ from ..types import Draft, GenerationStats, Text, Verdict
 from .lookup import Lookup, LookupDrafter
 from .source import Drafter, DraftSource, Session
 
+_S = TypeVar("_S", bound=DraftSource)
 _logger = logging.get_logger(__name__)
 
 
@@ -49,6 +51,11 @@ class Cascade(DraftSource):
             if isinstance(source, Cascade) or not source.lossless:
                 raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single, lossless sources.")
         object.__setattr__(self, "sources", given)
+
+    def part(self, kind: type[_S]) -> _S | None:
+        """See :meth:`DraftSource.part`."""
+        found = (source.part(kind) for source in self.sources)
+        return next((part for part in found if part is not None), None)
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. A source that cannot draft for the model is left out, which is logged."""

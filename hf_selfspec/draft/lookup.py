@@ -19,7 +19,8 @@ from .source import Drafter, DraftSource, Session
 # Tokens of earlier texts that are kept, and successors that are kept of each pair of tokens.
 _STORED, _SUCCESSORS = 65_536, 8
 _MOST_STORED = 2**24
-_NAME = "lookup"
+# Under this name findings are kept.
+NAME = "lookup"
 
 
 @register("draft")
@@ -49,6 +50,10 @@ class Lookup(DraftSource):
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
 
+    def findings(self, other: LookupFindings | None = None) -> LookupFindings:
+        """What is known before the first call."""
+        return LookupFindings(self.stored_tokens)
+
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""
         return LookupDrafter(self, session)
@@ -71,7 +76,7 @@ class LookupDrafter:
         self._max_draft = session.max_draft
         self._is_frozen = session.is_tensor_parallel
         self._kind = "sampled" if session.scorer.do_sample else "greedy"
-        self.findings = session.knowledge.of_all_kinds(_NAME, lambda _: LookupFindings(settings.stored_tokens))
+        self.findings = session.knowledge.of_all_kinds(NAME, settings.findings)
         self._rows: list[LookupRow] = []
         self._lengths: list[int] = []
         self.trees: list[TokenTree] = []
@@ -161,7 +166,7 @@ class LookupDrafter:
 
     def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
         """Takes in what verification said, without the time that it took; returns the new tokens of all rows."""
-        tops = _tops(logits)
+        tops = likeliest(logits)
         new = 0
         with self.findings.lock:
             for row, (verdict, tree) in enumerate(zip(verdicts, self.trees, strict=True)):
@@ -196,7 +201,7 @@ class LookupDrafter:
         self._lengths = list(text.lengths)
 
 
-def _tops(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
+def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
     """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
     values, tokens = logits.topk(min(_SUCCESSORS, logits.shape[-1]), dim=-1)
     shares = (values - logits.logsumexp(-1, keepdim=True)).exp()

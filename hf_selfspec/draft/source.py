@@ -17,6 +17,7 @@ from ..verify.scoring import Scorer
 from ..verify.tree import Tree
 
 _F = TypeVar("_F", bound=Findings)
+_S = TypeVar("_S", bound="DraftSource")
 
 
 class Drafter(Protocol):
@@ -225,6 +226,10 @@ class DraftSource:
         Raises:
             SelfSpecError: the source cannot draft for this model or call.
         """
+
+    def part(self, kind: type[_S]) -> _S | None:
+        """The source of a class that this one is, or holds; ``None`` where there is none."""
+        return self if isinstance(self, kind) else None
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:
         """What plays the whole model, ``None`` for all of it."""

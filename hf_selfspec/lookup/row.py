@@ -143,6 +143,20 @@ class LookupRow:
                 self.knowledge.successors.see((befores[node], tokens[node]), *tops[node], self._text)
         self.own.extend(emitted)
 
+    def read(self, tokens: Sequence[int], tops: Sequence[Top]) -> None:
+        """Appends a text that the model has read.
+
+        Args:
+            tokens: the text.
+            tops: behind each of its tokens the model's likeliest next tokens and their probabilities.
+        """
+        before = self.own.tokens[-1] if self.own.tokens else SEPARATOR
+        for token, top in zip(tokens, tops, strict=True):
+            if before >= 0:
+                self.knowledge.successors.see((before, token), *top, self._text)
+            before = token
+        self.own.extend(tokens)
+
     def end(self) -> None:
         """Puts the row's text into the store."""
         self.knowledge.add_text(self.own.tokens)
