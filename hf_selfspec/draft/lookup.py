@@ -19,6 +19,8 @@ from .source import Drafter, DraftSource, Session
 # Tokens of earlier texts that are kept, and successors that are kept of each pair of tokens.
 _STORED, _SUCCESSORS = 65_536, 8
 _MOST_STORED = 2**24
+# Tokens of a vocabulary whose probabilities are compared at a time.
+_STRETCH = 128
 # Under this name findings are kept.
 NAME = "lookup"
 
@@ -203,6 +205,20 @@ class LookupDrafter:
 
 def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
     """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
-    values, tokens = logits.topk(min(_SUCCESSORS, logits.shape[-1]), dim=-1)
-    shares = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    shares, tokens = _largest(logits.softmax(-1))
     return [list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), shares.tolist(), strict=True)]
+
+
+def _largest(shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of ``[..., v]`` and their places.
+
+    On a CPU those of the stretches with the largest maxima, in a third of the time that a vocabulary takes.
+    """
+    v = shares.shape[-1]
+    if shares.device.type != "cpu" or v < 2 * _STRETCH * _SUCCESSORS or v % _STRETCH:
+        return shares.topk(min(_SUCCESSORS, v), dim=-1)
+    stretches = shares.unflatten(-1, (-1, _STRETCH))
+    chosen = stretches.amax(-1).topk(_SUCCESSORS, dim=-1).indices
+    found = stretches.gather(-2, chosen[..., None].expand(*chosen.shape, _STRETCH)).flatten(-2)
+    values, places = found.topk(_SUCCESSORS, dim=-1)
+    return values, chosen.gather(-1, places // _STRETCH) * _STRETCH + places % _STRETCH

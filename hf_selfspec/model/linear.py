@@ -195,12 +195,23 @@ def few_token_forwards(
 def _few_token_forward(
     module: nn.Linear, alike: Sequence[torch.Tensor], is_active: Callable[[], bool]
 ) -> Callable[..., Any]:
-    original = module.forward
+    # Called for each layer of each forward, so what can be known beforehand is: 3 µs a call in the place of 10.
+    original, parameters, (out, width) = module.forward, module._parameters, module.weight.shape
+    most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], Way]()
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        if is_active() and _are_few(input, module.weight):
-            return _of_few(input, module, alike)
-        return original(input)
+        if not is_active() or not 0 < (size := input.numel()) <= most or input.dtype is not torch.float32:
+            return original(input)
+        weight, key = parameters["weight"], (size, torch.get_num_threads())
+        if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
+            return original(input)
+        way = chosen.get(key)
+        if way is None:
+            way = chosen[key] = _fastest.way(size // width, weight, alike)
+        if way.multiply is blas:
+            return original(input)
+        found = way.multiply(input.reshape(-1, width), weight, parameters["bias"])
+        return found.view(*input.shape[:-1], out)
 
     return forward
 

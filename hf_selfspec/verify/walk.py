@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..types import Draft, Text, Verdict
-from .greedy import choose_greedy
+from .greedy import best_tokens, choose_greedy
 from .sampling import choose_sampled
 from .scoring import Scorer
 from .stopping import Stopper
@@ -38,7 +38,7 @@ def verify(
     # computes those to draw from one by one: top-p sorts the vocabulary for each; none is needed behind a rejection.
     at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
-    best = scores.argmax(-1).tolist() if scores is not None and not scorer.do_sample else None
+    best = best_tokens(scores) if scores is not None and not scorer.do_sample else None
     drafted = draft.tokens.tolist()
     choose = choose_sampled if scorer.do_sample else choose_greedy
     verdicts = []
