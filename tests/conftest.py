@@ -15,12 +15,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.generation.streamers import BaseStreamer
 
 import hf_selfspec
-from hf_selfspec import GenerationStats, SelfSpec
+from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, notices
 
 VOCABULARY = 97
+
+# PEFT reads an attribute of transformers' models that has a new name there.
+peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
 def damp(model: PreTrainedModel, layers: torch.nn.ModuleList, start: int, factor: float) -> None:
@@ -85,6 +97,46 @@ def ragged_batch(
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
+ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch()
+
+
+def new_spec() -> SelfSpec:
+    return SelfSpec(EarlyExit(3), FixedLength(4))
+
+
+def calls(spec: SelfSpec) -> int:
+    """Returns how many calls ``spec`` has served."""
+    return len(spec._knowledge.calls)
+
+
+def assert_mixed(spec: SelfSpec) -> None:
+    """The drafts of the last call were partly kept and partly rejected."""
+    assert spec.stats is not None
+    # A search may have found a draft that is always right.
+    assert 0 < spec.stats.acceptance_rate < (1.1 if spec.stats.phase else 1)
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One character per token."""
+    characters = ["<pad>", "<s>", *(chr(token + 30) for token in range(2, VOCABULARY))]
+    core = Tokenizer(models.BPE({character: token for token, character in enumerate(characters)}, [], unk_token="<s>"))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", padding_side="left")
+
+
+class Recorder(BaseStreamer):
+    """Keeps what a streamer receives."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
 def check_lossless(model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24) -> list[GenerationStats]:
     """One row and a ragged batch have the ids of plain ``generate``; returns the statistics of both."""
     found = []
@@ -111,9 +163,32 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
-    return tiny_llama()
+    """The model that most tests decode and leave as it is: text without loops, drafts that are partly rejected."""
+    return tiny_llama(factor=0.5)
+
+
+@pytest.fixture
+def fresh_llama() -> LlamaForCausalLM:
+    """The same model for one test alone, which may change it."""
+    return tiny_llama(factor=0.5)
+
+
+@pytest.fixture
+def spec() -> SelfSpec:
+    return new_spec()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+@pytest.fixture
+def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes warnings that are issued once come again, whatever earlier tests have seen."""
+    monkeypatch.setattr(notices, "_warned", set())
 
 
 def in_two_processes(script: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -14,8 +14,17 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import ragged_batch, tiny_llama
-from test_generate_surface import Recorder, character_tokenizer
+from conftest import (
+    BATCH,
+    ROW,
+    Recorder,
+    calls,
+    character_tokenizer,
+    new_spec,
+    peft_calls_old_name,
+    ragged_batch,
+    tiny_llama,
+)
 from test_refusals import OPTIONS, tiny_mamba, tiny_t5
 from transformers import (
     GenerationConfig,
@@ -35,36 +44,11 @@ from hf_selfspec import (
     UnsupportedOptionError,
     attach,
     detach,
-    notices,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
 
-ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch()
 PLAIN = {"assistant": False}
-
-
-def new_spec() -> SelfSpec:
-    return SelfSpec(EarlyExit(3), FixedLength(4))
-
-
-@pytest.fixture
-def spec() -> SelfSpec:
-    return new_spec()
-
-
-@pytest.fixture
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_warned", set())
-
-
-def calls(spec: SelfSpec) -> int:
-    return len(spec._knowledge.calls)
 
 
 def assert_used(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = BATCH, **options: Any) -> None:
@@ -85,52 +69,52 @@ def assert_not_used(model: Any, spec: SelfSpec, **options: Any) -> None:
 # Attaching and detaching ---------------------------------------------------------------------------------------------
 
 
-def test_attached_until_detached(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    state = dict(vars(llama))
-    attach(llama, spec)
-    assert_used(llama, spec, ROW)
-    assert_used(llama, spec, BATCH)
-    assert_used(llama, spec, return_dict_in_generate=False)
-    assert vars(llama).keys() == state.keys()
-    detach(llama)
-    assert_not_used(llama, spec)
-    detach(llama)
-    assert vars(llama).keys() == state.keys()
+def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    state = dict(vars(fresh_llama))
+    attach(fresh_llama, spec)
+    assert_used(fresh_llama, spec, ROW)
+    assert_used(fresh_llama, spec, BATCH)
+    assert_used(fresh_llama, spec, return_dict_in_generate=False)
+    assert vars(fresh_llama).keys() == state.keys()
+    detach(fresh_llama)
+    assert_not_used(fresh_llama, spec)
+    detach(fresh_llama)
+    assert vars(fresh_llama).keys() == state.keys()
 
 
-def test_context_manager(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    with attach(llama, spec) as attached:
+def test_context_manager(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    with attach(fresh_llama, spec) as attached:
         assert attached is spec
-        assert_used(llama, spec)
-    assert_not_used(llama, spec)
-    with pytest.raises(ZeroDivisionError), attach(llama, spec):
+        assert_used(fresh_llama, spec)
+    assert_not_used(fresh_llama, spec)
+    with pytest.raises(ZeroDivisionError), attach(fresh_llama, spec):
         raise ZeroDivisionError
-    assert_not_used(llama, spec)
+    assert_not_used(fresh_llama, spec)
 
 
-def test_attaching_twice_replaces(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_attaching_twice_replaces(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     second = new_spec()
-    attach(llama, spec)
-    attach(llama, second)
-    assert_used(llama, second)
+    attach(fresh_llama, spec)
+    attach(fresh_llama, second)
+    assert_used(fresh_llama, second)
     assert calls(spec) == 0
-    detach(llama)
-    assert_not_used(llama, second)
+    detach(fresh_llama)
+    assert_not_used(fresh_llama, second)
 
 
-def test_the_end_of_a_block_restores_what_was_attached_before(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_the_end_of_a_block_restores_what_was_attached_before(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     inner = new_spec()
-    with attach(llama, spec):
-        with attach(llama, inner):
-            assert_used(llama, inner)
-        assert_used(llama, spec)
-    assert_not_used(llama, spec)
+    with attach(fresh_llama, spec):
+        with attach(fresh_llama, inner):
+            assert_used(fresh_llama, inner)
+        assert_used(fresh_llama, spec)
+    assert_not_used(fresh_llama, spec)
 
 
 @pytest.mark.parametrize("wrong", ["spec", None, SelfSpec, False], ids=repr)
-def test_something_else_than_a_spec(llama: LlamaForCausalLM, wrong: Any) -> None:
+def test_something_else_than_a_spec(fresh_llama: LlamaForCausalLM, wrong: Any) -> None:
     with pytest.raises(SettingTypeError, match=r"attach\(model, spec\) takes a SelfSpec, .* got"):
-        attach(llama, wrong)
+        attach(fresh_llama, wrong)
 
 
 @pytest.mark.parametrize("call", [lambda model: attach(model, SelfSpec()), detach], ids=["attach", "detach"])
@@ -139,11 +123,11 @@ def test_something_else_than_a_model(call: Callable[[Any], Any]) -> None:
         call(torch.nn.Linear(2, 2))
 
 
-def test_copies_and_pickles_have_nothing_attached(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(llama, spec)
-    for twin in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
+def test_copies_and_pickles_have_nothing_attached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    for twin in (copy.deepcopy(fresh_llama), pickle.loads(pickle.dumps(fresh_llama))):
         assert_not_used(twin, spec)
-    assert_used(llama, spec)
+    assert_used(fresh_llama, spec)
 
 
 def test_a_model_is_not_kept_alive(spec: SelfSpec) -> None:
@@ -199,25 +183,25 @@ def test_peft_before_and_after(spec: SelfSpec) -> None:
     assert_used(wrapped.merge_and_unload(), spec)
 
 
-def test_accelerate(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_accelerate(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     from accelerate import Accelerator
 
-    attach(llama, spec)
+    attach(fresh_llama, spec)
     accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(llama)
+    prepared = accelerator.prepare(fresh_llama)
     assert_used(accelerator.unwrap_model(prepared), spec)
 
 
-def test_compiled(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(llama, spec)
-    assert_used(torch.compile(llama, backend="eager"), spec)
+def test_compiled(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    assert_used(torch.compile(fresh_llama, backend="eager"), spec)
 
 
-def test_pipeline(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    pipe = pipeline("text-generation", model=llama, tokenizer=character_tokenizer())
+def test_pipeline(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    pipe = pipeline("text-generation", model=fresh_llama, tokenizer=character_tokenizer())
     options = {"max_new_tokens": 16, "do_sample": False, "batch_size": 2}
     plain = pipe(["def f(x):", "for i in"], **options)
-    with attach(llama, spec):
+    with attach(fresh_llama, spec):
         assert pipe(["def f(x):", "for i in"], **options) == plain
         assert pipe(["def f(x):", "for i in"], **options, **PLAIN) == plain
     assert calls(spec) == 1
@@ -226,11 +210,11 @@ def test_pipeline(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
 # Calls that choose for themselves ------------------------------------------------------------------------------------
 
 
-def test_the_call_wins(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(llama, spec)
+def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
     other = new_spec()
-    llama.generate(**ROW, max_new_tokens=8, assistant=other)
-    llama.generate(**ROW, max_new_tokens=8, custom_generate=other)
+    fresh_llama.generate(**ROW, max_new_tokens=8, assistant=other)
+    fresh_llama.generate(**ROW, max_new_tokens=8, custom_generate=other)
     assert (calls(other), calls(spec)) == (2, 0)
 
     def own_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> str:
@@ -238,35 +222,35 @@ def test_the_call_wins(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
 
     config = GenerationConfig(max_new_tokens=8)
     by_position = (ROW["input_ids"], config, None, None, None, None, None, None, None, None, own_loop)
-    assert llama.generate(**ROW, generation_config=config, custom_generate=own_loop) == "own loop"
-    assert llama.generate(*by_position) == "own loop"
-    assert_not_used(llama, spec, **PLAIN)
+    assert fresh_llama.generate(**ROW, generation_config=config, custom_generate=own_loop) == "own loop"
+    assert fresh_llama.generate(*by_position) == "own loop"
+    assert_not_used(fresh_llama, spec, **PLAIN)
 
 
 @pytest.mark.parametrize("place", ["call", "config"])
 @pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}], ids=str)
 def test_another_way_of_drafting_wins(
-    llama: LlamaForCausalLM, spec: SelfSpec, option: dict[str, Any], place: str
+    fresh_llama: LlamaForCausalLM, spec: SelfSpec, option: dict[str, Any], place: str
 ) -> None:
     """Also inside: a model that exits early drafts with calls of its own ``generate``."""
-    plain = llama.generate(**ROW, max_new_tokens=16)
-    attach(llama, spec)
+    plain = fresh_llama.generate(**ROW, max_new_tokens=16)
+    attach(fresh_llama, spec)
     options = option if place == "call" else {"generation_config": GenerationConfig(**option)}
-    assert torch.equal(llama.generate(**ROW, max_new_tokens=16, **options), plain)
+    assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=16, **options), plain)
     assert calls(spec) == 0
 
 
-def test_a_second_model_wins(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_a_second_model_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     small = tiny_llama(layers=2)
-    attach(llama, spec)
+    attach(fresh_llama, spec)
     attach(small, spec)
-    assert_not_used(llama, spec, assistant_model=small)
+    assert_not_used(fresh_llama, spec, assistant_model=small)
 
 
-def test_an_explicit_spec_is_still_refused(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(llama, spec)
+def test_an_explicit_spec_is_still_refused(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
     with pytest.raises(UnsupportedOptionError, match="num_beams=2"):
-        llama.generate(**ROW, max_new_tokens=4, num_beams=2, assistant=new_spec())
+        fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2, assistant=new_spec())
 
 
 # Calls that cannot be served -----------------------------------------------------------------------------------------
@@ -299,18 +283,18 @@ SERVED_BY_PLAIN = [
 
 
 @pytest.mark.parametrize(("name", "value", "advice"), SERVED_BY_PLAIN, ids=lambda value: f"{value!r:.20}")
-def test_option(llama: LlamaForCausalLM, name: str, value: Any, advice: str) -> None:
-    llama.set_attn_implementation("eager")
-    assert_plain_with_one_warning(llama, name, return_dict_in_generate=True, **{name: value})
+def test_option(fresh_llama: LlamaForCausalLM, name: str, value: Any, advice: str) -> None:
+    fresh_llama.set_attn_implementation("eager")
+    assert_plain_with_one_warning(fresh_llama, name, return_dict_in_generate=True, **{name: value})
 
 
-def test_more_than_one_reason(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(llama, spec)
+def test_more_than_one_reason(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
     with pytest.warns(UserWarning, match="num_beams"):
-        llama.generate(**ROW, max_new_tokens=4, num_beams=2)
+        fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2)
     with pytest.warns(UserWarning, match="use_cache"):
-        llama.generate(**ROW, max_new_tokens=4, use_cache=False)
-    llama.generate(**ROW, max_new_tokens=4, num_beams=3)
+        fresh_llama.generate(**ROW, max_new_tokens=4, use_cache=False)
+    fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=3)
 
 
 @pytest.mark.parametrize(
@@ -331,44 +315,44 @@ def own_positions() -> dict[str, torch.Tensor]:
     return {**ROW, "position_ids": torch.arange(12)[None] + 3}
 
 
-def test_prompt(llama: LlamaForCausalLM) -> None:
-    assert_plain_with_one_warning(llama, "the prompt of row 1 is empty", masked(1))
+def test_prompt(fresh_llama: LlamaForCausalLM) -> None:
+    assert_plain_with_one_warning(fresh_llama, "the prompt of row 1 is empty", masked(1))
 
 
-def test_one_warning_whatever_the_numbers(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(llama, spec)
+def test_one_warning_whatever_the_numbers(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
     with pytest.warns(UserWarning, match="row 1 is empty"):
-        llama.generate(**masked(1), max_new_tokens=2)
-    llama.generate(**masked(2), max_new_tokens=2)
+        fresh_llama.generate(**masked(1), max_new_tokens=2)
+    fresh_llama.generate(**masked(2), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_what_only_the_prepared_call_shows(llama: LlamaForCausalLM, spec: SelfSpec, sampled: bool) -> None:
+def test_what_only_the_prepared_call_shows(fresh_llama: LlamaForCausalLM, spec: SelfSpec, sampled: bool) -> None:
     """Transformers' loop goes on with what is prepared: same random numbers, and the streamer gets the prompt once."""
     outputs, recorders = [], [Recorder(), Recorder()]
 
     def generate(recorder: Recorder) -> None:
         torch.manual_seed(3)
-        outputs.append(llama.generate(**own_positions(), do_sample=sampled, max_new_tokens=9, streamer=recorder))
+        outputs.append(fresh_llama.generate(**own_positions(), do_sample=sampled, max_new_tokens=9, streamer=recorder))
 
     generate(recorders[0])
-    with attach(llama, spec), pytest.warns(UserWarning, match="position_ids"):
+    with attach(fresh_llama, spec), pytest.warns(UserWarning, match="position_ids"):
         generate(recorders[1])
     assert torch.equal(outputs[0], outputs[1])
     assert recorders[0].calls == recorders[1].calls
 
 
-def test_a_cache_that_cannot_take_tokens_back(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    cache = StaticCache(config=llama.config, max_cache_len=64)
-    plain = llama.generate(**ROW, max_new_tokens=4)
-    with attach(llama, spec), pytest.warns(UserWarning, match="StaticCache"):
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=4, past_key_values=cache), plain)
+def test_a_cache_that_cannot_take_tokens_back(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    cache = StaticCache(config=fresh_llama.config, max_cache_len=64)
+    plain = fresh_llama.generate(**ROW, max_new_tokens=4)
+    with attach(fresh_llama, spec), pytest.warns(UserWarning, match="StaticCache"):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=4, past_key_values=cache), plain)
 
 
-def test_a_spec_for_another_model(llama: LlamaForCausalLM) -> None:
-    plain = llama.generate(**ROW, max_new_tokens=6)
-    with attach(llama, SelfSpec(EarlyExit(60))), pytest.warns(UserWarning, match=r"EarlyExit\(layer=60\)"):
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=6), plain)
+def test_a_spec_for_another_model(fresh_llama: LlamaForCausalLM) -> None:
+    plain = fresh_llama.generate(**ROW, max_new_tokens=6)
+    with attach(fresh_llama, SelfSpec(EarlyExit(60))), pytest.warns(UserWarning, match=r"EarlyExit\(layer=60\)"):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=6), plain)
 
 
 # Callers that cannot be given an argument ----------------------------------------------------------------------------
@@ -395,12 +379,12 @@ class Harness:
         )
 
 
-def test_a_harness(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    harness = Harness(llama)
-    whole = llama.generate(**BATCH, max_new_tokens=20)
+def test_a_harness(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    harness = Harness(fresh_llama)
+    whole = fresh_llama.generate(**BATCH, max_new_tokens=20)
     stop = int(whole[0, BATCH["input_ids"].shape[1] + 7])
     plain = harness.generate_until(BATCH, stop, 40)
-    with attach(llama, spec):
+    with attach(fresh_llama, spec):
         assert torch.equal(harness.generate_until(BATCH, stop, 40), plain)
     assert calls(spec) == 1
 
@@ -433,25 +417,25 @@ def test_rollouts(spec: SelfSpec, way: str) -> None:
     assert calls(spec) == 1
 
 
-def test_uninstalling_waits(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(llama, spec)
+def test_uninstalling_waits(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
     hf_selfspec.uninstall()
     try:
-        assert_not_used(llama, spec)
+        assert_not_used(fresh_llama, spec)
     finally:
         hf_selfspec.install()
-    assert_used(llama, spec)
+    assert_used(fresh_llama, spec)
 
 
-def test_an_attachment_can_be_entered_again(llama: LlamaForCausalLM) -> None:
+def test_an_attachment_can_be_entered_again(fresh_llama: LlamaForCausalLM) -> None:
     spec = SelfSpec(EarlyExit(3), FixedLength(2))
-    attachment = attach(llama, spec)
+    attachment = attach(fresh_llama, spec)
     for _ in range(2):
         before = calls(spec)
         with attachment:
-            llama.generate(**ROW, max_new_tokens=4)
+            fresh_llama.generate(**ROW, max_new_tokens=4)
         assert calls(spec) == before + 1
-        llama.generate(**ROW, max_new_tokens=4)
+        fresh_llama.generate(**ROW, max_new_tokens=4)
         assert calls(spec) == before + 1
 
 
@@ -466,13 +450,12 @@ def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
         model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(EarlyExit(3), FixedLength(2)))
 
 
-def test_plain_beside_a_custom_loop_is_refused(llama: LlamaForCausalLM) -> None:
+def test_plain_beside_a_custom_loop_is_refused(fresh_llama: LlamaForCausalLM) -> None:
     with pytest.raises(UnsupportedOptionError, match=r"assistant=False.*custom_generate.*give one"):
-        llama.generate(**ROW, max_new_tokens=4, assistant=False, custom_generate=SelfSpec())
+        fresh_llama.generate(**ROW, max_new_tokens=4, assistant=False, custom_generate=SelfSpec())
 
 
-def test_warnings_name_the_line_of_the_caller(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_warned", set())
-    with attach(llama, SelfSpec()), pytest.warns(UserWarning, match="plain generate serves it") as told:
-        llama.generate(**ROW, max_new_tokens=4, num_beams=2)
+def test_warnings_name_the_line_of_the_caller(fresh_llama: LlamaForCausalLM) -> None:
+    with attach(fresh_llama, SelfSpec()), pytest.warns(UserWarning, match="plain generate serves it") as told:
+        fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2)
     assert told[0].filename == __file__

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import BATCH, ROW, VOCABULARY, tiny_llama
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 from transformers.generation import candidate_generator as theirs
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
@@ -24,7 +24,6 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.candidates import one_for_each_row
 
-ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch()
 Report = tuple[torch.Tensor, torch.Tensor, int]
 
 
@@ -72,20 +71,15 @@ class LastSeen(CandidateGenerator):
         self.reports.append((input_ids.clone(), scores.clone(), num_matches))
 
 
-@pytest.fixture
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
-
-
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": 43}, {"suppress_tokens": [17, 20]}], ids=str)
 def test_reports_are_those_of_transformers_own_loop(
-    llama: LlamaForCausalLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    fresh_llama: LlamaForCausalLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"max_new_tokens": 50, **options}
     ours, reference = LastSeen(room=62), LastSeen(drafts=False, room=62)
-    monkeypatch.setattr(llama, "_get_candidate_generator", lambda **kwargs: reference)
-    plain = llama.generate(**ROW, **options, assistant_model=llama)
-    assert torch.equal(llama.generate(**ROW, **options, assistant=SelfSpec(draft=ours)), plain)
+    monkeypatch.setattr(fresh_llama, "_get_candidate_generator", lambda **kwargs: reference)
+    plain = fresh_llama.generate(**ROW, **options, assistant_model=fresh_llama)
+    assert torch.equal(fresh_llama.generate(**ROW, **options, assistant=SelfSpec(draft=ours)), plain)
     # Theirs begins with the prompt, ours with the first token, and does not ask where there is room for none.
     expected = reference.reports[1:][: len(ours.reports)]
     assert len(reference.reports) - len(ours.reports) in (1, 2)
@@ -144,13 +138,13 @@ class WithModel(CandidateGenerator):
         return input_ids, None
 
 
-def test_copies_share_models_and_nothing_else(llama: LlamaForCausalLM) -> None:
-    generator = WithModel(llama)
+def test_copies_share_models_and_nothing_else(fresh_llama: LlamaForCausalLM) -> None:
+    generator = WithModel(fresh_llama)
     copies = one_for_each_row(generator, 3)
     assert copies[0] is generator
     assert len({id(one.counts) for one in copies}) == 3
-    assert all(one.model is llama for one in copies)
-    llama.generate(**BATCH, max_new_tokens=8, assistant=SelfSpec(draft=generator))
+    assert all(one.model is fresh_llama for one in copies)
+    fresh_llama.generate(**BATCH, max_new_tokens=8, assistant=SelfSpec(draft=generator))
     assert generator.counts["rows"] == 6
 
 
@@ -162,26 +156,26 @@ class Locked(WithModel):
         self.lock = threading.Lock()
 
 
-def test_a_generator_that_cannot_be_copied(llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec(draft=Locked(llama))
+def test_a_generator_that_cannot_be_copied(fresh_llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(draft=Locked(fresh_llama))
     forwards: list[Any] = []
-    llama.register_forward_pre_hook(lambda *args: forwards.append(args))
+    fresh_llama.register_forward_pre_hook(lambda *args: forwards.append(args))
     words = r"Locked cannot draft for a batch of 3 rows: .*cannot pickle .*__deepcopy__, or generate for one row"
     with pytest.raises(UnsupportedOptionError, match=words):
-        llama.generate(**BATCH, max_new_tokens=8, assistant=spec)
+        fresh_llama.generate(**BATCH, max_new_tokens=8, assistant=spec)
     assert not forwards
-    llama.generate(**ROW, max_new_tokens=8, assistant=spec)
+    fresh_llama.generate(**ROW, max_new_tokens=8, assistant=spec)
 
 
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
-def test_prompt_lookup(llama: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> None:
+def test_prompt_lookup(fresh_llama: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> None:
     """Keeps nothing, so one serves all rows."""
     generator = PromptLookupCandidateGenerator(num_output_tokens=4, max_length=200)
     assert len({id(one) for one in one_for_each_row(generator, 3)}) == 1
     before = dict(vars(generator))
     spec = SelfSpec(draft=generator)
-    plain = llama.generate(**inputs, max_new_tokens=60)
-    assert torch.equal(llama.generate(**inputs, max_new_tokens=60, assistant=spec), plain)
+    plain = fresh_llama.generate(**inputs, max_new_tokens=60)
+    assert torch.equal(fresh_llama.generate(**inputs, max_new_tokens=60, assistant=spec), plain)
     assert spec.stats is not None
     assert spec.stats.accepted > 0
     assert vars(generator) == before

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from conftest import VOCABULARY, new_spec, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel
 from transformers.generation import stopping_criteria
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -33,7 +33,7 @@ from hf_selfspec import (
 from hf_selfspec.model import partial, target
 from hf_selfspec.model.attention import grouped_attention
 
-SPEC = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+SPEC = new_spec()
 
 
 @pytest.mark.parametrize("rows", [1, 3])

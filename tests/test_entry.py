@@ -11,8 +11,15 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from conftest import ragged_batch, tiny_llama
-from test_generate_surface import Recorder, character_tokenizer
+from conftest import (
+    BATCH,
+    ROW,
+    Recorder,
+    assert_mixed,
+    new_spec,
+    peft_calls_old_name,
+    tiny_llama,
+)
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import (
     GenerationConfig,
@@ -28,7 +35,6 @@ from transformers import (
 import hf_selfspec
 from hf_selfspec import (
     ConfidenceThreshold,
-    EarlyExit,
     FixedLength,
     SelfSpec,
     SkipLayers,
@@ -36,40 +42,20 @@ from hf_selfspec import (
     UnsupportedOptionError,
 )
 
-# PEFT asks a model of transformers for something that has a new name there.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = peft_calls_old_name
 
 SPECS = {
-    "exit": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4)),
+    "exit": new_spec(),
     "skip": SelfSpec(SkipLayers(), ConfidenceThreshold()),
     "tree": SelfSpec(
         draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3), tree=TopKTree(((0.5, 3), (1.0, 1)))
     ),
 }
-ROW = ragged_batch((12,), seed=11)
-BATCH = ragged_batch()
-
-
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    """Less damped than the usual one, so that drafts are rejected everywhere."""
-    return tiny_llama(factor=0.5)
 
 
 @pytest.fixture(params=SPECS)
 def spec(request: pytest.FixtureRequest) -> SelfSpec:
     return SPECS[request.param]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
-
-
-def assert_mixed(spec: SelfSpec) -> None:
-    """The drafts of the last call were partly kept and partly rejected."""
-    assert spec.stats is not None
-    assert 0 < spec.stats.acceptance_rate < 1
 
 
 def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:

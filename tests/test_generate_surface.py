@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, damp, ragged_batch, tiny_gpt2, tiny_llama
-from tokenizers import Tokenizer, decoders, models
+from conftest import BATCH, ROW, VOCABULARY, Recorder, assert_mixed, damp, new_spec, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -28,26 +27,19 @@ from transformers import (
     TextStreamer,
 )
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.streamers import BaseStreamer
 
 from hf_selfspec import ClosestLayers, ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
 Inputs = dict[str, torch.Tensor]
 
-EXIT = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+EXIT = new_spec()
 SPECS = {
     "exit": EXIT,
     "skip": SelfSpec(SkipLayers(), ConfidenceThreshold()),
     "search": SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0), ratio=0.4), FixedLength(4)),
     "tree": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4), tree=TopKTree(((0.5, 3), (1.0, 1)))),
 }
-PROMPTS = {"one row": ragged_batch((12,), seed=11), "ragged batch": ragged_batch((4, 9, 6))}
-
-
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    """Less damped than the usual one, so that the text does not run into loops and drafts are rejected everywhere."""
-    return tiny_llama(factor=0.5)
+PROMPTS = {"one row": ROW, "ragged batch": BATCH}
 
 
 @pytest.fixture(params=SPECS)
@@ -70,12 +62,6 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
     ours = model.generate(**inputs, **options, assistant=spec)
     assert_mixed(spec)
     return ours, plain
-
-
-def assert_mixed(spec: SelfSpec) -> None:
-    assert spec.stats is not None
-    # A search may have found a draft that is always right.
-    assert 0 < spec.stats.acceptance_rate < (1.1 if spec.stats.phase else 1)
 
 
 def new_tokens(model: PreTrainedModel, inputs: Inputs, **options: Any) -> list[list[int]]:
@@ -285,19 +271,6 @@ def test_max_time(llama: LlamaForCausalLM, spec: SelfSpec, inputs: Inputs) -> No
     assert torch.equal(later, llama.generate(**inputs, max_new_tokens=later.shape[1] - width))
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One character per token."""
-    characters = ["<pad>", "<s>", *(chr(token + 30) for token in range(2, VOCABULARY))]
-    core = Tokenizer(models.BPE({character: token for token, character in enumerate(characters)}, [], unk_token="<s>"))
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", padding_side="left")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
-
-
 @pytest.mark.parametrize("eos", [None, 50])
 def test_stop_strings(
     llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SelfSpec, inputs: Inputs, eos: int | None
@@ -326,17 +299,6 @@ def test_stop_strings_in_a_config(
 
 
 # Streamers -----------------------------------------------------------------------------------------------------------
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls.append(value.tolist())
-
-    def end(self) -> None:
-        self.calls.append("end")
 
 
 @pytest.mark.parametrize("with_eos", [False, True])

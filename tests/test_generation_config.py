@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ragged_batch, tiny_llama
-from test_generate_surface import character_tokenizer
+from conftest import BATCH, ROW, calls, character_tokenizer, new_spec, tiny_llama
 from test_refusals import tiny_t5
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
@@ -24,142 +23,119 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedOptionError,
     attach,
-    notices,
 )
 
-ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch()
+pytestmark = pytest.mark.usefixtures("no_warnings_yet")
+
 NAMES = ("assistant", "custom_generate")
-
-
-def new_spec() -> SelfSpec:
-    return SelfSpec(EarlyExit(3), FixedLength(4))
-
-
-@pytest.fixture
-def spec() -> SelfSpec:
-    return new_spec()
-
-
-@pytest.fixture
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(factor=0.5)
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_warned", set())
-
-
-def calls(spec: SelfSpec) -> int:
-    return len(spec._knowledge.calls)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
 def test_config_of_the_call(
-    llama: LlamaForCausalLM, spec: SelfSpec, name: str, inputs: dict[str, torch.Tensor]
+    fresh_llama: LlamaForCausalLM, spec: SelfSpec, name: str, inputs: dict[str, torch.Tensor]
 ) -> None:
-    plain = llama.generate(**inputs, max_new_tokens=24)
+    plain = fresh_llama.generate(**inputs, max_new_tokens=24)
     config = GenerationConfig(max_new_tokens=24, **{name: spec})
     for times in (1, 2):
-        assert torch.equal(llama.generate(**inputs, generation_config=config), plain)
-        assert torch.equal(llama.generate(inputs["input_ids"], config)[:, :4], inputs["input_ids"][:, :4])
+        assert torch.equal(fresh_llama.generate(**inputs, generation_config=config), plain)
+        assert torch.equal(fresh_llama.generate(inputs["input_ids"], config)[:, :4], inputs["input_ids"][:, :4])
         assert calls(spec) == 2 * times
     assert getattr(config, name) is spec
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_config_of_the_model(llama: LlamaForCausalLM, spec: SelfSpec, name: str) -> None:
-    plain = llama.generate(**BATCH, max_new_tokens=24)
-    setattr(llama.generation_config, name, spec)
-    assert torch.equal(llama.generate(**BATCH, max_new_tokens=24), plain)
-    assert torch.equal(llama.generate(**BATCH, generation_config=GenerationConfig(max_new_tokens=24)), plain)
+def test_config_of_the_model(fresh_llama: LlamaForCausalLM, spec: SelfSpec, name: str) -> None:
+    plain = fresh_llama.generate(**BATCH, max_new_tokens=24)
+    setattr(fresh_llama.generation_config, name, spec)
+    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=24), plain)
+    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=GenerationConfig(max_new_tokens=24)), plain)
     assert calls(spec) == 2
-    assert getattr(llama.generation_config, name) is spec
+    assert getattr(fresh_llama.generation_config, name) is spec
 
 
-def test_precedence(llama: LlamaForCausalLM) -> None:
+def test_precedence(fresh_llama: LlamaForCausalLM) -> None:
     """Argument, passed config, the model's config, attached."""
     argument, passed, own, attached = specs = [new_spec() for _ in range(4)]
-    attach(llama, attached)
+    attach(fresh_llama, attached)
 
     def used(**options: Any) -> list[int]:
         before = [calls(spec) for spec in specs]
-        llama.generate(**ROW, **({"max_new_tokens": 8} | options))
+        fresh_llama.generate(**ROW, **({"max_new_tokens": 8} | options))
         return [calls(spec) - old for spec, old in zip(specs, before, strict=True)]
 
     config = GenerationConfig(assistant=passed, max_new_tokens=8)
     assert used() == [0, 0, 0, 1]
-    llama.generation_config.assistant = own
+    fresh_llama.generation_config.assistant = own
     assert used() == [0, 0, 1, 0]
     assert used(generation_config=config) == [0, 1, 0, 0]
     assert used(generation_config=config, assistant=argument) == [1, 0, 0, 0]
     assert used(generation_config=config, assistant=False) == [0, 0, 0, 0]
     assert used(generation_config=GenerationConfig(assistant=False, max_new_tokens=8)) == [0, 0, 0, 0]
-    llama.generation_config.assistant = False
+    fresh_llama.generation_config.assistant = False
     assert used() == [0, 0, 0, 0]
     assert used(generation_config=config) == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}], ids=str)
-def test_another_way_of_drafting(llama: LlamaForCausalLM, spec: SelfSpec, option: dict[str, Any]) -> None:
+def test_another_way_of_drafting(fresh_llama: LlamaForCausalLM, spec: SelfSpec, option: dict[str, Any]) -> None:
     """In the call it wins over any config; beside the ``SelfSpec`` in one config, one of the two is too many."""
-    llama.generation_config.assistant = spec
-    llama.generate(**ROW, max_new_tokens=8, **option)
-    llama.generate(**ROW, max_new_tokens=8, generation_config=GenerationConfig(**option))
+    fresh_llama.generation_config.assistant = spec
+    fresh_llama.generate(**ROW, max_new_tokens=8, **option)
+    fresh_llama.generate(**ROW, max_new_tokens=8, generation_config=GenerationConfig(**option))
     assert calls(spec) == 0
-    llama.generation_config.assistant = None
+    fresh_llama.generation_config.assistant = None
     with pytest.raises(UnsupportedOptionError, match=next(iter(option))):
-        llama.generate(**ROW, generation_config=GenerationConfig(assistant=spec, max_new_tokens=8, **option))
+        fresh_llama.generate(**ROW, generation_config=GenerationConfig(assistant=spec, max_new_tokens=8, **option))
 
 
-def test_a_second_model_that_drafts_for_this_one(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_a_second_model_that_drafts_for_this_one(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """It gets a copy of the config, whose ``SelfSpec`` is not for it."""
     config = GenerationConfig(assistant=spec, max_new_tokens=8)
-    llama.generation_config.assistant = spec
-    llama.generate(**ROW, generation_config=config, assistant_model=tiny_llama(layers=2))
+    fresh_llama.generation_config.assistant = spec
+    fresh_llama.generate(**ROW, generation_config=config, assistant_model=tiny_llama(layers=2))
     assert calls(spec) == 0
 
 
-def test_what_a_passed_config_cannot_have_is_refused(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_what_a_passed_config_cannot_have_is_refused(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     with pytest.raises(UnsupportedOptionError, match="num_beams=2"):
-        llama.generate(**ROW, generation_config=GenerationConfig(assistant=spec, num_beams=2, max_new_tokens=4))
+        fresh_llama.generate(**ROW, generation_config=GenerationConfig(assistant=spec, num_beams=2, max_new_tokens=4))
     with pytest.raises(SettingTypeError, match=r"GenerationConfig\(assistant=...\) takes a SelfSpec, .* got EarlyExit"):
-        llama.generate(**ROW, generation_config=GenerationConfig(assistant=EarlyExit(3), max_new_tokens=4))
+        fresh_llama.generate(**ROW, generation_config=GenerationConfig(assistant=EarlyExit(3), max_new_tokens=4))
 
 
-def test_what_the_models_config_cannot_serve_is_plain(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    plain = llama.generate(**ROW, max_new_tokens=4, num_beams=2)
-    llama.generation_config.assistant = spec
+def test_what_the_models_config_cannot_serve_is_plain(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    plain = fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2)
+    fresh_llama.generation_config.assistant = spec
     with pytest.warns(UserWarning, match=r"in the generation config of this LlamaForCausalLM cannot .*num_beams=2"):
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=4, num_beams=2), plain)
-    llama.generate(**ROW, max_new_tokens=4, num_beams=2)
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2), plain)
+    fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2)
     other = tiny_t5()
     other.generation_config.assistant = spec
     with pytest.warns(UserWarning, match="encoder-decoder"):
         other.generate(**ROW, max_new_tokens=4)
 
 
-def test_a_passed_copy_of_the_models_config(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_a_passed_copy_of_the_models_config(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """Pipelines and servers pass one, whose caller did not ask for a ``SelfSpec``."""
-    llama.generation_config.assistant = spec
-    config = copy.deepcopy(llama.generation_config)
+    fresh_llama.generation_config.assistant = spec
+    config = copy.deepcopy(fresh_llama.generation_config)
     config.max_new_tokens = 8
-    llama.generate(**ROW, generation_config=config)
+    fresh_llama.generate(**ROW, generation_config=config)
     assert config.assistant.stats is not None
     config.num_beams = 2
     with pytest.warns(UserWarning, match=r"in the generation config of this LlamaForCausalLM cannot .*num_beams=2"):
-        llama.generate(**ROW, generation_config=config)
-    pipe = pipeline("text-generation", model=llama, tokenizer=character_tokenizer())
+        fresh_llama.generate(**ROW, generation_config=config)
+    pipe = pipeline("text-generation", model=fresh_llama, tokenizer=character_tokenizer())
     pipe("def f(x):", max_new_tokens=8, do_sample=False)
     pipe("def f(x):", max_new_tokens=8, do_sample=False, num_beams=2)
 
 
-def test_something_else_in_the_models_config(llama: LlamaForCausalLM) -> None:
-    llama.generation_config.assistant = "someone"
+def test_something_else_in_the_models_config(fresh_llama: LlamaForCausalLM) -> None:
+    fresh_llama.generation_config.assistant = "someone"
     with pytest.warns(UserWarning, match=r"cannot be used and is left out: .* got 'someone'"):
-        llama.generate(**ROW, max_new_tokens=4)
-    llama.generate(**ROW, max_new_tokens=4)
+        fresh_llama.generate(**ROW, max_new_tokens=4)
+    fresh_llama.generate(**ROW, max_new_tokens=4)
 
 
 # The config itself ---------------------------------------------------------------------------------------------------
@@ -187,17 +163,17 @@ def test_saved_and_loaded(spec: SelfSpec, tmp_path: Path) -> None:
     assert saved["assistant"] == spec.to_dict()
 
 
-def test_a_saved_model_drafts_again(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_a_saved_model_drafts_again(fresh_llama: LlamaForCausalLM, tmp_path: Path) -> None:
     """With one ``SelfSpec`` of the same settings, which goes on learning from call to call."""
-    plain = llama.generate(**ROW, max_new_tokens=16)
+    plain = fresh_llama.generate(**ROW, max_new_tokens=16)
     # A config that was made from the model's own is loaded without what transformers does not know.
-    llama.generation_config = GenerationConfig(assistant=SelfSpec(EarlyExit(3), FixedLength(2), max_draft=9))
-    llama.save_pretrained(tmp_path)
+    fresh_llama.generation_config = GenerationConfig(assistant=SelfSpec(EarlyExit(3), FixedLength(2), max_draft=9))
+    fresh_llama.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
     for times in (1, 2):
         assert torch.equal(loaded.generate(**ROW, max_new_tokens=16), plain)
         spec = loaded.generation_config.assistant
-        assert spec == llama.generation_config.assistant
+        assert spec == fresh_llama.generation_config.assistant
         assert calls(spec) == times
 
 
@@ -214,25 +190,25 @@ def test_a_saved_model_drafts_again(llama: LlamaForCausalLM, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_a_changed_file_is_left_out_with_a_warning(llama: LlamaForCausalLM, settings: Any, words: str) -> None:
-    plain = llama.generate(**ROW, max_new_tokens=4)
-    llama.generation_config.assistant = {"hf_selfspec": settings}
+def test_a_changed_file_is_left_out_with_a_warning(fresh_llama: LlamaForCausalLM, settings: Any, words: str) -> None:
+    plain = fresh_llama.generate(**ROW, max_new_tokens=4)
+    fresh_llama.generation_config.assistant = {"hf_selfspec": settings}
     with pytest.warns(UserWarning, match=rf"left out: (.|\n)*{words}"):
-        assert torch.equal(llama.generate(**ROW, max_new_tokens=4), plain)
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=4), plain)
 
 
-def test_what_cannot_be_saved_is_used_and_said(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_used_and_said(fresh_llama: LlamaForCausalLM, tmp_path: Path) -> None:
     spec = SelfSpec(EarlyExit(3), stop=lambda ids, logits, states: ids[:, -1] % 2 == 0)
     config = GenerationConfig(assistant=spec, max_new_tokens=8)
-    llama.generate(**ROW, generation_config=config)
+    fresh_llama.generate(**ROW, generation_config=config)
     assert calls(spec) == 1
     with pytest.warns(UserWarning, match=r"can be used but not saved: SelfSpec\(stop\) is <function"):
         config.save_pretrained(tmp_path)
     assert "SelfSpec(draft=EarlyExit(layer=3)" in repr(config)
     loaded = GenerationConfig.from_pretrained(tmp_path)
-    llama.generation_config = loaded
+    fresh_llama.generation_config = loaded
     with pytest.warns(UserWarning, match=r"left out: .* saved with SelfSpec\(.*Set `assistant` again"):
-        llama.generate(**ROW, max_new_tokens=4)
+        fresh_llama.generate(**ROW, max_new_tokens=4)
 
 
 def test_copies_and_dicts(spec: SelfSpec) -> None:

@@ -93,9 +93,8 @@ def test_early_exit_logits_are_those_of_a_model_without_the_later_layers(llama: 
     torch.testing.assert_close(logits, short(ids).logits)
 
 
-def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM) -> None:
-    ids = torch.randint(2, VOCABULARY, (1, 7))
-    silent = tiny_llama()
+def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM) -> None:
+    ids, silent = torch.randint(2, VOCABULARY, (1, 7)), fresh_llama
     silent.model.layers[2].self_attn.o_proj.weight.data.zero_()
     silent.model.layers[3].mlp.down_proj.weight.data.zero_()
     plan = LayerPlan(6, frozenset({2}), frozenset({3}))

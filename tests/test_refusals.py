@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from conftest import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -43,7 +43,6 @@ from hf_selfspec import (
 )
 
 ROW = ragged_batch((7,))
-BATCH = ragged_batch()
 
 
 class Refused:

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import build
-from conftest import VOCABULARY, tiny_gpt2, tiny_llama
+from conftest import VOCABULARY, character_tokenizer, peft_calls_old_name, tiny_gpt2, tiny_llama
 from matplotlib.figure import Figure
-from test_generate_surface import character_tokenizer
 from test_restore import unchanged
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -26,17 +25,11 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 from hf_selfspec.report import ExitReport, exit_report
 
-# PEFT asks a model of transformers for something that has a new name there.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = peft_calls_old_name
 
 TEXTS = ["Layers that matter less", "ab", "the deeper they are, 0123456789."]
 TOKENS = sum(len(text) - 1 for text in TEXTS)
 Logits = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
 
 
 def tied_gpt2() -> GPT2LMHeadModel:
@@ -177,10 +170,11 @@ def test_peft(tokenizer: PreTrainedTokenizerFast) -> None:
     assert abs(report.loss[-1] - plain.loss[-1]) > 1e-2
 
 
-def test_models_that_return_tuples(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    model = tiny_llama()
-    model.config.return_dict = False
-    assert exit_report(model, tokenizer, TEXTS) == exit_report(llama, tokenizer, TEXTS)
+def test_models_that_return_tuples(
+    llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    fresh_llama.config.return_dict = False
+    assert exit_report(fresh_llama, tokenizer, TEXTS) == exit_report(llama, tokenizer, TEXTS)
 
 
 # Chunks and lengths --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import ragged_batch, tiny_llama
+from conftest import BATCH, ROW, new_spec, ragged_batch, tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
@@ -23,17 +23,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
-EXIT = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+EXIT = new_spec()
 SKIPS = SelfSpec(SkipLayers())
 TREE = SelfSpec(draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3), tree=TopKTree(((0.5, 3), (1.0, 1))))
-ROW = ragged_batch((12,), seed=11)
-BATCH = ragged_batch()
-
-
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    """Less damped than the usual one, so that drafts are rejected everywhere."""
-    return tiny_llama(factor=0.5)
 
 
 @contextmanager

@@ -10,16 +10,15 @@ import peft
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import BATCH, VOCABULARY, ragged_batch, tiny_llama
 from transformers import MptConfig, MptForCausalLM, PreTrainedModel
 
-from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, notices
+from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.model.checkpointing import without_checkpointing
 
 # Older versions of transformers and PEFT go by these names.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
 
-BATCH = ragged_batch()
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 SPECS = {
     "exit": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3)),
@@ -128,8 +127,8 @@ def test_dropout_stays_on() -> None:
     assert ids.shape == (3, 9 + 16)
 
 
-def test_the_user_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_warned", set())
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_the_user_is_told_once() -> None:
     model = in_training(tiny_llama())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

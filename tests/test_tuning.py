@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from test_generate_surface import character_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_selfspec import (
@@ -41,11 +40,6 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     return tiny_llama(8, factor=0.6)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
 
 
 class Timings:
