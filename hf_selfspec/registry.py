@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from .errors import SettingError, SettingTypeError
 
@@ -33,8 +33,13 @@ def register(*places: Place) -> Callable[[_T], _T]:
 
     Raises:
         SettingTypeError: the class is not a dataclass.
-        SettingError: another class of this name is registered there.
+        SettingError: another class of this name is registered there, or there is no such setting.
     """
+    if not places or not all(place in get_args(Place) for place in places):
+        raise SettingError(
+            f"register(*places) takes the settings in which the class may stand, got {places!r}. Write "
+            'register("draft"), register("stop") or register("tree") above the class.'
+        )
 
     def add(kind: _T) -> _T:
         if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):

@@ -140,10 +140,12 @@ class LookupDrafter:
         """
         clock, rows = self.clock(text), sum(count > 0 for count in max_new)
         with self.findings.lock:
-            return [
+            trees = [
                 row.propose(clock.costs, clock.pace / rows, min(count, self._max_draft), True, seed) if count else seed
                 for row, count, (seed, _) in zip(self._rows, max_new, seeds, strict=True)
             ]
+        most = self.settings.max_nodes
+        return [tree.first(max(most, len(seed))) for tree, (seed, _) in zip(trees, seeds, strict=True)]
 
     def use(self, trees: list[TokenTree], places: list[list[int]] | None = None, size: int = 0) -> None:
         """Takes note of what is verified.
