@@ -50,7 +50,7 @@ class SearchingDraft(PartialDraft):
         self.search = search
         self._stop = stop or limits.stop
         self._chooses = stop is None
-        rows = 1 if search.tries_each_round else len(target.roots)
+        rows = 1 if search.settings.tries_each_round else len(target.roots)
         self._window = max(_LEAST, search.settings.context_window // rows)
         self._looked = 0
         self._behind = 0
@@ -112,9 +112,9 @@ class SearchingDraft(PartialDraft):
         begun, search = perf_counter(), self.search
         self._looked = self._looked or text.prompt_width
         unseen = max(text.lengths) - self._looked
-        if not search.tries_each_round and unseen > _LEAST:
+        if not search.settings.tries_each_round and unseen > _LEAST:
             self._begin_window(text, unseen)
-        if self._behind and not (search.tries_each_round and self._tried):
+        if self._behind and not (search.settings.tries_each_round and self._tried):
             self.target.roots = text.roots()
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
@@ -126,12 +126,12 @@ class SearchingDraft(PartialDraft):
 
     def _use_best(self) -> None:
         search, choice = self.search, self.search.choice
-        if self._used == (choice, search.costs):
+        if self._used == (choice, search.timings.costs):
             return
-        self._used = (choice, search.costs)
+        self._used = (choice, search.timings.costs)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
-        costs = search.costs
+        costs = search.timings.costs
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
@@ -158,7 +158,7 @@ class SearchingDraft(PartialDraft):
             self._timed = True
             search.pace.add(MANY, min(stopwatch.seconds["many"]))
             search.time(stopwatch)
-        while self._try(text, least) and not search.tries_each_round:
+        while self._try(text, least) and not search.settings.tries_each_round:
             pass
 
     def _has_time(self, tokens: int) -> bool:
