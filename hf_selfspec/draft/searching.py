@@ -34,8 +34,8 @@ _SOON, _LEAST = 32, 8
 class SearchingDraft(PartialDraft):
     """Drafts with the best set of skipped blocks so far, and tries another one after each round.
 
-    A try is one forward of that set over the last generated tokens, with the context's keys and values as they are. The
-    window goes into slots beyond the text, whose own keys and values stay as they are.
+    A trial is one forward of that set over the last generated tokens, with the context's keys and values as they are.
+    The window goes into slots beyond the text, whose own keys and values stay as they are.
 
     Args:
         target, limits, scorer: see :class:`PartialDraft`; the stop rule is that of drafts for which none was chosen.

@@ -21,7 +21,7 @@ FEW, MANY = 2, 8
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until ``device`` has done what it was asked to."""
+    """Waits until ``device`` has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
