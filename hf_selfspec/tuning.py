@@ -89,7 +89,7 @@ def tune(
             that was interrupted goes on where it was.
 
     Returns:
-        A ``SelfSpec`` with the fastest set. A warning says so if it is not faster than plain ``generate``.
+        A ``SelfSpec`` with the fastest set. Warns if it is not faster than plain ``generate``.
 
     Raises:
         SettingError, SettingTypeError: no texts, a model of fewer than 4 layers, a folder with another search's steps,

@@ -180,8 +180,8 @@ def test_findings_of_a_search_come_back(
     assert len(found.trials) >= 3
     kept = list(again.trials)[: len(found.trials)]
     assert Counter(done.plan for done in kept) == Counter(done.plan for done in found.trials)
-    assert sorted(done.matchness for done in kept) == pytest.approx(sorted(found.history), abs=1e-4)
-    assert again.costs == found.costs
+    assert sorted(trial.matchness for trial in kept) == pytest.approx(sorted(found.history), abs=1e-4)
+    assert again.timings.costs == found.timings.costs
     assert again.generated > found.generated
 
 

@@ -409,10 +409,10 @@ def run_search(settings: OnTheFlySearch, known: frozenset[int], ratio: float = 0
 def test_search_begins_with_the_set_that_drafts() -> None:
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, start := LayerPlan(10, frozenset([3]), frozenset()))
     search.begin(no_layers)
-    assert search.matchness == 0
+    assert search.choice.matchness == 0
     assert search.propose(no_layers) == search.best == start
     search.register(start, predicted(0.4))
-    assert search.matchness == pytest.approx(0.4)
+    assert search.choice.matchness == pytest.approx(0.4)
     drawn = [search.propose(no_layers) for _ in range(20)]
     assert None not in drawn
     assert {len(search.space.places(plan)) for plan in drawn} == {8}
@@ -433,7 +433,7 @@ def test_a_lucky_set_is_found_out() -> None:
     for plan, score in ((steady, 0.6), (lucky, 0.9), (other, 0.0)):
         search.register(plan, predicted(score))
     assert search.best == lucky
-    assert 0.6 < search.matchness < 0.89
+    assert 0.6 < search.choice.matchness < 0.89
     search.begin_window()
     assert [search.propose(no_layers) for _ in range(3)] == [lucky, steady, other]
     assert search.propose(no_layers) not in (steady, lucky, other)
@@ -509,7 +509,7 @@ def test_bayesian_proposals_find_a_known_set() -> None:
     known = frozenset(np.random.default_rng(3).choice(16, 8, replace=False).tolist())
     found = run_search(OnTheFlySearch(max_steps=60, bayes_interval=5, target_matchness=0.999), known)
     drawn = run_search(OnTheFlySearch(max_steps=60, bayes_interval=1000, target_matchness=0.999), known)
-    assert found.matchness > drawn.matchness
+    assert found.choice.matchness > drawn.choice.matchness
     assert len(found.space.places(found.best) - known) <= 1
 
 
@@ -1353,7 +1353,7 @@ def test_trials_of_a_set_that_is_over_do_not_pile_up() -> None:
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
     for _ in range(50):
         search.register(BOLD, predicted(0.1))
-    assert len(search._records.trials_of(BOLD)) == skip_search._KEPT
+    assert len(search._records.sets[BOLD].trials) == skip_search._KEPT
     assert len(search.history) == 50
 
 

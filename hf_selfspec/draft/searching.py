@@ -103,8 +103,8 @@ def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
 class SearchingDraft(PartialDraft):
     """Drafts with the best set of skipped blocks so far, and tries another one after each round.
 
-    A try is one forward of that set over the last generated tokens, with the context's keys and values as they are. The
-    window goes into slots beyond the text, whose own keys and values stay as they are.
+    A trial is one forward of that set over the last generated tokens, with the context's keys and values as they are.
+    The window goes into slots beyond the text, whose own keys and values stay as they are.
 
     Args:
         target, limits, scorer: see :class:`PartialDraft`; the stop rule is that of drafts for which none was chosen.
@@ -119,7 +119,7 @@ class SearchingDraft(PartialDraft):
         self.search = search
         self._stop = stop or limits.stop
         self._chooses = stop is None
-        rows = 1 if search.tries_each_round else len(target.last_slots)
+        rows = 1 if search.settings.tries_each_round else len(target.last_slots)
         self._window = max(_LEAST, search.settings.context_window // rows)
         self._looked = 0
         self._behind = 0
@@ -205,9 +205,9 @@ class SearchingDraft(PartialDraft):
         begun, search = perf_counter(), self.search
         self._looked = self._looked or text.prompt_width
         unseen = max(text.lengths) - self._looked
-        if not search.tries_each_round and unseen > _LEAST:
+        if not search.settings.tries_each_round and unseen > _LEAST:
             self._begin_window(text, unseen)
-        if self._behind and not (search.tries_each_round and self._tried):
+        if self._behind and not (search.settings.tries_each_round and self._tried):
             self.target.last_slots = text.last_slots()
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
@@ -219,12 +219,12 @@ class SearchingDraft(PartialDraft):
 
     def _use_best(self) -> None:
         search, choice = self.search, self.search.choice
-        if self._used == (choice, search.costs):
+        if self._used == (choice, search.timings.costs):
             return
-        self._used = (choice, search.costs)
+        self._used = (choice, search.timings.costs)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
-        costs = search.costs
+        costs = search.timings.costs
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
@@ -251,7 +251,7 @@ class SearchingDraft(PartialDraft):
             self._timed = True
             search.pace.add(MANY, min(stopwatch.seconds["many"]))
             search.time(stopwatch)
-        while self._try(text, least) and not search.tries_each_round:
+        while self._try(text, least) and not search.settings.tries_each_round:
             pass
 
     def _has_time(self, tokens: int) -> bool:

@@ -15,7 +15,7 @@ from ..model.partial import LayerPlan
 from .skip_space import SkipSpace
 
 # The authors' settings of the Gaussian process and its acquisition function. Their kernel is the package's (Matérn),
-# which says little in 60 dimensions; blocks that matter do so by themselves, and a linear one finds them.
+# which generalises little in 60 dimensions; blocks that matter do so by themselves, and a linear kernel finds them.
 _KAPPA, _NOISE = 2.5, 1e-2
 # What bounds the time of a proposal: scored sets that the process is fitted to, exchanges in a step, and steps.
 _HISTORY, _EXCHANGES, _STEPS = 200, 200, 32
@@ -28,9 +28,9 @@ class _BestExchange(UpperConfidenceBound):
     dimensions and leaves sets of the wanted size only by rounding.
     """
 
-    def __init__(self, chance: np.random.Generator, resize: bool) -> None:
+    def __init__(self, rng: np.random.Generator, resize: bool) -> None:
         super().__init__(kappa=_KAPPA)
-        self._chance = chance
+        self._rng = rng
         self._resize = resize
 
     def suggest(self, gp: Any, target_space: Any, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -51,7 +51,7 @@ class _BestExchange(UpperConfidenceBound):
         """``[n, blocks]`` sets that differ from ``found`` in one skipped and one running block, or one block alone."""
         skipped, running = np.flatnonzero(found > 0.5), np.flatnonzero(found <= 0.5)
         pairs = np.stack(np.meshgrid(skipped, running), -1).reshape(-1, 2)
-        pairs = self._chance.permutation(pairs)[:_EXCHANGES]
+        pairs = self._rng.permutation(pairs)[:_EXCHANGES]
         ways = np.repeat(found[None], len(pairs), 0)
         rows = np.arange(len(pairs))
         ways[rows, pairs[:, 0]], ways[rows, pairs[:, 1]] = 0.0, 1.0
@@ -62,14 +62,14 @@ class _BestExchange(UpperConfidenceBound):
 
 
 def suggest(
-    space: SkipSpace, scores: Mapping[LayerPlan, float], chance: np.random.Generator, resize: bool = False
+    space: SkipSpace, scores: Mapping[LayerPlan, float], rng: np.random.Generator, resize: bool = False
 ) -> LayerPlan:
     """The set with the highest upper confidence bound to which exchanges lead from the best one.
 
     Args:
         space: blocks to choose from.
         scores: of the sets that were tried, oldest first; at least one. The best and the latest of them count.
-        chance: decides which exchanges are looked at.
+        rng: decides which exchanges are considered.
         resize: whether the set may have another size than those that were tried.
     """
     known = list(scores)
@@ -80,7 +80,7 @@ def suggest(
     optimiser = BayesianOptimization(
         f=None,
         pbounds=dict.fromkeys(names, (0.0, 1.0)),
-        acquisition_function=_BestExchange(chance, resize),
+        acquisition_function=_BestExchange(rng, resize),
         verbose=0,
     )
     kernel = ConstantKernel(0.1, (1e-3, 10.0)) * DotProduct(1.0, (1e-2, 10.0))

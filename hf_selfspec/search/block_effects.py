@@ -8,9 +8,9 @@ import numpy as np
 
 from .estimates import Scores
 
-# Weight of no effect against the tries, for each block and for each window of text.
+# Weight of no effect against the trials, for each block and for each window of text.
 _NO_EFFECT, _USUAL_TEXT = 1.0, 1e-3
-# A set that is suggested to score so much less than the best counts for 1/e, if as many tries as this count then.
+# A set with an expected score so far below the best counts for 1/e, if as many trials as this count then.
 _NEAR, _LEAST, _WIDER = 0.1, 80, 1.3
 _ROUNDS = 3
 
@@ -29,21 +29,21 @@ class BlockEffects:
     doubt: np.ndarray
     sets: np.ndarray
 
-    def drawn(self, chance: np.random.Generator) -> np.ndarray:
-        """``[blocks]`` effects as they could be after these tries (Thompson sampling)."""
-        return np.asarray(self.mean + self.doubt @ chance.standard_normal(len(self.mean)))
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        """``[blocks]`` effects as they could be after these trials (Thompson sampling)."""
+        return np.asarray(self.mean + self.doubt @ rng.standard_normal(len(self.mean)))
 
 
 def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffects:
     """Fits scores by the blocks that are skipped and by the window of text.
 
-    Blocks add up only among sets that are about as good, so what is near the best counts most. A set's own tries say by
-    how much it differs from what its blocks suggest.
+    Blocks add up only among sets that are about as good, so what is near the best counts most. A set's own trials
+    show by how much it differs from what its blocks suggest.
 
     Args:
-        scores: of the tries.
+        scores: of the trials.
         blocks: ``[sets, blocks]`` 1 for those that each set skips.
-        doubt: weight of what its blocks suggest against that of a set's own tries.
+        doubt: weight of what its blocks suggest against that of a set's own trials.
     """
     values, weights, sets, windows = scores.values, scores.weights, scores.sets, scores.windows
     rows, width = blocks[sets], blocks.shape[1]
@@ -52,7 +52,7 @@ def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffe
         counted = weights * near
         middle, level = np.average(rows, axis=0, weights=counted), np.average(values, weights=counted)
         skipped, above = rows - middle, values - level
-        # The effects of windows are solved for first: there may be many, and each try is on one.
+        # The effects of windows are solved for first: there may be many, and each trial is on one.
         per_window = np.bincount(windows, counted) + _USUAL_TEXT
         in_window = np.zeros((len(per_window), width))
         np.add.at(in_window, windows, skipped * counted[:, None])
@@ -72,7 +72,7 @@ def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffe
 
 
 def _nearness(suggested: np.ndarray) -> np.ndarray:
-    """``[n]`` how much tries count of which such scores are suggested, 1 for the best."""
+    """``[n]`` how much trials with such expected scores count, 1 for the best."""
     below, scale = suggested - suggested.max(), _NEAR
     while True:
         near = np.exp(below / scale)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..files import as_number
+from ..files import as_count, as_number
 from ..model.partial import LayerPlan
 from ..stop.rules import StopRule
 from .costs import ForwardCosts
@@ -64,22 +64,22 @@ class Choice:
         return cls(arm.plan, arm.pays, arm.stop, arm.speedup, arm.acceptance_rate, **details)
 
     def state(self) -> dict[str, Any]:
-        """What all choices have in common beside the plan, as JSON has it."""
+        """The choice, as JSON has it."""
         return {
             "stop": None if self.stop is None else rule_state(self.stop),
             "expected_speedup": self.expected_speedup,
             "acceptance_rate": self.acceptance_rate,
         }
 
-    @staticmethod
-    def settings_of(state: dict[str, Any]) -> dict[str, Any]:
-        """The reverse of :meth:`state`: arguments of a choice."""
-        stop, speedup = state["stop"], state["expected_speedup"]
-        return {
-            "stop": None if stop is None else rule_of(stop),
-            "expected_speedup": None if speedup is None else as_number(speedup),
-            "acceptance_rate": as_number(state["acceptance_rate"]),
-        }
+
+def _settings_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The reverse of :meth:`Choice.state`: arguments of a choice."""
+    stop, speedup = state["stop"], state["expected_speedup"]
+    return {
+        "stop": None if stop is None else rule_of(stop),
+        "expected_speedup": None if speedup is None else as_number(speedup),
+        "acceptance_rate": as_number(state["acceptance_rate"]),
+    }
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,28 @@ class ExitChoice(Choice):
         """The exit layer ``E``, ``None`` if no draft would have been faster than none."""
         return self.plan.first_altered if self.drafts else None
 
+    def state(self) -> dict[str, Any]:
+        by_layer = list(self.by_layer.items())
+        found = {"layer": self.layer, "by_layer": by_layer, "reuse_from": self.reuse_from, "tokens": self.tokens}
+        return found | super().state()
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any], num_layers: int) -> ExitChoice:
+        """The reverse of :meth:`state`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else, or of another model.
+        """
+        layer, settings = state["layer"], _settings_of(state)
+        by_layer = {as_count(exit_layer): as_number(speed) for exit_layer, speed in state["by_layer"]}
+        if not (by_layer and all(0 < exit_layer < num_layers for exit_layer in by_layer)):
+            raise ValueError(f"exit layers {sorted(by_layer)} of {num_layers} layers")
+        if None in (settings["stop"], settings["expected_speedup"]) or not (layer is None or layer in by_layer):
+            raise ValueError(f"exit layer {layer!r} with {settings}")
+        plan = LayerPlan(num_layers) if layer is None else LayerPlan.early_exit(num_layers, as_count(layer))
+        reuse_from, tokens = as_count(state["reuse_from"]), as_count(state["tokens"])
+        return cls(plan, layer is not None, **settings, by_layer=by_layer, reuse_from=reuse_from, tokens=tokens)
+
     def __str__(self) -> str:
         what = "no draft" if self.layer is None else f"exit layer {self.layer}, {self.stop}"
         rows = [f"{layer:>4} {speedup:>8.2f}" for layer, speedup in sorted(self.by_layer.items())]
@@ -125,6 +147,22 @@ class SkipChoice(Choice):
     """
 
     matchness: float
+
+    def state(self) -> dict[str, Any]:
+        found = {"set": self.plan.picture(), "drafts": self.drafts, "matchness": self.matchness}
+        return found | super().state()
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> SkipChoice:
+        """The reverse of :meth:`state`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        if not isinstance(drafts := state["drafts"], bool):
+            raise TypeError(f"{drafts!r} is neither yes nor no")
+        plan, matchness = LayerPlan.of_picture(state["set"]), as_number(state["matchness"])
+        return cls(plan, drafts, **_settings_of(state), matchness=matchness)
 
 
 def fastest(arms: Iterable[Arm]) -> Arm:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
+from ..files import as_count, as_number
 from ..model.partial import LayerPlan
 from ..model.target import Target
 
@@ -19,7 +21,7 @@ FEW, MANY = 2, 8
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until ``device`` has done what it was asked to."""
+    """Waits until ``device`` has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -57,6 +59,20 @@ class ForwardCosts:
     token: float
     step: float
     num_layers: int
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any], num_layers: int) -> ForwardCosts:
+        """The reverse of ``asdict``, for a model of ``num_layers`` layers.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        costs = cls(
+            **{name: as_number(value) for name, value in state.items() if name != "num_layers"}, num_layers=num_layers
+        )
+        if as_count(state["num_layers"]) != num_layers or not costs.plain():
+            raise ValueError(f"costs of another model, or of none: {state}")
+        return costs
 
     def draft(self, plan: LayerPlan) -> float:
         """Drafting one token."""
@@ -175,6 +191,7 @@ class Stopwatch:
         )
 
 
+@dataclass
 class Timings:
     """Timings on several texts, and the costs that follow from all of them.
 
@@ -185,22 +202,13 @@ class Timings:
         stopwatch: all times.
     """
 
-    def __init__(self) -> None:
-        self.costs: ForwardCosts | None = None
-        self.disturbed = 1.0
-        self.count = 0
-        self.stopwatch: Stopwatch | None = None
+    costs: ForwardCosts | None = None
+    disturbed: float = 1.0
+    count: int = 0
+    stopwatch: Stopwatch | None = None
 
     def add(self, stopwatch: Stopwatch, anew: bool = False) -> ForwardCosts:
-        """Takes in the times of one text.
-
-        Args:
-            stopwatch: these times.
-            anew: whether to forget those of earlier texts.
-
-        Returns:
-            The costs that follow.
-        """
+        """Takes in the times of one text, in place of earlier ones if ``anew``, and returns the costs that follow."""
         self.count += 1
         if self.stopwatch is None or anew:
             self.stopwatch = stopwatch

@@ -17,7 +17,7 @@ class Scores:
 
     Attributes:
         plans: the sets.
-        values: ``[n]`` scores of the tries.
+        values: ``[n]`` scores of the trials.
         weights: ``[n]`` how much text each saw.
         sets: ``[n]`` index of the set that was tried.
         windows: ``[n]`` index of the window it was tried on.
@@ -38,10 +38,10 @@ def effects(scores: Scores, sizes: np.ndarray, near: int, doubt: float) -> np.nd
     tried on the more.
 
     Args:
-        scores: of the tries.
+        scores: of the trials.
         sizes: ``[sets]`` blocks that each set skips.
         near: difference up to which sizes are about the same.
-        doubt: weight of the usual effect against that of the set's own tries.
+        doubt: weight of the usual effect against that of the set's own trials.
 
     Returns:
         ``[sets]`` estimates of what each would score on the usual text.

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..files import as_count, as_number
 from ..model.partial import LayerPlan
 from ..types import GenerationStats
-from .choice import Arm, Choice, ExitChoice, fastest, replayed_arm
+from .choice import Arm, ExitChoice, fastest, replayed_arm
 from .costs import ForwardCosts, Stopwatch, Timings
 from .replay import Rule, Trace
 
@@ -64,14 +63,7 @@ class ExitStudy:
         candidates: Sequence[Rule],
         max_draft: int,
     ) -> ExitChoice:
-        """Takes in more text and chooses again.
-
-        Args:
-            traces: what each exit predicts along the texts.
-            stopwatch: new timings, ``None`` where there are enough.
-            candidates: stop rules to compare.
-            max_draft: most tokens in a draft.
-        """
+        """Takes in more text, with new timings unless there are enough, and chooses again; see :func:`choose_exit`."""
         with self._lock:
             # An exit that is no longer compared is left out, so that all have seen the same texts.
             compared = traces.keys() & self._traces.keys() if self._traces else traces.keys()
@@ -90,16 +82,7 @@ class ExitStudy:
 
     def state(self) -> dict[str, Any]:
         """The choice, as JSON has it."""
-        if (choice := self.choice) is None:
-            return {}
-        by_layer = list(choice.by_layer.items())
-        return {
-            "layer": choice.layer,
-            **choice.state(),
-            "by_layer": by_layer,
-            "reuse_from": choice.reuse_from,
-            "tokens": choice.tokens,
-        }
+        return {} if self.choice is None else self.choice.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up what :meth:`state` gave.
@@ -107,25 +90,9 @@ class ExitStudy:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        if not state:
-            return
-        layer, settings = state["layer"], Choice.settings_of(state)
-        by_layer = {as_count(exit_layer): as_number(speed) for exit_layer, speed in state["by_layer"]}
-        if not by_layer or not (layer is None or as_count(layer) in by_layer):
-            raise ValueError(f"exit layer {layer!r}, of {sorted(by_layer)}")
-        if not 1 <= min(by_layer) <= max(by_layer) < self.num_layers:
-            raise ValueError(f"exit layers {sorted(by_layer)} of a model of {self.num_layers} layers")
-        if settings["stop"] is None or settings["expected_speedup"] is None:
-            raise ValueError("an exit without a stop rule or an expected speed-up")
-        self.choice = ExitChoice(
-            LayerPlan.early_exit(self.num_layers, self.num_layers if layer is None else layer),
-            drafts=layer is not None,
-            **settings,
-            by_layer=by_layer,
-            reuse_from=as_count(state["reuse_from"]),
-            tokens=as_count(state["tokens"]),
-        )
-        self.tokens = self.choice.tokens
+        if state:
+            self.choice = ExitChoice.of_state(state, self.num_layers)
+            self.tokens = self.choice.tokens
 
 
 def choose_exit(
@@ -135,9 +102,7 @@ def choose_exit(
 
     Args:
         traces: what each exit predicts along the same texts.
-        candidates: stop rules to compare.
-        costs: measured forwards.
-        max_draft: most tokens in a draft.
+        candidates, costs, max_draft: see :func:`replayed_arm`.
     """
     arms = {
         layer: replayed_arm(LayerPlan.early_exit(costs.num_layers, layer), candidates, texts, costs, max_draft)

@@ -1,10 +1,10 @@
-"""How drafts fare, against what tries have promised."""
+"""How drafts fare, compared with what trials have promised."""
 
 from __future__ import annotations
 
 from collections import deque
 
-# Drafted tokens of which something is remembered, how many have to speak against the tries to count as much as these,
+# Drafted tokens of which something is remembered, how many have to contradict the trials to count as much as these,
 # and how far the difference may go, in steps of so much.
 _REMEMBERED, _DOUBTED, _EASE, _STEP = 512, 32, (0.2, 1.1), 0.05
 # How much longer rounds may take than foretold before that counts.
@@ -28,7 +28,7 @@ class Feedback:
 
         Args:
             drafted: tokens.
-            expected, accepted: how many of them tries let expect to be accepted, and how many were.
+            expected, accepted: how many of them should have been accepted by the trials, and how many were.
             foretold, taken: seconds of its forwards by the measured costs, and of all of it; 0 where not known.
         """
         kept = max(0.0, 1 - drafted / _REMEMBERED)
@@ -60,7 +60,7 @@ class Feedback:
         return min(_TOLERANCE * usual * self._foretold / self._taken, 1.0)
 
     def has_become_hard(self) -> bool:
-        """Whether drafts are accepted much less often than they were when this was first asked."""
+        """Whether drafts are accepted much less often than they were at the first call of this."""
         drafted = sum(count for count, _, _ in self._rounds)
         if drafted < _WATCHED:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..registry import register
 from ..settings import MOST_WINDOW, check_count, check_share
@@ -24,14 +25,15 @@ class OnTheFlySearch:
         bayes_interval: every so many sets, Bayesian optimisation proposes one; the others are drawn at random (β).
         patience: sets without a better one among them after which the search ends.
         target_matchness: matchness, over three windows at least, at which it ends.
-        budget: share of the time of each call that the search may take, the first one too; 1 for no limit and a try
-            after each round, as in the paper. Calls in which a try takes more than that try nothing.
+        budget: share of the time of each call that the search may take, the first one too; 1 for no limit and a trial
+            after each round, as in the paper. Calls in which a trial takes more than that try nothing.
         seed: of the random sets.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
+    tries_each_round: ClassVar[bool] = True
     context_window: int = 32
     max_steps: int = 1000
     bayes_interval: int = 25
@@ -57,8 +59,8 @@ class ClosestLayers:
 
     Args:
         context_window: generated tokens on which sets are tried, all rows together; the first ones on 32 at most.
-        max_steps: tries at most.
-        patience: tries without a better set after which the search ends.
+        max_steps: trials at most.
+        patience: trials without a better set after which the search ends.
         target_matchness: matchness, over three windows at least, at which it ends.
         budget: as in :class:`OnTheFlySearch`.
 
@@ -66,6 +68,7 @@ class ClosestLayers:
         SettingError, SettingTypeError: a setting is not allowed.
     """
 
+    tries_each_round: ClassVar[bool] = False
     context_window: int = 64
     max_steps: int = 24
     patience: int = 12

@@ -28,30 +28,20 @@ _UNIFORM = 30
 
 
 class Proposer(Protocol):
-    """Proposes sets, and is told how the search goes.
-
-    Attributes:
-        is_busy: sets of the last window are left to be tried before another one begins.
-        proposal_tokens: tokens of the forward that finds the closest layers before the next set, 0 for none.
-    """
+    """Proposes sets, and is told how the search goes."""
 
     @property
-    def is_busy(self) -> bool: ...
+    def is_busy(self) -> bool:
+        """Whether sets of the last window are left to be tried before another one begins."""
+        return False
 
     @property
-    def proposal_tokens(self) -> int: ...
+    def proposal_tokens(self) -> int:
+        """Tokens of the forward that finds the closest layers before the next set, 0 for none."""
+        return 0
 
     def estimates(self, scores: Scores) -> np.ndarray:
         """``[sets]`` what each set would score on the usual text, from its own trials and those of others."""
-
-    def prepare(self, propose_layers: ProposeLayers) -> None:
-        """Runs the forward of :attr:`proposal_tokens`."""
-
-    def first(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """The set that drafts before any was tried, ``None`` for the one that does."""
-
-    def begin_window(self, best: LayerPlan, matchness: float) -> None:
-        """Begins a window of new text, given the best set so far and its matchness."""
 
     def propose(self, scores: Scores, steps: int, propose_layers: ProposeLayers) -> LayerPlan | None:
         """The next set; ``None`` where there is nothing to try before the next window.
@@ -65,8 +55,21 @@ class Proposer(Protocol):
     def may_end_with(self, plan: LayerPlan) -> bool:
         """Whether the search may end because this set scores well."""
 
+    def prepare(self, propose_layers: ProposeLayers) -> None:
+        """Runs the forward of :attr:`proposal_tokens`."""
+        return None
+
+    def first(self, propose_layers: ProposeLayers) -> LayerPlan | None:
+        """The set that drafts before any was tried, ``None`` for the one that does."""
+        return None
+
+    def begin_window(self, best: LayerPlan, matchness: float) -> None:
+        """Begins a window of new text, given the best set so far and its matchness."""
+        return None
+
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
         """Whether to search on with sets of another size, where those of this size bring nothing more."""
+        return False
 
 
 def proposer_of(settings: Search, space: SkipSpace, ratio: float, auto: bool) -> Proposer:
@@ -76,7 +79,7 @@ def proposer_of(settings: Search, space: SkipSpace, ratio: float, auto: bool) ->
     return RandomAndBayes(settings, space, ratio, auto)
 
 
-class RandomAndBayes:
+class RandomAndBayes(Proposer):
     """SWIFT's proposals: random sets of one size, every so often one by Bayesian optimisation (§4.1).
 
     The first random sets are uniform; after these, blocks are drawn by what skipping them has brought so far
@@ -84,34 +87,19 @@ class RandomAndBayes:
     thirds.
 
     Args:
-        settings: how often, and the seed.
-        space: blocks to choose from.
-        ratio: share of them that a set skips.
-        auto: whether other ratios may be searched after this one.
+        settings, space, ratio, auto: see ``SkipSearch``.
     """
 
     def __init__(self, settings: OnTheFlySearch, space: SkipSpace, ratio: float, auto: bool) -> None:
         self.settings = settings
         self.space = space
-        self.ratio = ratio
         self.auto = auto
+        self.ratio = ratio
         self._searched = {ratio}
         self._rng = np.random.default_rng(settings.seed)
 
-    is_busy = False
-    proposal_tokens = 0
-
     def estimates(self, scores: Scores) -> np.ndarray:
         return self._effects(scores).sets
-
-    def prepare(self, propose_layers: ProposeLayers) -> None:
-        pass
-
-    def first(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        return None
-
-    def begin_window(self, best: LayerPlan, matchness: float) -> None:
-        pass
 
     def propose(self, scores: Scores, steps: int, propose_layers: ProposeLayers) -> LayerPlan | None:
         if scores.plans and (steps + 1) % self.settings.bayes_interval == 0:
@@ -146,14 +134,11 @@ class RandomAndBayes:
         return True
 
 
-class Closest:
+class Closest(Proposer):
     """CLaSp's sets: the first ones in many sizes, then new ones of about the best size.
 
     Args:
-        settings: of the search.
-        space: blocks to choose from.
-        ratio: share of the layers that a set skips; where ``auto``, the first one.
-        auto: whether other sizes are tried.
+        settings, space, ratio, auto: see ``SkipSearch``.
     """
 
     def __init__(self, settings: ClosestLayers, space: SkipSpace, ratio: float, auto: bool) -> None:
@@ -214,6 +199,3 @@ class Closest:
 
     def may_end_with(self, plan: LayerPlan) -> bool:
         return not self.auto
-
-    def go_on(self, best: LayerPlan, matchness: float) -> bool:
-        return False

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ..model.partial import LayerPlan
 from .estimates import Scores
-from .on_the_fly import OnTheFlySearch, Search
+from .on_the_fly import Search
 from .proposers import ProposeLayers, Proposer
 
 # Best sets that are tried again on each new window.
-TRIED_AGAIN = 3
+_TRIED_AGAIN = 3
 # On how many windows a set has to be good enough to end the search.
 _CONFIRMED = 3
 # Windows after which a set that does not pay is tried once more.
@@ -25,35 +25,27 @@ class Schedule:
     Args:
         settings: what is tried, and when that ends.
         proposer: proposes new sets.
-        queue: sets to try before proposed ones.
-        has_begun: whether a set drafts that the proposer need not choose.
 
     Attributes:
         window: number of the current window of text.
         steps: trials so far.
         is_over: whether the best set is final (SWIFT's acceleration phase).
+        has_begun: whether the set to begin with was chosen.
+        queue: sets to try before new ones.
     """
 
-    def __init__(
-        self, settings: Search, proposer: Proposer, queue: Iterable[LayerPlan] = (), has_begun: bool = True
-    ) -> None:
+    def __init__(self, settings: Search, proposer: Proposer) -> None:
         self.settings = settings
         self.proposer = proposer
         self.window = self.steps = 0
-        self.is_over = False
-        self._queue = list(queue)
-        self._has_begun = has_begun
-        self._since_better = self._last_retry = self._idle_tokens = 0
-
-    @property
-    def tries_each_round(self) -> bool:
-        """Whether a set is tried after each round, on the last tokens; otherwise several are when a window is full."""
-        return isinstance(self.settings, OnTheFlySearch)
+        self.is_over, self.has_begun = False, True
+        self.queue: list[LayerPlan] = []
+        self._since_better = self._last_retry = 0
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing is tried in the current window or the next one."""
-        return self.is_over and not self._queue and self.window + 1 < self._last_retry + _IDLE
+        return self.is_over and not self.queue and self.window + 1 < self._last_retry + _IDLE
 
     @property
     def retry_is_due(self) -> bool:
@@ -63,71 +55,52 @@ class Schedule:
     @property
     def proposal_tokens(self) -> int:
         """Tokens of the forward that finds the closest layers before the next trial, 0 for none."""
-        return 0 if self._has_begun and self._queue else self.proposer.proposal_tokens
+        return 0 if self.has_begun and self.queue else self.proposer.proposal_tokens
 
     def wants_timings(self, count: int) -> bool:
-        """Whether to time forwards on this text: at first, after some trials, and when a set is tried again.
-
-        Args:
-            count: texts on which they have been timed.
-        """
+        """Whether to time forwards, after ``count`` times: at first, after some trials, and when a set is retried."""
         if self.is_over:
-            return bool(self._queue) or not count
+            return bool(self.queue) or not count
         return count < _TIMED_TEXTS and self.steps >= _TIMED_AFTER * count
 
     def begin(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """At the beginning the proposer's first set, which is the first to be tried; ``None`` if there is none."""
-        if self._has_begun:
+        """The set to begin with and to try first, ``None`` if there is one already."""
+        if self.has_begun:
             return None
-        self._has_begun = True
+        self.has_begun = True
         plan = self.proposer.first(propose_layers)
         if plan is not None:
-            self._queue = [plan]
+            self.queue = [plan]
         return plan
-
-    def prepare(self, propose_layers: ProposeLayers) -> None:
-        """Runs the forward of :attr:`proposal_tokens`."""
-        if not self._queue:
-            self.proposer.prepare(propose_layers)
 
     def next(self, scores: Callable[[], Scores], propose_layers: ProposeLayers) -> LayerPlan | None:
         """The next set to try, ``None`` where there is nothing to try before the next window."""
-        if self._queue:
-            return self._queue.pop(0)
+        if self.queue:
+            return self.queue.pop(0)
         return None if self.is_over else self.proposer.propose(scores(), self.steps, propose_layers)
 
     def begin_window(self, leaders: list[LayerPlan], best: LayerPlan, matchness: float) -> None:
-        """Begins a window of a search that is not over.
-
-        Args:
-            leaders: sets that are worth most, the best first.
-            best: the set that drafts, and is tried where there are no leaders.
-            matchness: its matchness.
-        """
-        count = TRIED_AGAIN if self.tries_each_round or not self.steps else 1
-        self._queue = leaders[:count] or [best]
+        """Has the best ones of ``leaders`` tried again, or ``best`` where there are none, and then new sets."""
+        count = _TRIED_AGAIN if self.settings.tries_each_round or not self.steps else 1
+        self.queue = leaders[:count] or [best]
         self.proposer.begin_window(best, matchness)
 
     def retry(self, plan: LayerPlan) -> None:
-        """Tries the set of a search that is over once more."""
-        self._queue, self._last_retry = [plan], self.window
+        """Has the set of a search that is over tried once more."""
+        self.queue, self._last_retry = [plan], self.window
 
-    def skip(self, tokens: int) -> None:
-        """Counts text on which nothing is tried."""
-        self._idle_tokens += tokens
-        windows, self._idle_tokens = divmod(self._idle_tokens, self.settings.context_window)
-        self.window += windows
+    def resume(self, steps: int, window: int, is_over: bool) -> None:
+        """Goes on with a search that was saved."""
+        self.steps, self.window, self.is_over, self._last_retry = steps, window, is_over, window
 
     def add_trial(self, is_better: bool, best: LayerPlan, matchness: float, trials: int) -> None:
-        """Counts a trial and ends the search where that is due.
+        """Counts a trial, and ends the search where that is due.
 
         Args:
             is_better: whether it has brought a new best set.
-            best: the best set.
-            matchness: its matchness.
-            trials: its number of trials.
+            best, matchness, trials: the best set, its matchness and the number of its trials.
         """
-        settings, self._has_begun = self.settings, True
+        settings, self.has_begun = self.settings, True
         self.steps += 1
         self._since_better = 0 if is_better else self._since_better + 1
         is_good = matchness > settings.target_matchness and trials >= _CONFIRMED
@@ -136,8 +109,4 @@ class Schedule:
         if is_stuck and has_steps_left and self.proposer.go_on(best, matchness):
             self._since_better = 0
         elif is_stuck or not has_steps_left:
-            self.is_over, self._queue, self._last_retry = True, [], self.window
-
-    def resume(self, steps: int, window: int, is_over: bool) -> None:
-        """Goes on with a search that was saved."""
-        self.steps, self.window, self.is_over, self._last_retry = steps, window, is_over, window
+            self.is_over, self.queue, self._last_retry = True, [], self.window

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from ..files import as_count
 from ..model.partial import LayerPlan
 from ..types import GenerationStats
 from .budget import Pace
@@ -16,13 +17,13 @@ from .costs import ForwardCosts, Stopwatch, Timings
 from .feedback import Feedback
 from .on_the_fly import Search
 from .proposers import ProposeLayers, proposer_of
-from .records import Records
 from .replay import Rule, Trace
-from .schedule import TRIED_AGAIN, Schedule
-from .search_state import PHASES, SearchState
+from .schedule import Schedule
 from .skip_space import SkipSpace
-from .trials import Trial
+from .trials import Records, Trial
 
+# SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
+_PHASES = ("optimization", "acceleration")
 # Trials that are kept of a set once the search is over, and those that are kept for pictures.
 _KEPT, _LOGGED = 16, 4096
 
@@ -34,14 +35,12 @@ class SkipSearch:
     that scored well is tried again on later text, and what counts is by how much it beats others on the same text
     (:class:`Records`; SWIFT keeps the highest score: a set that had been lucky once would never be replaced).
 
-    Where the ratio is searched for, too, a set's score is its expected speed-up; otherwise it is the matchness.
-
     Args:
         settings: what is tried, and when that ends.
         space: blocks to choose from.
         ratio: share of these blocks that a proposed set skips; where ``auto``, of the first ones.
         start: the set that drafts until a better one is found.
-        auto: whether the ratio is searched for.
+        auto: whether the ratio is searched for; then speed decides, otherwise matchness.
         rules: stop rules to compare.
         max_draft: most tokens in a draft.
 
@@ -73,28 +72,31 @@ class SkipSearch:
         self.rules = rules
         self.max_draft = max_draft
         self.changed: Callable[[], None] | None = None
-        # Where speed decides, nothing drafts before it is known to pay.
-        self.choice = SkipChoice(start, not auto, None, None, 0.0, 0.0)
+        self.choice = self._untried(start)
         self.trials: deque[Trial] = deque(maxlen=_LOGGED)
         self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)
-        self.generated = 0
+        self.generated = self._idle_tokens = 0
         self.seconds = self.search_seconds = 0.0
         self.timings = Timings()
         self.pace = Pace()
         self._unfinished: Stopwatch | None = None
         self._lock = threading.Lock()
-        self._start_over([start], has_begun=False)
+        self._start_over()
+        self._schedule.queue, self._schedule.has_begun = [start], False
 
-    def _start_over(self, queue: Sequence[LayerPlan] = (), has_begun: bool = True) -> None:
-        """Begins a search with no trials."""
+    def _untried(self, plan: LayerPlan) -> SkipChoice:
+        """Where speed decides, nothing drafts before it is known to pay."""
+        return SkipChoice(plan, not self.auto, None, None, 0.0, 0.0)
+
+    def _start_over(self) -> None:
         proposer = proposer_of(self.settings, self.space, self.ratio, self.auto)
-        self._schedule = Schedule(self.settings, proposer, queue, has_begun)
-        self._records = Records(self.rules, self.max_draft, proposer.estimates, self.costs if self.auto else None)
+        self._schedule = Schedule(self.settings, proposer)
+        self._records = Records(
+            self.rules, self.max_draft, proposer.estimates, self.timings.costs if self.auto else None
+        )
         self._feedback = Feedback()
         self._expected_rate = 0.0
         self._has_drafted = False
-
-    # What is known -----------------------------------------------------------------------------------------------
 
     @property
     def best(self) -> LayerPlan:
@@ -102,19 +104,9 @@ class SkipSearch:
         return self.choice.plan
 
     @property
-    def matchness(self) -> float:
-        """The estimated matchness of the best set, 0 before the first trial."""
-        return self.choice.matchness
-
-    @property
     def history(self) -> list[float]:
         """Matchness of every trial, in order."""
         return [trial.matchness for trial in self.trials]
-
-    @property
-    def costs(self) -> ForwardCosts | None:
-        """Measured forwards, ``None`` before the first timings."""
-        return self.timings.costs
 
     @property
     def steps(self) -> int:
@@ -123,18 +115,18 @@ class SkipSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the best set is final (SWIFT's acceleration phase)."""
+        """Whether the best set is final."""
         return self._schedule.is_over
+
+    @property
+    def phase(self) -> str:
+        """``optimization`` or ``acceleration`` (SWIFT, Figure 4)."""
+        return _PHASES[self.is_over]
 
     @property
     def is_idle(self) -> bool:
         """Whether no draft pays and nothing is to be tried in the next window."""
         return not self.choice.drafts and self._schedule.is_waiting
-
-    @property
-    def tries_each_round(self) -> bool:
-        """See :attr:`Schedule.tries_each_round`."""
-        return self._schedule.tries_each_round
 
     @property
     def wants_timings(self) -> bool:
@@ -146,23 +138,33 @@ class SkipSearch:
         """See :attr:`Schedule.proposal_tokens`."""
         return self._schedule.proposal_tokens
 
-    @property
-    def phase(self) -> str:
-        """``optimization`` or ``acceleration`` (SWIFT, Figure 4)."""
-        return PHASES[self.is_over]
-
     def report(self, stats: GenerationStats) -> None:
         """Adds what was found."""
         stats.plan = self.best.picture()
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
-
-    # Trials ------------------------------------------------------------------------------------------------------
 
     def begin(self, propose_layers: ProposeLayers) -> None:
         """Lets the proposer's first set draft before any was tried, unless speed decides."""
         with self._lock:
             if not self.auto:
                 self._begin(propose_layers)
+
+    def prepare(self, propose_layers: ProposeLayers) -> None:
+        """Runs the forward of :attr:`proposal_tokens`."""
+        with self._lock:
+            self._begin(propose_layers)
+            if not self._schedule.queue:
+                self._schedule.proposer.prepare(propose_layers)
+
+    def propose(self, propose_layers: ProposeLayers) -> LayerPlan | None:
+        """The next set to try, the one that drafts already first; ``None`` before the next window.
+
+        Args:
+            propose_layers: finds the closest sets for the text as it is, for ``ClosestLayers``.
+        """
+        with self._lock:
+            self._begin(propose_layers)
+            return self._schedule.next(self._records.scores, propose_layers)
 
     def begin_window(self) -> None:
         """Begins a window of new text, on which what looks best is to be tried."""
@@ -172,55 +174,32 @@ class SkipSearch:
             if not schedule.is_over and schedule.proposer.is_busy:
                 return
             has_paid = self.choice.drafts
-            if self.best in self._records:
+            if self.best in self._records.sets:
                 self._choose()
-            leaders = self._records.leaders(TRIED_AGAIN)
+            leaders = self._records.leaders()
             if schedule.is_over:
                 retry_is_due = not self.choice.drafts and schedule.retry_is_due
                 if not (self._feedback.has_become_hard() or (has_paid and retry_is_due)):
                     if retry_is_due:
-                        # Whether the set pays now does not depend on how its drafts fared before.
                         schedule.retry(self.best)
-                        self._feedback = Feedback()
+                        self._feedback = Feedback()  # whether it pays now does not depend on earlier drafts
                     return
                 self._start_over()
             if not self._has_drafted:
                 self._feedback = Feedback()  # which no draft corrects
             self._has_drafted = False
-            self._schedule.begin_window(leaders, self.best, self.matchness)
-
-    def prepare(self, propose_layers: ProposeLayers) -> None:
-        """Runs the forward of :attr:`proposal_tokens`."""
-        with self._lock:
-            self._begin(propose_layers)
-            self._schedule.prepare(propose_layers)
-
-    def propose(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """The next set to try: first the one that drafts already.
-
-        Args:
-            propose_layers: finds the closest sets for the text as it is, for ``ClosestLayers``.
-
-        Returns:
-            ``None`` where there is nothing to try before the next window.
-        """
-        with self._lock:
-            self._begin(propose_layers)
-            return self._schedule.next(self._records.scores, propose_layers)
+            self._schedule.begin_window(leaders, self.best, self.choice.matchness)
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
         """Takes in what ``plan`` predicts where the text's tokens are known."""
         with self._lock:
             trial = Trial(plan, tuple(traces), self._schedule.window, self.generated)
             self.trials.append(trial)
-            self._records.add(trial, keep=_KEPT if self.is_over else None)
-            is_better = self._choose()
-            trials = len(self._records.trials_of(self.best))
-            self._schedule.add_trial(is_better, self.best, self.matchness, trials)
+            self._records.add(trial, _KEPT if self.is_over else None)
+            is_better, record = self._choose(), self._records.sets.get(self.best)
+            self._schedule.add_trial(is_better, self.best, self.choice.matchness, len(record.trials) if record else 0)
         if self.changed is not None:
             self.changed()
-
-    # Time and drafts ---------------------------------------------------------------------------------------------
 
     def stopwatch(self) -> Stopwatch:
         """The timings to go on with, in this call or a later one."""
@@ -236,7 +215,7 @@ class SkipSearch:
             costs = self.timings.add(stopwatch, anew=self.is_over)
             if self.auto:
                 self._records.use(costs)
-            if self._records:
+            if self._records.sets:
                 self._choose()
 
     def spent(self, seconds: float, search_seconds: float) -> None:
@@ -250,7 +229,8 @@ class SkipSearch:
         with self._lock:
             self.generated += tokens
             self.seconds += seconds
-            self._schedule.skip(tokens)
+            windows, self._idle_tokens = divmod(self._idle_tokens + tokens, self.settings.context_window)
+            self._schedule.window += windows
             self._feedback = Feedback()
 
     def watch(
@@ -270,7 +250,7 @@ class SkipSearch:
             seconds: time of drafting and verification.
         """
         with self._lock:
-            costs, foretold = self.costs, 0.0
+            costs, foretold = self.timings.costs, 0.0
             self.generated += tokens
             self._has_drafted = self._has_drafted or drafted > 0
             if not drafted and costs is not None:
@@ -281,12 +261,17 @@ class SkipSearch:
                 foretold = steps * costs.draft(plan) + costs.verify(plan.first_altered, nodes)
             self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows, foretold, seconds)
 
-    # Files -------------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """What was found, as JSON has it."""
         with self._lock:
-            return SearchState(self.is_over, self.generated, self.costs, self.choice, self._records.trials()).to_json()
+            costs = self.timings.costs
+            return {
+                "phase": self.phase,
+                "generated": self.generated,
+                "costs": None if costs is None else asdict(costs),
+                "tries": [trial.state() for record in self._records.sets.values() for trial, _ in record.trials],
+                **self.choice.state(),
+            }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up what :meth:`state` gave.
@@ -294,25 +279,25 @@ class SkipSearch:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        saved = SearchState.of_json(state, self.space.num_layers)
+        layers, choice = self.space.num_layers, SkipChoice.of_state(state)
+        costs = None if state["costs"] is None else ForwardCosts.of_state(state["costs"], layers)
+        trials = sorted((Trial.of(one) for one in state["tries"]), key=lambda trial: trial.generated)
+        generated, is_over = as_count(state["generated"]), bool(_PHASES.index(state["phase"]))
+        if any(plan.num_layers != layers for plan in (choice.plan, *(trial.plan for trial in trials))):
+            raise ValueError(f"a set for another depth than {layers} layers")
         with self._lock:
-            self.timings.costs = saved.costs
+            self.timings.costs, self.generated, self.choice = costs, generated, choice
+            self.found = deque([(0, choice.plan)], maxlen=_LOGGED)
+            self.trials.extend(trials)
             self._start_over()
-            for trial in saved.trials:
+            for trial in trials:
                 self._records.add(trial)
-            self.trials.extend(saved.trials)
-            self._schedule.resume(
-                len(saved.trials), max((one.window for one in saved.trials), default=0), saved.is_over
-            )
-            self.generated = saved.generated
-            self.choice = saved.choice
-            self.found = deque([(0, saved.choice.plan)], maxlen=_LOGGED)
-
-    # Inside ------------------------------------------------------------------------------------------------------
+            window = max((trial.window for trial in trials), default=0)
+            self._schedule.resume(len(trials), window, is_over)
 
     def _begin(self, propose_layers: ProposeLayers) -> None:
         if (plan := self._schedule.begin(propose_layers)) is not None:
-            self._lead(SkipChoice(plan, not self.auto, None, None, 0.0, 0.0))
+            self._lead(self._untried(plan))
 
     def _choose(self) -> bool:
         """Takes the best set; whether it is another one. Once the search is over, the set stays."""

@@ -90,6 +90,6 @@ class SkipSpace:
         order = np.argsort(-values, kind="stable")
         return self.plan(order[: self.count(ratio)].tolist())
 
-    def random(self, chance: np.random.Generator, ratio: float) -> LayerPlan:
+    def random(self, rng: np.random.Generator, ratio: float) -> LayerPlan:
         """A set drawn uniformly among those of this ratio."""
-        return self.highest(chance.random(len(self.blocks)), ratio)
+        return self.highest(rng.random(len(self.blocks)), ratio)

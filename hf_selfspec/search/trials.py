@@ -1,8 +1,9 @@
-"""Sets of skipped blocks, tried on windows of text."""
+"""Sets of skipped blocks, tried on windows of text, and what each is worth."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,13 @@ import numpy as np
 
 from ..files import as_count
 from ..model.partial import LayerPlan
-from .choice import fastest_run
-from .replay import Replay, Trace
+from .choice import Arm, fastest_run
+from .costs import ForwardCosts
+from .estimates import Scores
+from .replay import Replay, Rule, Trace, replays
 
+# Tokens that weigh as much as one of SWIFT's windows.
+_WINDOW = 32
 # Trials that are replayed anew when text has become harder or easier.
 _REPLAYED = 4
 
@@ -70,14 +75,12 @@ class SetRecord:
         self.trials = list(trials)
         self._compare_rules()
 
-    def add(self, trial: Trial, replays: list[Replay]) -> None:
-        """Takes in one more trial."""
+    def add(self, trial: Trial, replays: list[Replay], keep: int | None) -> None:
+        """Takes in one more trial, and forgets the first ones where there are more than ``keep``."""
         self.trials.append((trial, replays))
+        if keep is not None:
+            del self.trials[:-keep]
         self._compare_rules()
-
-    def keep(self, last: int) -> None:
-        """Forgets all but the last trials."""
-        del self.trials[: max(0, len(self.trials) - last)]
 
     def _compare_rules(self) -> None:
         runs = [Replay.of_all(run) for run in zip(*(replays for _, replays in self.trials), strict=True)]
@@ -88,10 +91,6 @@ class SetRecord:
     def with_ease(self, ease: float, replay: Callable[[Trial, float], list[Replay]]) -> tuple[int, Replay, Replay]:
         """The fastest rule where tokens are accepted ``ease`` times as often as in the trials.
 
-        Args:
-            ease: that factor.
-            replay: replays a trial by all rules with it.
-
         Returns:
             The rule's index, what it brings there, and what it brings on the same trials as they were.
         """
@@ -101,6 +100,116 @@ class SetRecord:
             self._eased = {ease: [Replay.of_all(run) for run in runs]}
         rule = fastest_run(self._eased[ease])
         return rule, self._eased[ease][rule], Replay.of_all(replays[rule] for _, replays in recent)
+
+
+_Score = Callable[[SetRecord, Trial, list[Replay]], float]
+
+
+class Records:
+    """The trials of one search by set.
+
+    With costs, what counts of a trial is the speed-up that follows from its trace, from these costs and from the set's
+    best stop rule; without, it is the matchness.
+
+    Args:
+        rules: stop rules to compare.
+        max_draft: most tokens in a draft.
+        estimate: estimates what each set would score on the usual text.
+        costs: measured forwards, ``None`` where matchness decides.
+
+    Attributes:
+        sets: the record of each set that was tried.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        max_draft: int,
+        estimate: Callable[[Scores], np.ndarray],
+        costs: ForwardCosts | None,
+    ) -> None:
+        self.costs = costs
+        self.sets: dict[LayerPlan, SetRecord] = {}
+        self._rules = rules
+        self._max_draft = max_draft
+        self._estimate = estimate
+        self._estimated: dict[_Score, dict[LayerPlan, float]] = {}
+
+    def add(self, trial: Trial, keep: int | None = None) -> None:
+        """Takes in a trial, and forgets the first ones of its set where it has more than ``keep``."""
+        self.sets.setdefault(trial.plan, SetRecord()).add(trial, self._replays(trial), keep)
+        self._estimated.clear()
+
+    def use(self, costs: ForwardCosts) -> None:
+        """Compares sets by their speed-up with these costs from now on."""
+        self.costs = costs
+        self._estimated.clear()
+        for plan, record in self.sets.items():
+            self.sets[plan] = SetRecord((trial, self._replays(trial)) for trial, _ in record.trials)
+
+    def worth(self) -> dict[LayerPlan, float]:
+        """What each set is estimated to bring on the usual text: speed-up, or matchness."""
+        if self.costs is None:
+            return self.matchness()
+        return {plan: math.exp(value) for plan, value in self._estimates(self._log_speed).items()}
+
+    def matchness(self) -> dict[LayerPlan, float]:
+        """What each set is estimated to match of the usual text."""
+        return self._estimates(_matchness)
+
+    def leaders(self) -> list[LayerPlan]:
+        """The sets, those that are worth most first."""
+        worth = self.worth()
+        return sorted(worth, key=lambda plan: -worth[plan])
+
+    def arm(self, plan: LayerPlan, ease: float) -> tuple[Arm, float]:
+        """A set with its fastest rule where tokens are accepted ``ease`` times as often as in its trials.
+
+        Returns:
+            The arm, and the acceptance rate that the trials promised for its rule.
+        """
+        record = self.sets[plan]
+        rule, run, usual = record.with_ease(ease, self._replays)
+        assert record.run is not None
+        # The last trials, replayed as hard as drafting has been, show by how much to correct the estimate.
+        speedup = self.worth()[plan] * record.run.seconds_per_token / run.seconds_per_token
+        return Arm(plan, self._rules[rule], speedup, run.acceptance_rate), usual.acceptance_rate
+
+    def scores(self) -> Scores:
+        """What decides of all trials: log speed-ups, or matchness."""
+        return self._scores(_matchness if self.costs is None else self._log_speed)
+
+    def _replays(self, trial: Trial, ease: float = 1.0) -> list[Replay]:
+        if self.costs is None:
+            return []
+        traces = [trace.eased(ease) for trace in trial.traces]
+        return replays(traces, self._rules, trial.plan, self.costs, self._max_draft)
+
+    def _estimates(self, score: _Score) -> dict[LayerPlan, float]:
+        """The estimates of one kind of score, kept until more is known."""
+        if score not in self._estimated:
+            scores = self._scores(score)
+            found = self._estimate(scores).tolist() if scores.plans else []
+            self._estimated[score] = dict(zip(scores.plans, found, strict=True))
+        return self._estimated[score]
+
+    def _scores(self, score: _Score) -> Scores:
+        rows = [
+            (score(record, trial, runs), trial.tokens / _WINDOW, index, trial.window)
+            for index, record in enumerate(self.sets.values())
+            for trial, runs in record.trials
+        ]
+        values, weights, sets, windows = np.array(rows, float).reshape(-1, 4).T
+        places = np.unique(windows, return_inverse=True)[1]
+        return Scores(tuple(self.sets), values, weights, sets.astype(int), places)
+
+    def _log_speed(self, record: SetRecord, trial: Trial, runs: list[Replay]) -> float:
+        assert self.costs is not None
+        return math.log(self.costs.plain() / runs[record.rule].seconds_per_token)
+
+
+def _matchness(record: SetRecord, trial: Trial, runs: list[Replay]) -> float:
+    return trial.matchness
 
 
 def _shares(values: list[float]) -> np.ndarray:
