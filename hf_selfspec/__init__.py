@@ -14,6 +14,7 @@ from .draft import (
     EarlyExit,
     EarlyExitAdapter,
     EarlyExitOnly,
+    FixedDrafter,
     Lookup,
     Session,
     SkipLayers,
@@ -45,7 +46,7 @@ from .train import (
     fit_probe,
 )
 from .tuning import OfflineSearch, tune
-from .types import GenerationStats
+from .types import Draft, GenerationStats, Text, Verdict
 from .verify import CostTree, TopKTree
 from .verify.stateless import register_stateless
 
@@ -61,6 +62,7 @@ __all__ = [
     "ConfidenceThreshold",
     "CostTree",
     "Difference",
+    "Draft",
     "DraftSource",
     "Drafter",
     "DynamicExit",
@@ -71,6 +73,7 @@ __all__ = [
     "ExitChoice",
     "ExitHeads",
     "ExitReport",
+    "FixedDrafter",
     "FixedLength",
     "GenerationStats",
     "Gradual",
@@ -89,9 +92,11 @@ __all__ = [
     "SettingTypeError",
     "SkipChoice",
     "SkipLayers",
+    "Text",
     "TopKTree",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "Verdict",
     "attach",
     "calibrate_exit_heads",
     "detach",

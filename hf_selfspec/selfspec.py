@@ -22,20 +22,18 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from . import pictures, saving
-from .call import FIRST_SLOTS, Generation, Request
+from .call import Generation, Request
 from .draft.candidates import Candidates
 from .draft.cascade import Cascade
-from .draft.early_exit import EarlyExit
 from .draft.lookup import NAME, Lookup
 from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
-from .draft.source import DraftSource, Limits
+from .draft.source import DraftSource
+from .draft.standalone import standalone_draft
 from .errors import SettingError, SettingTypeError
 from .files import reported
 from .knowledge import Knowledge, KnowledgeOfCall
-from .model.anatomy import Anatomy, causal_lm
-from .model.cache import SpeculativeCache
-from .model.target import Target
+from .model.anatomy import causal_lm
 from .notices import warn_once
 from .observing import observe, token_rows
 from .presets import Presets
@@ -46,7 +44,6 @@ from .search.skip_search import SkipSearch
 from .settings import MOST_DRAFT, check_count
 from .stop.rules import RememberingRule, StopRule
 from .types import GenerationStats
-from .verify.scoring import Scorer
 from .verify.tree import Tree
 
 if TYPE_CHECKING:
@@ -68,11 +65,12 @@ class SelfSpec(Presets):
     was learned: tools such as lm-eval copy their arguments for every batch. A new ``SelfSpec`` begins anew.
 
     Args:
-        draft: which part of the model drafts, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter` or
-            :class:`DynamicExit`, or any ``CandidateGenerator`` of transformers that needs ids alone (in a batch each
-            row after the first has a deep copy of it, which shares its modules). By default the layers to skip are
-            found while generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers
-            alone, which changes the output (and returns no cache).
+        draft: what drafts: :class:`Lookup`, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter`,
+            :class:`DynamicExit`, several in a :class:`Cascade`, a :class:`DraftSource` of your own, or any
+            ``CandidateGenerator`` of transformers that needs ids alone (in a batch each row after the first has a deep
+            copy of it, which shares its modules). By default free drafts, and layers to skip that are found while
+            generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone, which
+            changes the output (and returns no cache).
         stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. ``None``:
@@ -294,15 +292,7 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        plan = self.draft.plan(anatomy := Anatomy.of(model)) if isinstance(self.draft, EarlyExit) else None
-        if plan is None or self.stop is None:
-            raise SettingTypeError(
-                "only EarlyExit(layer) with a stop rule can draft on its own outside this package's loop, got "
-                f"{self.draft!r} and {self.stop!r}: other drafts read keys and values that only the full model writes."
-            )
-        target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, FIRST_SLOTS))
-        scorer = Scorer(logits_processor or LogitsProcessorList(), 1, do_sample)
-        return PartialDraft(target, plan, Limits(self.stop, self.max_draft), scorer.for_drafts)
+        return standalone_draft(self._source, self.stop, self.max_draft, model, logits_processor, do_sample)
 
     def __call__(
         self,

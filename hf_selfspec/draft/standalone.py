@@ -1,0 +1,48 @@
+"""Drafts outside of this package's loop."""
+
+from __future__ import annotations
+
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from ..errors import SettingTypeError
+from ..model.anatomy import Anatomy
+from ..model.cache import SpeculativeCache
+from ..model.target import Target
+from ..stop.rules import StopRule
+from ..verify.scoring import Scorer
+from .early_exit import EarlyExit
+from .partial import PartialDraft
+from .source import DraftSource, Limits
+
+# Slots to begin with, since it is not known how long the text will be.
+_SLOTS = 1024
+
+
+def standalone_draft(
+    source: DraftSource,
+    stop: StopRule | None,
+    max_draft: int,
+    model: PreTrainedModel,
+    processors: LogitsProcessorList | None,
+    do_sample: bool,
+) -> PartialDraft:
+    """An early exit as a ``CandidateGenerator`` with a cache of its own.
+
+    Args:
+        source, stop, max_draft: see ``SelfSpec``.
+        model: the model to draft with.
+        processors: logits processors of the generation.
+        do_sample: whether tokens are drawn.
+
+    Raises:
+        SettingTypeError: the source is not an early exit with a stop rule.
+    """
+    plan = source.plan(anatomy := Anatomy.of(model)) if isinstance(source, EarlyExit) else None
+    if plan is None or stop is None:
+        raise SettingTypeError(
+            f"only EarlyExit(layer) with a stop rule can draft on its own outside this package's loop, got {source!r} "
+            f"and {stop!r}: other drafts read keys and values that only the full model writes."
+        )
+    target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS))
+    scorer = Scorer(processors or LogitsProcessorList(), 1, do_sample)
+    return PartialDraft(target, plan, Limits(stop, max_draft), scorer.for_drafts)
