@@ -18,7 +18,7 @@ class Custom(SelfSpec):
 
 def test_selfspec_inherits_all_presets() -> None:
     presets = {name for name in vars(Presets) if not name.startswith("_")}
-    assert presets == {"adaspeed", "dssd", "early_exit_only", "kangaroo", "layerskip", "swift"}
+    assert presets >= {"adaspeed", "dssd", "early_exit_only", "kangaroo", "layerskip", "swift"}
     assert not presets & set(vars(SelfSpec))
     for name in presets:
         assert inspect.getdoc(getattr(SelfSpec, name)), name
