@@ -30,7 +30,7 @@ from hf_selfspec import (
     UnsupportedOptionError,
     notices,
 )
-from hf_selfspec.model import partial, target
+from hf_selfspec.model import compiled, partial
 from hf_selfspec.model.attention import grouped_attention
 
 SPEC = new_spec()
@@ -275,7 +275,7 @@ def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
         return torch._dynamo.eval_frame._stance.stance
 
     before = stance()
-    first, second = target._eagerly(), target._eagerly()
+    first, second = compiled.eagerly(), compiled.eagerly()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -413,7 +413,7 @@ def test_candidate_generator_that_changes_the_text(llama: LlamaForCausalLM) -> N
 
 def test_candidate_generator_outside_of_early_exit(llama: LlamaForCausalLM) -> None:
     with pytest.raises(
-        SettingTypeError, match=r"only EarlyExit\(layer\) with a stop rule can draft on its own .* got SkipLayers"
+        SettingTypeError, match=r"only EarlyExit\(layer\) with a stop rule can draft on its own .* got Cascade"
     ):
         SelfSpec().candidate_generator(llama)
 

@@ -42,7 +42,10 @@ class Candidates(DraftSource):
 
     generator: CandidateGenerator
 
-    fixed_because = "a CandidateGenerator drafts as many tokens as it returns, in a line"
+    @property
+    def fixed_because(self) -> str:
+        """See :attr:`DraftSource.fixed_because`."""
+        return f"{type(self.generator).__name__} drafts as many tokens as it returns, in a line"
 
     def __post_init__(self) -> None:
         check_generator(self.generator)

@@ -70,7 +70,6 @@ class EarlyExitOnly(DraftSource):
     layer: int
 
     lossless = False
-    fixed_because = "EarlyExitOnly generates without drafts"
 
     def __post_init__(self) -> None:
         check_count("EarlyExitOnly(layer)", self.layer, most=MOST_LAYERS)
@@ -82,6 +81,11 @@ class EarlyExitOnly(DraftSource):
             SettingError: the model has too few layers.
         """
         return _plan("EarlyExitOnly", self.layer, anatomy)
+
+    @property
+    def fixed_because(self) -> str:
+        """See :attr:`DraftSource.fixed_because`."""
+        return f"{self!r} generates without drafts"
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan:
         """See :meth:`DraftSource.whole_model`."""

@@ -46,7 +46,10 @@ class Lookup(DraftSource):
     stored_tokens: int = _STORED
     max_nodes: int = SIZES[-1]
 
-    fixed_because = "Lookup drafts as many tokens as pay by measured costs, in a tree"
+    @property
+    def fixed_because(self) -> str:
+        """See :attr:`DraftSource.fixed_because`."""
+        return "Lookup drafts as many tokens as pay by measured costs, in a tree"
 
     def __post_init__(self) -> None:
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)

@@ -202,11 +202,14 @@ class DraftSource:
 
     Attributes:
         lossless: the output is the model's own. Where it is not, no saved config may choose the source.
-        fixed_because: why no stop rule and no tree have an effect, empty where they have one.
     """
 
     lossless = True
-    fixed_because = ""
+
+    @property
+    def fixed_because(self) -> str:
+        """Why no stop rule and no tree have an effect, empty where they have one."""
+        return ""
 
     def start(self, session: Session) -> Drafter:
         """The drafter of one generation.
