@@ -19,7 +19,16 @@ import torch
 from measure_demo_model import PROMPT, best_early_exit, held_out_texts, load, prompts_of
 from transformers import AutoTokenizer, PreTrainedModel
 
-from hf_selfspec import ConfidenceThreshold, CostTree, FixedLength, SelfSpec, SkipChoice, SkipLayers, TopKTree
+from hf_selfspec import (
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    FixedLength,
+    SelfSpec,
+    SkipChoice,
+    SkipLayers,
+    TopKTree,
+)
 from hf_selfspec.bench.measure import machine
 from hf_selfspec.bench.trained import Asked, Speed, attainable_with, compare, forward_costs, without_reuse
 
@@ -30,7 +39,8 @@ def specs_of_stream() -> dict[str, SelfSpec]:
     """Our ways; below the defaults, what each part of SWIFT brings (Table 8)."""
     return {
         "SelfSpec()": SelfSpec(),
-        "SelfSpec(), CostTree": SelfSpec(tree=CostTree()),
+        "layers": SelfSpec(SkipLayers(search=ClosestLayers())),
+        "layers, CostTree": SelfSpec(SkipLayers(search=ClosestLayers()), tree=CostTree()),
         "swift()": SelfSpec.swift(),
         "swift(), the paper's tree": SelfSpec.swift(tree=TopKTree()),
         "swift(), CostTree": SelfSpec.swift(tree=CostTree()),
@@ -91,12 +101,12 @@ def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: in
             cells += ["", "", "", "", ""]
         cells += [f"{sum(speed.same)}/{len(speed.same)}", f"`{speed.runs[-1].plan}`" if speed.runs else ""]
         print(f"| {' | '.join(cells)} |", flush=True)
-    choice = specs["SelfSpec()"].choice(model)
+    choice = specs["layers"].choice(model)
     assert isinstance(choice, SkipChoice)
     texts = [asked.plain()(ids) for ids in prompts[::4]]
     best = attainable_with(model, choice.plan, texts, PROMPT)
     print(
-        f"\nSelfSpec() chose {choice.stop}, drafts: {choice.drafts}, promised {choice.expected_speedup:.2f}x. "
+        f"\nThe search chose {choice.stop}, drafts: {choice.drafts}, promised {choice.expected_speedup:.2f}x. "
         f"Attainable with its set on every fourth text (forwards alone): {best.speedup:.2f}x with {best.stop}, "
         f"α {best.acceptance_rate:.2f}.",
         flush=True,
@@ -123,7 +133,7 @@ def change_table(
 ) -> None:
     """α and speed-up before, at and after a change of text, with one search and with the set that it had found."""
     asked = Asked(model, {"max_new_tokens": tokens, "do_sample": False})
-    spec, fixed = SelfSpec(), None
+    spec, fixed = SelfSpec(SkipLayers(search=ClosestLayers())), None
     print("| texts | speed-up | α | M | tries | set kept: speed-up | α | promised |")
     print("|---|---|---|---|---|---|---|---|")
     stages = [(f"code {part * 10 + 1}-{part * 10 + 10}", code[part * 10 : part * 10 + 10]) for part in range(2)]
@@ -164,7 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=30, help="prompts of each kind")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens")
-    parser.add_argument("--plot", type=Path, help="picture of SelfSpec()'s search and speed")
+    parser.add_argument("--plot", type=Path, help="picture of the search and its speed")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -182,7 +192,7 @@ def main() -> None:
     stream = [ids for pair in zip(code, library, strict=True) for ids in pair]
     specs = stream_table(model, stream, options.tokens)
     if options.plot is not None:
-        specs["SelfSpec()"].plot(options.plot)
+        specs["layers"].plot(options.plot)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ class GenerationStats:
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
         phase: of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
         matchness: of the sets that such a search tried, in order, those of earlier calls included.
-        drafts: whether it was worth drafting at the end of the call.
+        drafts: whether it was worth drafting with part of the model at the end of the call.
         left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
             verified then.
         together_for: processors and criteria that may keep a state, for which the rows of a batch advanced together.
@@ -299,8 +299,8 @@ class GenerationStats:
             taken = ", ".join(f"{count} at {layer}" for layer, count in sorted(self.exit_layers.items()))
             lines.append(("exits", taken))
         if self.phase:
-            last = f", last of {len(self.matchness)} tries {self.matchness[-1]:.2f}" if self.matchness else ""
-            lines.append(("search", f"{self.phase}{last}{'' if self.drafts else ', no draft pays'}"))
+            last = f", last of {len(self.matchness)} trials {self.matchness[-1]:.2f}" if self.matchness else ""
+            lines.append(("search", f"{self.phase}{last}{'' if self.drafts else ', no set pays'}"))
         if self.plan:
             lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
             lines.append(("MLP blocks", self.plan.translate(_MLP)))

@@ -1214,7 +1214,7 @@ def test_where_no_set_pays_drafts_are_empty(monkeypatch: pytest.MonkeyPatch, row
     tried = len(spec.stats.matchness)
     assert torch.equal(generated(model, prompt(rows), 40, assistant=spec), plain)
     assert (spec.stats.drafted, spec.stats.draft_steps, spec.stats.drafts) == (0, 0, False)
-    assert "no draft pays" in str(spec.stats)
+    assert "no set pays" in str(spec.stats)
     assert len(spec.stats.matchness) > tried  # the search goes on
     use_costs(monkeypatch, step=0.0)
     generated(model, prompt(rows), 40, assistant=spec)  # the second and last text at which forwards are timed was seen

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ..draft.early_exit import EarlyExit
 from ..draft.skip_layers import SkipLayers
+from ..search.on_the_fly import ClosestLayers
 from ..selfspec import SelfSpec
 from ..stop.rules import FixedLength
 from . import known_answer
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         "--draft",
         choices=("exit", "skips", "search"),
         default="exit",
-        help="an early exit; the known half of the blocks, which hardly matter; or SelfSpec()'s search on that model",
+        help="an early exit; the known half of the blocks, which hardly matter; or the search for them on that model",
     )
     parser.add_argument("--exit-layer", type=int, default=4)
     parser.add_argument("--num-draft", type=int, default=4)
@@ -154,7 +155,9 @@ def _spec(args: argparse.Namespace) -> SelfSpec:
     """Drafts of the kind that was asked for, as far as the model need not be known."""
     if args.draft == "exit":
         return SelfSpec(EarlyExit(args.exit_layer), FixedLength(args.num_draft))
-    return SelfSpec() if args.draft == "search" else SelfSpec(SkipLayers(), FixedLength(args.num_draft))
+    if args.draft == "search":
+        return SelfSpec(SkipLayers(search=ClosestLayers()))
+    return SelfSpec(SkipLayers(), FixedLength(args.num_draft))
 
 
 def _model_and_spec(args: argparse.Namespace, shape: LlamaShape) -> tuple[LlamaForCausalLM, SelfSpec]:
@@ -164,7 +167,7 @@ def _model_and_spec(args: argparse.Namespace, shape: LlamaShape) -> tuple[LlamaF
     model, known, _ = known_skips_llama(shape, num_draft=args.num_draft, agreement=args.agreement)
     if args.draft == "skips":
         return model, SelfSpec(known, FixedLength(args.num_draft))
-    spec = SelfSpec()
+    spec = _spec(args)
     while spec.stats is None or spec.stats.phase == "optimization":
         model.generate(**random_prompt(model, 1, 64), max_new_tokens=args.tokens, do_sample=False, assistant=spec)
     return model, spec
