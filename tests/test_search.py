@@ -1474,7 +1474,7 @@ def test_statistics_of_a_search() -> None:
         phases.append((stats.phase, stats.phase == search.phase))
         assert stats.matchness == search.history
         assert stats.drafts
-        last = f", last of {len(search.history)} tries {search.history[-1]:.2f}" if search.history else ""
+        last = f", last of {len(search.history)} trials {search.history[-1]:.2f}" if search.history else ""
         assert lines_of(spec)["search"] == f"{search.phase}{last}"
         tokens_so_far, seconds = zip(*stats.timeline, strict=True)
         assert len(stats.timeline) == stats.verify_passes
