@@ -280,6 +280,17 @@ def test_embedded_prompts(llama: LlamaForCausalLM, spec: SelfSpec, inputs: Input
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("placeholder", [VOCABULARY, -100])
+def test_ids_of_embedded_prompts_may_be_anything(llama: LlamaForCausalLM, spec: SelfSpec, placeholder: int) -> None:
+    """A placeholder for which the model has no embedding is not drafted where the text before it occurs again."""
+    embeds = llama.get_input_embeddings()(ROW["input_ids"])
+    first = new_tokens(llama, ROW, max_new_tokens=1)[0]
+    ids = ROW["input_ids"].clone()
+    ids[0, :4] = torch.tensor([*ids[0, -2:], *first, placeholder])
+    ours, plain = both(llama, spec, {"input_ids": ids, "inputs_embeds": embeds})
+    assert torch.equal(ours, plain)
+
+
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2]], ids=["batch", "one row"])
 def test_masks_with_holes(llama: LlamaForCausalLM, spec: SelfSpec, rows: list[int]) -> None:
     inputs = repetitive((14, 14, 14))

@@ -108,10 +108,6 @@ def assert_mixed(name: str, mixed: list[tuple[int, int]]) -> None:
 # The test itself -----------------------------------------------------------------------------------------------------
 
 
-def takes_named_for_drawn(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int) -> Choice:
-    return choose_sampled(scores, drafted, q, len(drafted) if q is not None else 0)
-
-
 def asks_with_the_same_p(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int) -> Choice:
     for index, token in enumerate(drafted):
         if choose_sampled(scores, [token], q, int(index < num_drawn))[1] is not None:
@@ -125,7 +121,7 @@ def asks_with_the_same_p(scores: torch.Tensor, drafted: list[int], q: torch.Tens
         ("named", accepts_everything),
         ("named", draws_from_p_after_a_rejection),
         ("named", asks_with_the_same_p),
-        ("drawn and named", takes_named_for_drawn),
+        ("drawn and named", draws_from_p_after_a_rejection),
         ("drawn and named", asks_with_the_same_p),
     ],
 )
