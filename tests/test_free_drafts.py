@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from conftest import VOCABULARY, tiny_gpt2, tiny_llama
+from test_exit_heads import heads_of
+from test_fitting import adapter_of
 from test_generate_surface import character_tokenizer
 from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel, TextIteratorStreamer, TextStreamer
 
-from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec
+from hf_selfspec import (
+    Cascade,
+    DynamicExit,
+    EarlyExit,
+    EarlyExitAdapter,
+    FixedLength,
+    Lookup,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
 from hf_selfspec.control import shared
+from hf_selfspec.control.arms import Arm
 from hf_selfspec.control.clock import RoundClock
 from hf_selfspec.draft.cascade import CascadeDrafter
 from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.types import Draft, Text
 
@@ -37,6 +53,7 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
 def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds cost what they do where memory bounds them, whatever this machine is doing: large trees pay."""
     monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, is_frozen=False: RoundClock(False, True))
+    monkeypatch.setattr(RoundClock, "is_measured", True)
 
 
 @pytest.fixture
@@ -333,3 +350,56 @@ def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM, drafts: list[
     drafts.clear()
     both(llama, SelfSpec(Lookup(), max_draft=2), ROW)
     assert max(max(draft.lengths) for draft in drafts) == 2
+
+
+# Around other drafts -------------------------------------------------------------------------------------------------
+
+DEEP = tiny_llama(layers=8, factor=0.5)
+OTHERS: dict[str, Callable[[], SelfSpec]] = {
+    "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(2)),
+    "exit, tree": lambda: SelfSpec(EarlyExit(3), FixedLength(3), TopKTree(((1.0, 2),))),
+    "skipped layers": lambda: SelfSpec(SkipLayers((2, 3), (4,)), FixedLength(3)),
+    "probe": lambda: SelfSpec(EarlyExit(3)),
+    "adapter": lambda: SelfSpec(EarlyExitAdapter(adapter_of(DEEP)), FixedLength(3)),
+    "heads": lambda: SelfSpec(DynamicExit(heads_of(DEEP, 0.6)), FixedLength(3)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_drafts_go_on_after_free_rounds(
+    name: str, inputs: Inputs, drafts: list[Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second round is free. What the other source drafts after them is what it would draft alone there."""
+    alone = OTHERS[name]()
+    turns = iter(range(1 << 30))
+    monkeypatch.setattr(Arm, "pace", lambda self, promised: math.inf if next(turns) % 2 else 0.0)
+    seen: dict[str, dict[tuple[int, int], int]] = {"alone": {}, "cascade": {}}
+    kinds = {kind for kind in (PartialDraft, *PartialDraft.__subclasses__()) if "propose" in vars(kind)}
+    now = "alone"
+
+    def watch(kind: type[PartialDraft]) -> None:
+        original = kind.propose
+
+        def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
+            draft = original(self, text, max_new)
+            for row, length in enumerate(draft.lengths):
+                if length:
+                    seen[now][row, text.lengths[row]] = int(draft.tokens[row, 0])
+            return draft
+
+        monkeypatch.setattr(kind, "propose", watched)
+
+    for kind in kinds:
+        watch(kind)
+    options = {"max_new_tokens": 40, "do_sample": False}
+    plain = DEEP.generate(**inputs, **options)
+    single = replace(alone, stop=FixedLength(1), tree=None)
+    assert torch.equal(DEEP.generate(**inputs, **options, assistant=single), plain)
+    now = "cascade"
+    spec = replace(alone, draft=Cascade([Lookup(stored_tokens=0), alone.draft]))
+    for _ in range(2):
+        assert torch.equal(DEEP.generate(**inputs, **options, assistant=spec), plain)
+    assert len(seen["cascade"]) < sum(count > 0 for draft in drafts for count in draft.lengths)
+    common = seen["alone"].keys() & seen["cascade"].keys()
+    assert len(common) > 3
+    assert all(seen["alone"][place] == seen["cascade"][place] for place in common)
