@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from . import saving
 from .errors import SettingError
+from .files import reported
 from .findings import Findings
 from .model.fingerprint import Fingerprint
 from .notices import warn_once
@@ -48,6 +49,8 @@ class Knowledge:
         self.saved = saved
         self._cached: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, saving.Saved]] = weakref.WeakKeyDictionary()
         self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
+        # Files with texts that this process has used, also of models that are gone.
+        self._text_files: set[Path] = set()
         self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
 
@@ -121,6 +124,8 @@ class Knowledge:
                 other = next((found for one, found in known.items() if one.source == key.source), None)
                 known[key] = self._new(model, key, make, other, cache)
                 if cache is not None:
+                    if key.kind is None:
+                        self._text_files.add(cache)
                     known[key].changed = partial(self._cache, cache, weakref.ref(model), settings, key)
             known[key] = known.pop(key)
             found: _F = known[key]
@@ -171,17 +176,25 @@ class Knowledge:
             saving.write(path, settings, fingerprint, {key: state for key, state in findings.items() if wanted(key)})
 
     def forget_texts(self) -> None:
-        """Drops what findings keep of texts, also from the files in which they last."""
+        """Drops what findings keep of texts, also from the files in which they last.
+
+        Raises:
+            SettingError: a file cannot be removed.
+        """
         with self._lock:
+            for path in self._text_files:
+                with reported(path):
+                    path.unlink(missing_ok=True)
+            for files in self._cached.values():
+                files.update({path: _without_texts(saved) for path, saved in files.items()})
+            if self.saved is not None:
+                self.saved = _without_texts(self.saved)
             for known in self.models.values():
-                for found in known.values():
+                for key, found in known.items():
                     if (forget := getattr(found, "forget", None)) is not None:
                         forget()
-                        if found.changed is not None:
-                            found.changed()
-            if self.saved is not None:
-                kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
-                self.saved = replace(self.saved, findings=kept)
+                    if found.changed is not None and (forget is not None or key.kind is None):
+                        found.changed()
 
     def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any], key: Key) -> None:
         try:
@@ -237,3 +250,8 @@ class KnowledgeOfCall:
         kept = json.dumps({name: saving.encode(value, name) for name, value in self.settings.items()}, sort_keys=True)
         digest = hashlib.sha256(kept.encode()).hexdigest()[:12]
         return self.cache_dir / self.fingerprint().name / f"{self.task}-{digest}{ending}.json"
+
+
+def _without_texts(saved: saving.Saved) -> saving.Saved:
+    """The same without what belongs to all kinds of calls, where texts are."""
+    return replace(saved, findings={key: state for key, state in saved.findings.items() if key.kind is not None})

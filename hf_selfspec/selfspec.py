@@ -179,7 +179,9 @@ class SelfSpec(Presets):
             check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
         rows = token_rows(tokenizer, texts, max_new_tokens is not None)
         if max_new_tokens is None:
-            observe(inner, self._known(inner, (False, False)).of_all_kinds(NAME, lookup.findings), rows)
+            size = inner.config.get_text_config(decoder=True).vocab_size
+            known = self._known(inner, (False, False)).of_all_kinds(NAME, lambda _: lookup.findings(size))
+            observe(inner, known, rows)
             return
         for row in rows:
             ids = torch.tensor([row], device=inner.device)

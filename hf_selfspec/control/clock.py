@@ -44,8 +44,13 @@ class RoundClock:
 
     @property
     def costs(self) -> VerifyCosts:
-        """Seconds of a round with 0, 1, 2, ... drafted tokens; only their ratios count before the first round."""
+        """Seconds of a round with 0, 1, 2, ... drafted tokens, see :attr:`is_measured`."""
         return self._costs
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether costs are seconds: until a round was timed, and in a frozen clock, only their ratios count."""
+        return any(self._times)
 
     @property
     def plain(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..lookup import LookupKnowledge, LookupRow
+from ..lookup.suffix import SEPARATOR
 from ..types import GenerationStats
 from .clock import RoundClock
 
@@ -25,6 +26,7 @@ class LookupFindings:
 
     Args:
         stored_tokens: tokens of earlier texts that are kept.
+        vocabulary: ``v``; a file that holds other tokens is not the model's.
 
     Attributes:
         known: successors, texts and evidence.
@@ -34,7 +36,8 @@ class LookupFindings:
 
     is_idle = False
 
-    def __init__(self, stored_tokens: int) -> None:
+    def __init__(self, stored_tokens: int, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
         self.known = LookupKnowledge(most_stored=stored_tokens)
         self.lock = RLock()
         self.changed: Callable[[], None] | None = None
@@ -89,8 +92,11 @@ class LookupFindings:
         clocks = {str(name): [float(time) for time in times] for name, times in state["clocks"].items()}
         for times in clocks.values():
             RoundClock(True).restore(times)
+        known = _unpacked(state["known"])
+        for tokens in (known["store"], known["successors"]["tokens"]):
+            _check_tokens(np.asarray(tokens), self._vocabulary)
         with self.lock:
-            self.known.restore(_unpacked(state["known"]))
+            self.known.restore(known)
             self._restored = clocks
 
 
@@ -111,3 +117,11 @@ def _unpacked(state: Any) -> Any:
             raise ValueError("arrays hold numbers")
         return np.frombuffer(base64.b64decode(state["base64"], validate=True), dtype).reshape(state["shape"])
     return {name: _unpacked(value) for name, value in state.items()}
+
+
+def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
+    """Raises ``ValueError`` where an array holds anything but token ids and separators."""
+    if tokens.dtype.kind not in "iu":
+        raise ValueError(f"tokens of the type {tokens.dtype}")
+    if tokens.size and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}, but the model has 0 to {vocabulary - 1}")

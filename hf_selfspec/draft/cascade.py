@@ -103,7 +103,9 @@ class CascadeDrafter:
         free = sum(tree.expected for tree, count in zip(trees, max_new, strict=True) if count)
         pace = free / clock.costs.seconds[max(map(len, trees))]
         self._used = None
-        for name, drafter in self.others.items():
+        # Others are compared with free rounds by the second, so that these have to be timed first.
+        others = self.others if rows and clock.is_measured else {}
+        for name, drafter in others.items():
             speedup: float | None = getattr(drafter, "expected_speedup", None)
             expected = self._arms.arm(name).pace(None if speedup is None else speedup * rows / clock.plain)
             if expected > pace:

@@ -55,9 +55,9 @@ class Lookup(DraftSource):
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
 
-    def findings(self, other: LookupFindings | None = None) -> LookupFindings:
-        """What is known before the first call."""
-        return LookupFindings(self.stored_tokens)
+    def findings(self, vocabulary: int) -> LookupFindings:
+        """What is known of a model with so many tokens before the first call."""
+        return LookupFindings(self.stored_tokens, vocabulary)
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""
@@ -81,7 +81,8 @@ class LookupDrafter:
         self._max_draft = session.max_draft
         self._is_frozen = session.is_tensor_parallel
         self._kind = "sampled" if session.scorer.do_sample else "greedy"
-        self.findings = session.knowledge.of_all_kinds(NAME, settings.findings)
+        self._vocabulary = session.vocabulary
+        self.findings = session.knowledge.of_all_kinds(NAME, lambda _: settings.findings(session.vocabulary))
         self._rows: list[LookupRow] = []
         self._lengths: list[int] = []
         self.trees: list[TokenTree] = []
@@ -203,9 +204,14 @@ class LookupDrafter:
         ids = text.ids.tolist()
         for row, (base, length) in enumerate(zip(text.base, text.lengths, strict=True)):
             known = LookupRow(self.findings.known, self._kind)
-            known.extend(ids[row][max(0, slots[row] - base) : length])
+            known.extend(self._behind_placeholders(ids[row][max(0, slots[row] - base) : length]))
             self._rows.append(known)
         self._lengths = list(text.lengths)
+
+    def _behind_placeholders(self, tokens: list[int]) -> list[int]:
+        """What follows the last id that is no token; where embeddings are given, ids may be anything."""
+        ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < self._vocabulary]
+        return tokens[ends[-1] :] if ends else tokens
 
 
 def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:

@@ -1,0 +1,371 @@
+"""What decides what drafts: times of rounds, rates of sources, and the choice of a cascade that follows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import ragged_batch, tiny_llama
+from transformers import LlamaForCausalLM
+
+from hf_selfspec import Cascade, Drafter, DraftSource, EarlyExit, FixedLength, Lookup, SelfSpec, Session
+from hf_selfspec.control.arms import Arm, ArmsFindings
+from hf_selfspec.control.clock import SIZES, RoundClock
+from hf_selfspec.control.shared import LookupFindings
+from hf_selfspec.draft import FixedDrafter, cascade, lookup
+from hf_selfspec.types import Draft, Text
+
+LARGEST = SIZES[-1]
+
+
+def fed(clock: RoundClock, seconds: dict[int, float], times: int) -> RoundClock:
+    """The clock after so many rounds of each size."""
+    for _ in range(times):
+        for size, each in seconds.items():
+            clock.add(size, 1, each)
+    return clock
+
+
+# Times of rounds -----------------------------------------------------------------------------------------------------
+
+
+def test_first_guesses() -> None:
+    """More tokens never cost less, and off the CPU nearly nothing."""
+    for on_cpu in (True, False):
+        seconds = RoundClock(on_cpu).costs.seconds
+        assert len(seconds) == LARGEST + 1
+        assert seconds[0] == 1.0
+        assert list(seconds) == sorted(seconds)
+    assert RoundClock(True).costs.seconds[15] > 2.0 > 1.2 > RoundClock(False).costs.seconds[31]
+    assert RoundClock(True).pace == 1.0
+    assert not RoundClock(True).is_measured
+
+
+def test_costs_follow_the_times() -> None:
+    """To within a tenth of them, in steps that end where sizes do."""
+    given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
+    clock = fed(RoundClock(True), given, 20)
+    seconds = clock.costs.seconds
+    for size, each in given.items():
+        assert seconds[size] == pytest.approx(each, rel=0.1)
+    assert seconds[4] == seconds[5] == seconds[7]
+    assert seconds[8] == seconds[15]
+    assert clock.plain == seconds[0]
+    assert clock.is_measured
+    # They change with the machine.
+    slower = {size: 3 * each for size, each in given.items()}
+    assert fed(clock, slower, 20).costs.seconds[15] == pytest.approx(0.24, rel=0.1)
+
+
+def test_what_was_not_timed_scales_with_what_was() -> None:
+    clock, guesses = RoundClock(True), RoundClock(True).costs.seconds
+    fed(clock, {0: 0.05}, 20)
+    for size in SIZES:
+        assert clock.costs.seconds[size] == pytest.approx(0.05 * guesses[size], rel=0.05)
+
+
+def test_more_tokens_never_cost_less() -> None:
+    seconds = fed(RoundClock(True), {0: 0.05, 15: 0.02, 31: 0.04}, 20).costs.seconds
+    assert list(seconds) == sorted(seconds)
+    assert seconds[0] == pytest.approx(0.02, rel=0.2)
+
+
+def test_disturbed_times_do_not_mislead() -> None:
+    given = {0: 0.02, 7: 0.04}
+    usual = fed(RoundClock(True), given, 20).costs.seconds
+    clock = fed(RoundClock(True), given, 20)
+    for _ in range(4):
+        clock.add(0, 1, 2.0)
+        clock.add(7, 1, 4.0)
+    fed(clock, given, 5)
+    assert clock.costs.seconds[0] == pytest.approx(usual[0], rel=0.1)
+    assert clock.costs.seconds[7] == pytest.approx(usual[7], rel=0.1)
+    # The first round of a size warms up what it needs.
+    first = RoundClock(True)
+    first.add(15, 1, 50.0)
+    fed(first, given | {15: 0.05}, 20)
+    assert first.costs.seconds[15] == pytest.approx(0.05, rel=0.15)
+
+
+def test_stale_times_are_dropped() -> None:
+    """A size that seemed too dear is believed less and less while it is not drafted."""
+    clock = fed(RoundClock(True), {0: 0.02, 15: 2.0}, 3)
+    dear = clock.costs.seconds[15]
+    found = []
+    for _ in range(4):
+        fed(clock, {0: 0.02}, 150)
+        found.append(clock.costs.seconds[15])
+    assert dear > 0.3
+    assert found[-1] == pytest.approx(0.02 * RoundClock(True).costs.seconds[15], rel=0.1)
+    assert clock.costs.seconds[0] == pytest.approx(0.02, rel=0.05)
+
+
+def test_pace() -> None:
+    """Of late, and not below one token for each plain round."""
+    clock = RoundClock(True)
+    for _ in range(300):
+        clock.add(3, 4, 0.02)
+    assert clock.pace == pytest.approx(200.0, rel=0.01)
+    for _ in range(300):
+        clock.add(3, 2, 0.02)
+    assert clock.pace == pytest.approx(100.0, rel=0.01)
+    slow = fed(RoundClock(True), {0: 0.02, 31: 1.0}, 50)
+    assert slow.pace == pytest.approx(1 / slow.plain)
+
+
+def test_a_frozen_clock_ignores_times() -> None:
+    clock, before = RoundClock(True, is_frozen=True), RoundClock(True).costs
+    for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
+        for seconds in (0.001, 100.0):
+            clock.add(drafted, tokens, seconds)
+    assert clock.costs == before
+    assert not clock.is_measured
+    other = RoundClock(True, is_frozen=True)
+    for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
+        for _ in range(2):
+            other.add(drafted, tokens, 1.0)
+    assert clock.pace == other.pace > 1.0
+    assert clock.state() == [0.0] * len(SIZES)
+
+
+def test_state_of_a_clock() -> None:
+    given = {0: 0.02, 3: 0.04, 15: 0.06}
+    clock = fed(RoundClock(True), given, 20)
+    again = RoundClock(True)
+    again.restore(clock.state())
+    assert again.is_measured
+    assert [given.get(size, 0.0) for size in SIZES] == pytest.approx(clock.state())
+    assert again.state() == clock.state()
+    for size, each in given.items():
+        assert again.costs.seconds[size] == pytest.approx(each, rel=0.35)
+    fed(again, given, 20)
+    assert again.costs.seconds[3] == pytest.approx(clock.costs.seconds[3], rel=0.05)
+    for state in ([0.1], [-1.0] * len(SIZES), [math.inf] * len(SIZES), [math.nan] * len(SIZES)):
+        with pytest.raises(ValueError, match="are no times"):
+            RoundClock(True).restore(state)
+
+
+def test_rounds_with_many_nodes_count_for_the_pace_alone() -> None:
+    clock = fed(RoundClock(True), {0: 0.02}, 20)
+    before = clock.costs
+    for _ in range(50):
+        clock.add(LARGEST + 1, 10, 0.02)
+    assert clock.costs == before
+    assert clock.pace > 300
+
+
+def test_a_clock_for_each_kind_of_round() -> None:
+    found = LookupFindings(0, 100)
+
+    def clock(device: str = "cpu", rows: int = 1, context: int = 100) -> RoundClock:
+        return found.clock(device, rows, context, True, False)
+
+    one = fed(clock(), {0: 0.02}, 20)
+    assert clock(context=1023) is one
+    others = [clock("cuda"), clock(rows=2), clock(context=5000), clock(context=20000)]
+    assert len({id(other) for other in [one, *others]}) == 5
+    again = LookupFindings(0, 100)
+    again.restore(found.state())
+    assert again.clock("cpu", 1, 100, True, False).costs.seconds[0] == pytest.approx(0.02, rel=0.05)
+    assert again.clock("cpu", 2, 100, True, False).costs.seconds[0] == 1.0
+    assert again.state()["clocks"] == found.state()["clocks"] | again.state()["clocks"]
+
+
+# Rates of sources ----------------------------------------------------------------------------------------------------
+
+
+def test_an_arm_by_hand() -> None:
+    arm = Arm()
+    assert arm.acceptance_rate == 0.5
+    assert arm.pace(None) == math.inf
+    assert arm.pace(30.0) == 30.0
+    assert arm.pace(0.0) == 0.0
+    for _ in range(3):
+        arm.add(4, 0.1, 3, 6)
+    assert arm.pace(None) == math.inf  # too few
+    assert arm.acceptance_rate == pytest.approx((2.8525 * 3 + 1) / (2.8525 * 6 + 2))
+    arm.waiting = 5
+    arm.add(4, 0.1, 3, 6)
+    assert arm.waiting == 0
+    assert arm.pace(None) == arm.pace(1000.0) == pytest.approx(40.0)
+    assert arm.pace(0.0) == 0.0
+    for _ in range(200):
+        arm.add(1, 0.1, 0, 6)
+    assert arm.pace(None) == pytest.approx(10.0, rel=0.01)
+    assert arm.acceptance_rate < 0.02
+    arm.waiting = 64
+    assert arm.pace(1000.0) == 1000.0
+    assert arm.pace(5.0) == arm.pace(None) == pytest.approx(10.0, rel=0.01)
+
+
+def test_arms_begin_anew() -> None:
+    found = ArmsFindings()
+    found.arm("a").add(4, 0.1, 3, 6)
+    assert found.arm("a").rounds == 1
+    assert found.arm("b").rounds == 0
+    again = ArmsFindings()
+    again.restore(found.state())
+    assert again.arm("a").rounds == 0
+
+
+# The choice of a cascade ---------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Told(DraftSource):
+    """Drafts what the model will generate, at a price.
+
+    Attributes:
+        answer: the tokens of the whole text.
+        seconds: what a draft takes.
+        watch: is moved on by them.
+        promises: what it expects of itself.
+    """
+
+    answer: tuple[int, ...]
+    seconds: list[float] = field(compare=False, repr=False)
+    watch: Watch = field(compare=False, repr=False)
+    promises: list[float | None] = field(default_factory=lambda: [None], compare=False, repr=False)
+    length: int = 3
+
+    def start(self, session: Session) -> Drafter:
+        return Telling(self)
+
+
+class Telling(FixedDrafter):
+    drafts = 0
+
+    def __init__(self, settings: Told) -> None:
+        self.settings = settings
+        self.seen: Counter[str] = Counter()
+
+    @property
+    def expected_speedup(self) -> float | None:
+        return self.settings.promises[0]
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        Telling.drafts += 1
+        self.settings.watch.now += self.settings.seconds[0]
+        begin = text.lengths[0]
+        tokens = list(self.settings.answer[begin : begin + min(self.settings.length, max_new[0])])
+        return Draft(torch.tensor([tokens], dtype=torch.long).view(1, -1), [len(tokens)])
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(factor=0.5)
+
+
+PROMPT = ragged_batch((12,), seed=11)
+ROUND = 0.1
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Every round takes a tenth of a second for verification, whatever it verifies."""
+    found = Watch()
+    monkeypatch.setattr(cascade, "perf_counter", found)
+    monkeypatch.setattr(lookup, "perf_counter", found)
+    learn = lookup.LookupDrafter.learn
+
+    def timed(self: Any, *args: Any) -> int:
+        found.now += ROUND
+        return learn(self, *args)
+
+    monkeypatch.setattr(lookup.LookupDrafter, "learn", timed)
+    return found
+
+
+def run(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 60) -> int:
+    """Drafts of the other source in a call."""
+    Telling.drafts = 0
+    options = {"max_new_tokens": tokens, "do_sample": False}
+    ids = model.generate(**PROMPT, **options, assistant=spec)
+    assert torch.equal(ids, model.generate(**PROMPT, **options))
+    return Telling.drafts
+
+
+@pytest.fixture(scope="module")
+def answer(llama: LlamaForCausalLM) -> tuple[int, ...]:
+    return tuple(llama.generate(**PROMPT, max_new_tokens=80)[0].tolist())
+
+
+def test_the_other_source_drafts_as_long_as_it_is_faster(
+    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
+) -> None:
+    """A draft of three right tokens that costs nothing, then one that takes ten rounds, then nothing again."""
+    source = Told(answer, [0.0], watch)
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    assert run(llama, spec) > spec.stats.rounds - 4  # the first are timed, the last has no room
+    assert spec.stats.accepted > 40
+    source.seconds[0] = 10 * ROUND
+    run(llama, spec)
+    assert run(llama, spec) == 0
+    assert spec.stats.rounds > 20
+    # It is not tried again without a promise.
+    source.seconds[0] = 0.0
+    assert run(llama, spec) + run(llama, spec) + run(llama, spec) == 0
+    source.promises[0] = 9.0
+    assert run(llama, spec) + run(llama, spec) > 0
+
+
+def test_a_promise_is_believed_until_it_was_tried(
+    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
+) -> None:
+    source = Told(answer, [10 * ROUND], watch, [5.0])
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    assert run(llama, spec) == 4
+    none = Told(answer, [0.0], watch, [0.0])
+    assert run(llama, SelfSpec(Cascade([Lookup(), none]))) == 0
+    little = Told(answer, [0.0], watch, [0.5])
+    assert run(llama, SelfSpec(Cascade([Lookup(), little]))) == 0
+
+
+def test_the_fastest_of_several(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
+    slow, fast = Told(answer, [2 * ROUND], watch), Told(answer, [0.0], watch, length=4)
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), slow, fast]))
+    run(llama, spec)
+    arms = spec._knowledge.latest(llama, lambda found: isinstance(found, ArmsFindings)).arms
+    assert arms[repr(slow)].rounds == 4
+    assert arms[repr(fast)].rounds > 4
+
+
+def test_rounds_without_room_teach_nothing(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
+    """The last token of a call is verified without a draft, which is not the source's fault."""
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), Told(answer, [0.0], watch)]))
+    for _ in range(6):
+        run(llama, spec, 2)
+    found = spec._knowledge.latest(llama, lambda found: isinstance(found, ArmsFindings))
+    assert all(arm.rounds == 0 for arm in found.arms.values())
+
+
+def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a tensor-parallel model have different times and must draft alike."""
+
+    def sizes(factor: float) -> list[tuple[int, int]]:
+        now = iter(range(1 << 30))
+        monkeypatch.setattr(cascade, "perf_counter", lambda: factor * next(now))
+        monkeypatch.setattr(lookup, "perf_counter", lambda: factor * next(now))
+        spec = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), FixedLength(3))
+        found = []
+        for _ in range(2):
+            run(llama, spec)
+            found += spec.stats.round_sizes
+        return found
+
+    monkeypatch.setattr(Session, "is_tensor_parallel", True)
+    assert sizes(1.0) == sizes(1e6)
