@@ -21,14 +21,13 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from speed_ablations import free_verification, stock_linear
 from speed_prompts import Batch, Encoder, Sources, batches_of, padding, repeated, stream_of, stream_of_variants
 from speed_report import (
     LOOKUP,
@@ -242,11 +241,6 @@ def _new_tokens(count: int) -> dict[str, int | None]:
     return {"max_new_tokens": count, "min_new_tokens": None}
 
 
-def stock_linear() -> AbstractContextManager[Any]:
-    """Linear layers are torch's own in all ways: an ablation of those that ours chooses by measuring."""
-    return patch.object(hf_selfspec.model.linear, "_has_ways", lambda weight: False)
-
-
 def chosen_batches(
     options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Batch], Counter[str]]:
@@ -305,6 +299,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--stock-linear", action="store_true", help="without our choice of linear kernels")
+    parser.add_argument("--free-verification", action="store_true", help="drafts as on a GPU; see the simulated figure")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
@@ -341,7 +336,12 @@ def main() -> None:
     print(f"\n`python examples/measure_speed.py {' '.join(sys.argv[1:])}`\n", flush=True)
     figures = Figures(about)
     bench = Bench(model, generate_options(options, padding(tokenizer)), options.seed, options.trace)
-    with stock_linear() if options.stock_linear else contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        if options.stock_linear:
+            stack.enter_context(stock_linear())
+        if options.free_verification:
+            stack.enter_context(free_verification())
         measure(bench, ways_of(options), batches, figures, options.first_calls, options.json)
     print(f"\n{report(figures, options.clock)}")
 
