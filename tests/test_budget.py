@@ -151,7 +151,7 @@ def test_no_call_spends_more_than_its_share(search: Any, monkeypatch: pytest.Mon
 
 def test_short_calls_spend_nothing(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     watched = Watched(monkeypatch, clock)
-    model, spec = tiny_llama(8), SelfSpec()
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers()))
     assert [watched.share(spec, model, 20) for _ in range(3)] == [0.0] * 3
 
 
@@ -166,7 +166,7 @@ def test_nothing_drafts_before_it_is_known_to_pay(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(PartialDraft, "propose", watched)
     monkeypatch.setattr(SearchingDraft, "measure", lambda self, *args: False)
     model = tiny_llama(8)
-    for spec in (SelfSpec(), SelfSpec.swift()):
+    for spec in (SelfSpec(SkipLayers(search=ClosestLayers())), SelfSpec.swift()):
         model.generate(**ragged_batch((12,)), max_new_tokens=60, do_sample=False, assistant=spec)
         assert spec.stats is not None
         assert not spec.stats.drafted

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from conftest import VOCABULARY, tiny_gpt2, tiny_llama
+from conftest import VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
 from test_exit_heads import heads_of
 from test_fitting import adapter_of
-from test_generate_surface import character_tokenizer
 from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel, TextIteratorStreamer, TextStreamer
 
 from hf_selfspec import (

@@ -591,6 +591,9 @@ def test_a_search_that_does_not_fit(
 
 def test_findings_of_another_kind_of_draft(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
     path = changed(saved, tmp_path, ("settings", "draft"), {"class": "EarlyExit", "layer": None})
+    content = json.loads(path.read_text())
+    content["findings"][0]["source"] = "exit probe"
+    path.write_text(json.dumps(content))
     with pytest.raises(SettingError, match="cut short or changed") as error:
         generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
     assert str(path) in str(error.value)

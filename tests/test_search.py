@@ -1310,7 +1310,7 @@ def test_short_calls_add_up_while_a_search_is_idle() -> None:
 
 def test_calls_of_one_token_show_nothing() -> None:
     """Nothing is tried or timed on them: there is no text of the model's own to look at."""
-    model, spec = tiny_llama(8), SelfSpec()
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers()))
     for seed in range(4):
         model.generate(**ragged_batch((20,), seed=seed), max_new_tokens=1, do_sample=False, assistant=spec)
     search = search_of(spec, model)
@@ -1528,7 +1528,7 @@ def test_models_that_cannot_look_beside_their_text() -> None:
 
 def test_tensor_parallel_models_are_not_searched() -> None:
     """Their processes would go by timings of their own and draft different things."""
-    model, spec = tiny_llama(8), SelfSpec()
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers()))
     model._tp_size = 2
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

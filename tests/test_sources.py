@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ragged_batch, tiny_llama
+from conftest import character_tokenizer, ragged_batch, tiny_llama
 from test_candidates import LastSeen
-from test_generate_surface import character_tokenizer
 from test_sampling import SIGNIFICANCE, accepts_everything, check_exact, exact_joint, p_value, sample
 from test_sampling import llama as tiny_vocabulary
 from transformers import GenerationConfig, LlamaForCausalLM, TextStreamer, TopPLogitsWarper, pipeline
@@ -292,7 +291,9 @@ def assert_same(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor], **o
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
     assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
     assert spec.stats is not None
-    assert 0 < spec.stats.accepted < spec.stats.drafted
+    assert 0 < spec.stats.accepted <= spec.stats.drafted
+    if not isinstance(spec.draft, Cascade):  # whose free drafts may all be right
+        assert spec.stats.accepted < spec.stats.drafted
     return spec.stats
 
 

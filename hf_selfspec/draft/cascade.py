@@ -95,6 +95,11 @@ class CascadeDrafter:
         """Forwards of all drafts."""
         return sum(drafter.steps for drafter in self.others.values())
 
+    @property
+    def needs_ended_rows(self) -> bool:
+        """Whether a source does."""
+        return any(getattr(drafter, "needs_ended_rows", False) for drafter in self.others.values())
+
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
         self._begun = perf_counter()

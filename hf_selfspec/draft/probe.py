@@ -125,6 +125,11 @@ class ProbingDraft(PartialDraft):
         choice = self.study.choice
         return 0.0 if choice is None or choice.layer is None else choice.expected_speedup
 
+    @property
+    def needs_ended_rows(self) -> bool:
+        """Whether exits are still compared, on all rows."""
+        return self.study.tokens < ENOUGH
+
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; nothing where the probe found no draft that pays."""
         if not self.plan.skipped_layers:

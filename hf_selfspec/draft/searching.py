@@ -138,6 +138,11 @@ class SearchingDraft(PartialDraft):
         """Over rounds without a draft, as the search expects; 0 where no draft pays, ``None`` where it cannot tell."""
         return self.search.choice.expected_speedup if self.search.choice.drafts else 0.0
 
+    @property
+    def needs_ended_rows(self) -> bool:
+        """Whether sets are still tried, on all rows."""
+        return not self.search.is_over
+
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; nothing where no draft pays."""
         self._steps_before, self._begun = self.steps, perf_counter()

@@ -23,7 +23,8 @@ _S = TypeVar("_S", bound="DraftSource")
 class Drafter(Protocol):
     """What proposes tokens while one generation runs.
 
-    A drafter may have two things more, for a :class:`Cascade`. ``expected_speedup`` is how much faster than rounds
+    A drafter may have more. ``needs_ended_rows`` is whether forwards still have to run over rows that have ended, since
+    it will look at their text. For a :class:`Cascade`, ``expected_speedup`` is how much faster than rounds
     without a draft it expects to be just now: 0 where it would not draft, ``None`` where it does not know.
     ``observe(text, verdicts, logits)`` is called in the place of :meth:`update` after a round in which another source
     drafted.
