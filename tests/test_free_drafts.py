@@ -347,11 +347,12 @@ def test_models_without_tree_masks_draft_lines(name: str, spec: SelfSpec, drafts
 
 def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM, drafts: list[Draft]) -> None:
     """Around a layer draft too, whose own tokens always count."""
-    for draft, most in ((Lookup(max_nodes=5), 5), (Cascade([Lookup(max_nodes=5), EarlyExit(3)]), 5)):
+    layers = SelfSpec(Cascade([Lookup(max_nodes=5), EarlyExit(3)]), FixedLength(2))
+    for spec, most in ((SelfSpec(Lookup(max_nodes=5)), 5), (layers, 5), (replace(layers, stop=FixedLength(7)), 7)):
         drafts.clear()
-        ours, plain = both(llama, SelfSpec(draft), ROW)
+        ours, plain = both(llama, spec, ROW)
         assert torch.equal(ours, plain)
-        assert max(len([p for p in row if p >= 0]) for draft in drafts for row in draft.parents or []) == most
+        assert max(draft.size for draft in drafts) == most
     drafts.clear()
     both(llama, SelfSpec(Lookup(), max_draft=2), ROW)
     assert max(max(draft.lengths) for draft in drafts) == 2
