@@ -87,6 +87,7 @@ def test_disturbed_times_do_not_mislead() -> None:
     # The first round of a size warms up what it needs.
     first = RoundClock(True)
     first.add(15, 1, 50.0)
+    assert not first.is_measured
     fed(first, given | {15: 0.05}, 20)
     assert first.costs.seconds[15] == pytest.approx(0.05, rel=0.15)
 
