@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from hf_selfspec.control.arms import Arm, ArmsFindings
 from hf_selfspec.control.clock import SIZES, RoundClock
 from hf_selfspec.control.shared import LookupFindings
 from hf_selfspec.draft import FixedDrafter, cascade, lookup
-from hf_selfspec.types import Draft, Text
+from hf_selfspec.types import Draft, Text, Verdict
 
 LARGEST = SIZES[-1]
 
@@ -249,10 +249,10 @@ class Told(DraftSource):
 
 class Telling(FixedDrafter):
     drafts = 0
+    accepted: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, settings: Told) -> None:
         self.settings = settings
-        self.seen: Counter[str] = Counter()
 
     @property
     def expected_speedup(self) -> float | None:
@@ -264,6 +264,9 @@ class Telling(FixedDrafter):
         begin = text.lengths[0]
         tokens = list(self.settings.answer[begin : begin + min(self.settings.length, max_new[0])])
         return Draft(torch.tensor([tokens], dtype=torch.long).view(1, -1), [len(tokens)])
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        Telling.accepted.update(node for node in verdicts[0].nodes if node >= 0)
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +346,21 @@ def test_the_fastest_of_several(llama: LlamaForCausalLM, answer: tuple[int, ...]
     arms = spec._knowledge.latest(llama, lambda found: isinstance(found, ArmsFindings)).arms
     assert arms[repr(slow)].rounds == 4
     assert arms[repr(fast)].rounds > 4
+
+
+def test_free_tokens_around_a_draft_are_not_its_own(
+    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
+) -> None:
+    """A source of one token, behind which those of the same text before are accepted."""
+    source = Told(answer, [0.0], watch, [None], 1)
+    spec = SelfSpec(Cascade([Lookup(), source]))
+    run(llama, spec)
+    Telling.accepted.clear()
+    drafts = run(llama, spec)
+    assert spec.stats.accepted > 2 * drafts > 4
+    assert Telling.accepted == {1: drafts}
+    arms = spec._knowledge.latest(llama, lambda found: isinstance(found, ArmsFindings)).arms
+    assert arms[repr(source)].accepted == pytest.approx(arms[repr(source)].drafted)
 
 
 def test_rounds_without_room_teach_nothing(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
