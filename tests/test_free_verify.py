@@ -40,7 +40,8 @@ def outcomes(
 
     monkeypatch.setattr(torch, "multinomial", draw)
     found, reached = torch.zeros(len(p)), 1.0
-    for index, token in enumerate(drafted):
+    # What is left is drawn, and may be one of the named ones.
+    for index, token in enumerate(drafted[:num_drawn]):
         low, high = 0.0, 1.0
         while high - low > 1e-8:
             middle = (low + high) / 2
@@ -96,6 +97,15 @@ def test_named_candidates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in range(5):
         for named in permutations(range(4), count):
             torch.testing.assert_close(outcomes(p, list(named), q, 0, monkeypatch), p, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("token", range(4))
+def test_a_named_candidate_that_is_drawn_is_accepted(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.0, 0.9, 0.1, 0.0])
+    monkeypatch.setattr(torch, "multinomial", lambda residual, count: torch.tensor([token]))
+    fix_uniform(monkeypatch, *[ALMOST_ONE] * 4)
+    assert choose_sampled(p.log(), [3, 2], None, 2) == (token, {3: 0, 2: 1}.get(token))
+    assert choose_sampled(p.log(), [1, 3, 0], q, 1) == (token, {3: 1, 0: 2}.get(token))
 
 
 def test_candidates_of_a_draft() -> None:

@@ -62,7 +62,8 @@ def exact_marginal(
     monkeypatch.setattr(torch, "multinomial", draw)
     marginal = torch.zeros(len(p))
     for drafted, reached in drafts:
-        for index, token in enumerate(drafted):
+        # Named ones are among what is drawn at the end.
+        for index, token in enumerate(drafted if q is not None else []):
             rejections = [ALMOST_ONE] * index
             low, high = 0.0, 1.0
             while high - low > 1e-8:

@@ -10,43 +10,42 @@ def choose_sampled(
 ) -> tuple[int, int | None]:
     """Accepts one of the drafted tokens or draws another, so that the result is distributed as ``softmax(scores)``.
 
-    One drafted token: Leviathan et al. 2023, algorithm 1. Several (a tree): they are tried in the order in which they
+    One drawn token: Leviathan et al. 2023, algorithm 1. Several (a tree): they are tried in the order in which they
     were drawn without replacement; a rejection replaces ``p`` by ``norm(max(0, p - q))`` and takes the token out of
     ``q``, so that the next one stands before the same question with what is left (SpecInfer, multi-step speculative
-    sampling; the siblings there are drawn with replacement).
+    sampling; the siblings there are drawn with replacement). Named tokens have a ``q`` that is 1 at each in its turn:
+    accepting ``x`` with probability ``p(x)``, and going on with ``p`` without it, is drawing from ``p`` and looking
+    whether the token is among them.
 
     Args:
         scores: ``[v]`` processed scores of the full model.
-        drafted: tokens proposed for this position, in the order in which they are tried: first those that were drawn.
+        drafted: tokens proposed for this position: first those that were drawn, in that order, then distinct others.
         q: ``[v]`` the distribution from which the first ``num_drawn`` were drawn without replacement.
-        num_drawn: how many were. The others, distinct, were named whatever ``p`` is, which is a ``q`` that is 1 at each
-            token in its turn.
+        num_drawn: how many were. The others were named whatever ``p`` is.
 
     Returns:
         The token, and its index in ``drafted`` or ``None``.
     """
     p = scores.float().softmax(-1)
-    for index, token in enumerate(drafted):
-        drawn_from = q if index < num_drawn else None
-        at_token = 1.0 if drawn_from is None else float(drawn_from[token])
+    for index, token in enumerate(drafted[: num_drawn if q is not None else 0]):
+        assert q is not None
+        at_token = float(q[token])
         if at_token <= 0.0:
-            continue
+            break
         if float(torch.rand((), device=p.device)) < float(p[token]) / at_token:
             return token, index
-        if drawn_from is None:
-            residual = p.clone()
-            residual[token] = 0.0
-        else:
-            residual = (p - drawn_from).clamp_(min=0.0)
-            q = drawn_from.clone()
-            q[token] = 0.0
-            q = q / q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
+        residual = (p - q).clamp_(min=0.0)
+        q = q.clone()
+        q[token] = 0.0
+        q = q / q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
         mass = residual.sum()
         if not float(mass) > 0.0:
             # p and q are equal but for rounding, so any draw from p will do.
             break
         p = residual / mass
-    return int(torch.multinomial(p, 1)), None
+    token = int(torch.multinomial(p, 1))
+    named = drafted[num_drawn:] if q is not None else drafted
+    return token, len(drafted) - len(named) + named.index(token) if token in named else None
 
 
 def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
