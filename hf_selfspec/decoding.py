@@ -227,7 +227,8 @@ class Decoder:
             self._keep(row, verdict, count, logits)
         self.target.keep_path(moves)
         self._stream()
-        if not self.keeps_rows and self.target.can_leave and not getattr(self.draft, "needs_ended_rows", False):
+        keeps = self.keeps_rows or self._in_step or getattr(self.draft, "needs_ended_rows", False)
+        if not keeps and self.target.can_leave:
             self.target.leave(self._is_done)
 
     def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
     Raises:
         UnsupportedModelError: the model keeps no key-value cache between chunks of a text.
     """
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         for ids in rows:
@@ -72,4 +72,5 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                 row.read(ids, tops)
             findings.end([row])
     finally:
-        model.train(was_training)
+        for module in was_training:
+            module.training = True

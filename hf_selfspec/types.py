@@ -114,7 +114,7 @@ class Draft:
     states: torch.Tensor | None = None
     prefix: int = 0
     skips_verification: bool = False
-    _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False)
+    _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, init=False)
 
     @classmethod
     def none(cls, text: Text) -> Draft:
@@ -290,9 +290,10 @@ class GenerationStats:
             ("mean generated length M", f"{self.mean_generated_length:.2f}"),
             ("CTAR(1), (2), (4)", ", ".join(f"{self.ctar(w):.2f}" for w in (1, 2, 4))),
             ("seconds", seconds),
-            ("c (step / verify pass)", f"{self.draft_cost:.3f}"),
-            ("expected speed-up", f"{self.expected_speedup:.2f}"),
         ]
+        if self.draft_steps:
+            lines.append(("c (step / verify pass)", f"{self.draft_cost:.3f}"))
+            lines.append(("expected speed-up", f"{self.expected_speedup:.2f}"))
         if self.together_for:
             lines.append(("rows advance together", f"since {self.together_for} may keep a state"))
         if self.exit_layers:

@@ -108,10 +108,10 @@ def test_stale_times_are_dropped() -> None:
 def test_pace() -> None:
     """Of late, and not below one token for each plain round."""
     clock = RoundClock(True)
-    for _ in range(300):
+    for _ in range(900):
         clock.add(3, 4, 0.02)
     assert clock.pace == pytest.approx(200.0, rel=0.01)
-    for _ in range(300):
+    for _ in range(900):
         clock.add(3, 2, 0.02)
     assert clock.pace == pytest.approx(100.0, rel=0.01)
     slow = fed(RoundClock(True), {0: 0.02, 31: 1.0}, 50)
@@ -188,7 +188,7 @@ def test_an_arm_by_hand() -> None:
     for _ in range(3):
         arm.add(4, 0.1, 3, 6)
     assert arm.pace(None) == math.inf  # too few
-    assert arm.acceptance_rate == pytest.approx((2.8525 * 3 + 1) / (2.8525 * 6 + 2))
+    assert arm.acceptance_rate == pytest.approx((1.95 * 3 + 1) / (1.95 * 6 + 2))  # without the first round
     arm.waiting = 5
     arm.add(4, 0.1, 3, 6)
     assert arm.waiting == 0
@@ -200,7 +200,13 @@ def test_an_arm_by_hand() -> None:
     assert arm.acceptance_rate < 0.02
     arm.waiting = 64
     assert arm.pace(1000.0) == 1000.0
-    assert arm.pace(5.0) == arm.pace(None) == pytest.approx(10.0, rel=0.01)
+    assert arm.pace(5.0) == pytest.approx(10.0, rel=0.01)
+    assert arm.pace(None) == math.inf
+    arm.add(1, 0.1, 0, 6)
+    arm.waiting = 64  # it was in vain, so that the next time is later
+    assert arm.pace(None) == pytest.approx(10.0, rel=0.01)
+    arm.waiting = 128
+    assert arm.pace(None) == math.inf
 
 
 def test_arms_begin_anew() -> None:
@@ -318,11 +324,11 @@ def test_the_other_source_drafts_as_long_as_it_is_faster(
     assert spec.stats.accepted > 40
     source.seconds[0] = 10 * ROUND
     run(llama, spec)
-    assert run(llama, spec) == 0
+    assert run(llama, spec) <= 1
     assert spec.stats.rounds > 20
-    # It is not tried again without a promise.
+    # It is tried again after many rounds.
     source.seconds[0] = 0.0
-    assert run(llama, spec) + run(llama, spec) + run(llama, spec) == 0
+    assert sum(run(llama, spec) for _ in range(4)) > 0
     source.promises[0] = 9.0
     assert run(llama, spec) + run(llama, spec) > 0
 

@@ -119,7 +119,7 @@ def test_no_store(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     ("make", "error", "words"),
     [
         (lambda: Lookup(-1), SettingError, r"Lookup\(stored_tokens\) must be at least 0, got -1"),
-        (lambda: SelfSpec.lookup(1 << 30), SettingError, r"Lookup\(stored_tokens\) must be at most 16777216"),
+        (lambda: SelfSpec.lookup(1 << 30), SettingError, r"Lookup\(stored_tokens\) must be at most 1048576"),
         (lambda: Lookup(2.0), SettingTypeError, r"Lookup\(stored_tokens\) must be a whole number"),
         (lambda: Lookup(max_nodes=0), SettingError, r"Lookup\(max_nodes\) must be at least 1"),
         (lambda: Lookup(max_nodes=32), SettingError, r"Lookup\(max_nodes\) must be at most 31"),

@@ -1516,6 +1516,7 @@ def test_pictures_of_blocks(draft: Any, attention: str, mlp: str) -> None:
     assert "search" not in lines
 
 
+@pytest.mark.usefixtures("no_warnings_yet")
 def test_models_that_cannot_look_beside_their_text() -> None:
     model, spec = build("bloom"), SelfSpec.swift(search=OnTheFlySearch(context_window=4, budget=1.0))
     with warnings.catch_warnings(record=True) as told:
@@ -1526,6 +1527,7 @@ def test_models_that_cannot_look_beside_their_text() -> None:
     assert spec._knowledge.latest(model) is None
 
 
+@pytest.mark.usefixtures("no_warnings_yet")
 def test_tensor_parallel_models_are_not_searched() -> None:
     """Their processes would go by timings of their own and draft different things."""
     model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers()))

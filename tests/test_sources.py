@@ -575,6 +575,8 @@ def test_a_source_that_refuses_a_model(when: str, llama: LlamaForCausalLM, monke
         assert torch.equal(llama.generate(**ROW, max_new_tokens=8), plain)
     monkeypatch.setattr(cascade, "CascadeDrafter", None)  # not needed for free drafts alone
     spec = SelfSpec(Cascade([Lookup(), Picky(when)]))
+    with pytest.warns(UserWarning, match=f"is left out of the drafts of this model: .* not picked at the {when}"):
+        llama.generate(**ROW, max_new_tokens=8, assistant=spec)
     assert torch.equal(llama.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
 
 

@@ -11,7 +11,8 @@ from ..types import GenerationStats
 
 # How much the rounds before count beside the last one, and rounds after which a source's own rates are believed.
 _MEMORY, _TRIED = 0.95, 4
-# Rounds after which a source that promises more than free drafts is tried again, however it fared.
+# Rounds after which a source that may be faster than free drafts is tried again, however it fared; twice as many each
+# time that it was in vain.
 _AGAIN = 64
 
 
@@ -24,6 +25,7 @@ class Arm:
         tokens, seconds: of the last of these rounds, older ones counting less.
         accepted, drafted: likewise of its own tokens.
         waiting: rounds since it drafted last.
+        patience: rounds after which it is tried again, however it fared.
     """
 
     rounds: int = 0
@@ -32,6 +34,7 @@ class Arm:
     accepted: float = 0.0
     drafted: float = 0.0
     waiting: int = 0
+    patience: int = _AGAIN
 
     @property
     def acceptance_rate(self) -> float:
@@ -41,7 +44,11 @@ class Arm:
     def add(self, tokens: int, seconds: float, accepted: int, drafted: int) -> None:
         """Takes in a round in which the source drafted."""
         self.rounds += 1
+        if self.waiting >= self.patience:
+            self.patience *= 2
         self.waiting = 0
+        if self.rounds == 1:
+            return  # which chooses and warms up kernels
         for name, value in (("tokens", tokens), ("seconds", seconds), ("accepted", accepted), ("drafted", drafted)):
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
@@ -56,7 +63,7 @@ class Arm:
         known = self.tokens / self.seconds if self.rounds >= _TRIED else None
         if known is None:
             return math.inf if promised is None else promised
-        return max(known, promised or 0.0) if self.waiting >= _AGAIN else known
+        return max(known, math.inf if promised is None else promised) if self.waiting >= self.patience else known
 
 
 @dataclass

@@ -72,7 +72,8 @@ class RoundClock:
         """
         if self._is_frozen:
             seconds = self._costs.seconds[min(drafted, SIZES[-1])]
-        self._pace.see(tokens, seconds)
+        if self._is_frozen or self.is_measured:  # otherwise costs are not in seconds yet
+            self._pace.see(tokens, seconds)
         if self._is_frozen or drafted > SIZES[-1]:
             return
         size = bisect_left(SIZES, drafted)
@@ -97,7 +98,7 @@ class RoundClock:
         if len(state) != len(SIZES) or not all(0.0 <= float(seconds) < 1e6 for seconds in state):
             raise ValueError(f"{state!r} are no times of {len(SIZES)} sizes")
         for times, seconds in zip(self._times, state, strict=True):
-            if seconds:
+            if seconds and not self._is_frozen:
                 times.append(float(seconds))
         self._costs = self._measured()
 

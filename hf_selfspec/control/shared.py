@@ -54,6 +54,8 @@ class LookupFindings:
                 clock = RoundClock(on_cpu, is_frozen)
                 if name in self._restored:
                     clock.restore(self._restored[name])
+                elif (nearest := self._clocks.get(f"{device} {rows} {reach - 1}")) is not None:
+                    clock.restore(nearest.state())
                 self._clocks[name] = clock
         return self._clocks[name]
 

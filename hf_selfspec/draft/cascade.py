@@ -8,18 +8,17 @@ from time import perf_counter
 from typing import TypeVar
 
 import torch
-from transformers.utils import logging
 
 from ..control.arms import Arm, ArmsFindings
 from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..lookup import TokenTree
+from ..notices import warn_once
 from ..registry import register
 from ..types import Draft, GenerationStats, Text, Verdict
 from .lookup import Lookup, LookupDrafter
 from .source import Drafter, DraftSource, Session
 
 _S = TypeVar("_S", bound=DraftSource)
-_logger = logging.get_logger(__name__)
 
 
 @register("draft")
@@ -58,7 +57,7 @@ class Cascade(DraftSource):
         return next((part for part in found if part is not None), None)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`. A source that cannot draft for the model is left out, which is logged."""
+        """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
         others: dict[str, Drafter] = {}
         for source in self.sources:
             if isinstance(source, Lookup):
@@ -66,9 +65,10 @@ class Cascade(DraftSource):
                 continue
             try:
                 source.check(session.anatomy, session.max_new)
-                others[repr(source)] = source.start(session)
+                others[repr(source)] = source.start(session.with_settings(in_cascade=True))
             except SelfSpecError as error:
-                _logger.info("%r is left out of the drafts: %s", source, error)
+                if not source.is_optional:
+                    warn_once(f"{source!r} is left out of the drafts of this model: {error}")
         return CascadeDrafter(drafter, others, session) if others else drafter
 
 
@@ -104,7 +104,7 @@ class CascadeDrafter:
         """See :meth:`Drafter.propose`."""
         self._begun = perf_counter()
         trees = self.lookup.plan(text, max_new)
-        clock, rows = self.lookup.clock(text), sum(count > 0 for count in max_new)
+        clock, rows = self.lookup.clock, sum(count > 0 for count in max_new)
         free = sum(tree.expected for tree, count in zip(trees, max_new, strict=True) if count)
         pace = free / clock.costs.seconds[max(map(len, trees))]
         self._used = None
@@ -118,7 +118,9 @@ class CascadeDrafter:
         if self._used is None:
             return self.lookup.draft(text, trees)
         draft = self.others[self._used].propose(text, max_new)
-        self._size = draft.size
+        self._size, self._drafted = draft.size, sum(draft.lengths)
+        if not draft.size:
+            return self.lookup.draft(text, trees)
         return self._grafted(text, max_new, draft, self._arms.arm(self._used))
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
@@ -126,7 +128,7 @@ class CascadeDrafter:
         new = self.lookup.learn(text, verdicts, logits)
         seconds = perf_counter() - self._begun
         if self._used is None:
-            self.lookup.clock(text).add(max(map(len, self.lookup.trees)), new, seconds)
+            self.lookup.clock.add(max(map(len, self.lookup.trees)), new, seconds)
         for name, drafter in self.others.items():
             if name == self._used:
                 # What was accepted of the free tokens is not this source's.
@@ -156,10 +158,9 @@ class CascadeDrafter:
 
     def _grafted(self, text: Text, max_new: list[int], draft: Draft, arm: Arm) -> Draft:
         """The draft of another source with free tokens around and behind it, as far as they pay."""
-        self._drafted = sum(draft.lengths)
         tokens = draft.tokens.tolist()
         seeds = [_seed(draft, row, tokens[row], arm.acceptance_rate) for row in range(text.batch_size)]
-        grow = self._takes_trees and draft.size > 0 and not draft.skips_verification
+        grow = self._takes_trees and not draft.skips_verification
         trees = self.lookup.grown(text, max_new, seeds) if grow else [seed for seed, _ in seeds]
         self.lookup.use(trees, [places for _, places in seeds], draft.size)
         further = max(len(tree) - len(seed) for tree, (seed, _) in zip(trees, seeds, strict=True))

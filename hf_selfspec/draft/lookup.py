@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 
 import torch
 
 from ..control.clock import SIZES, RoundClock
 from ..control.shared import LookupFindings
-from ..lookup import LookupRow, TokenTree
+from ..lookup import LookupRow, TokenTree, VerifyCosts
 from ..registry import register
 from ..settings import check_count
 from ..types import Draft, GenerationStats, Text, Verdict
@@ -18,7 +19,7 @@ from .source import Drafter, DraftSource, Session
 
 # Tokens of earlier texts that are kept, and successors that are kept of each pair of tokens.
 _STORED, _SUCCESSORS = 65_536, 8
-_MOST_STORED = 2**24
+_MOST_STORED = 2**20
 # Tokens of a vocabulary whose probabilities are compared at a time.
 _STRETCH = 128
 # Under this name findings are kept.
@@ -83,6 +84,7 @@ class LookupDrafter:
         self._kind = "sampled" if session.scorer.do_sample else "greedy"
         self._vocabulary = session.vocabulary
         self.findings = session.knowledge.of_all_kinds(NAME, lambda _: settings.findings(session.vocabulary))
+        self.clock = RoundClock(on_cpu=True, is_frozen=True)  # until the first round
         self._rows: list[LookupRow] = []
         self._lengths: list[int] = []
         self.trees: list[TokenTree] = []
@@ -98,29 +100,23 @@ class LookupDrafter:
     def plan(self, text: Text, max_new: list[int]) -> list[TokenTree]:
         """The trees of all rows that pay together."""
         self._read(text)
-        clock = self.clock(text)
-        costs, rows = clock.costs, sum(count > 0 for count in max_new)
+        rows = sum(count > 0 for count in max_new)
+        self.clock = clock = self._clock_of(text, max(rows, 1))
+        costs = clock.costs
         pace = clock.pace
         with self.findings.lock:
             trees = [
                 row.propose(costs, pace / rows, min(count, self._max_draft), self._branching) if count else TokenTree()
                 for row, count in zip(self._rows, max_new, strict=True)
             ]
-        most = min(max(map(len, trees)), self.settings.max_nodes)
-        if rows > 1 and most:
-            # All rows are verified together, so that they pay together; what fits beside the largest is free.
-            worth = [
-                sum(sum(tree.reach[:size]) for tree in trees) - pace * costs.seconds[size] for size in range(most + 1)
-            ]
-            most = max(range(most + 1), key=lambda size: worth[size])
-        return [tree.first(most) for tree in trees]
+        return self._cut(trees, [0] * len(trees), rows)
 
-    def clock(self, text: Text) -> RoundClock:
-        """The clock of rounds such as the next one."""
+    def _clock_of(self, text: Text, rows: int) -> RoundClock:
+        """The clock of rounds over so many rows."""
         ids = text.ids
         dtype = self._target.model.dtype
         return self.findings.clock(
-            f"{ids.device.type} {dtype}", text.batch_size, max(text.lengths), ids.device.type == "cpu", self._is_frozen
+            f"{ids.device.type} {dtype}", rows, max(text.lengths), ids.device.type == "cpu", self._is_frozen
         )
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
@@ -142,14 +138,19 @@ class LookupDrafter:
             text, max_new: see :meth:`propose`.
             seeds: for each row the tree, and where its nodes are.
         """
-        clock, rows = self.clock(text), sum(count > 0 for count in max_new)
+        clock, rows = self.clock, sum(count > 0 for count in max_new)
         with self.findings.lock:
             trees = [
                 row.propose(clock.costs, clock.pace / rows, min(count, self._max_draft), True, seed) if count else seed
                 for row, count, (seed, _) in zip(self._rows, max_new, seeds, strict=True)
             ]
-        most = self.settings.max_nodes
-        return [tree.first(max(most, len(seed))) for tree, (seed, _) in zip(trees, seeds, strict=True)]
+        return self._cut(trees, [len(seed) for seed, _ in seeds], rows)
+
+    def _cut(self, trees: list[TokenTree], seeds: list[int], rows: int) -> list[TokenTree]:
+        """The trees with as many free nodes as pay where all rows are verified together."""
+        costs, bound = self.clock.costs, self.settings.max_nodes
+        most = _together(trees, seeds, costs, self.clock.pace) if rows > 1 else bound
+        return [tree.first(max(seed, min(seed + most, bound))) for tree, seed in zip(trees, seeds, strict=True)]
 
     def use(self, trees: list[TokenTree], places: list[list[int]] | None = None, size: int = 0) -> None:
         """Takes note of what is verified.
@@ -170,7 +171,7 @@ class LookupDrafter:
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
         new = self.learn(text, verdicts, logits)
-        self.clock(text).add(max(map(len, self.trees)), new, perf_counter() - self._begun)
+        self.clock.add(max(map(len, self.trees)), new, perf_counter() - self._begun)
 
     def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
         """Takes in what verification said, without the time that it took; returns the new tokens of all rows."""
@@ -214,9 +215,29 @@ class LookupDrafter:
         return tokens[ends[-1] :] if ends else tokens
 
 
+def _together(trees: Sequence[TokenTree], seeds: Sequence[int], costs: VerifyCosts, pace: float) -> int:
+    """How many free nodes of each row pay where all rows are verified together: what fits beside the largest is free.
+
+    Args:
+        trees: of all rows.
+        seeds: nodes of each that are drafted already.
+        costs, pace: of rounds over these rows.
+    """
+    drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
+    gains = [0.0] * (most + 1)
+    for tree, seed in zip(trees, seeds, strict=True):
+        for size, reach in enumerate(accumulate(tree.reach[seed:]), start=1):
+            gains[size] += reach
+        for size in range(len(tree) - seed + 1, most + 1):
+            gains[size] += sum(tree.reach[seed:])
+    last = len(costs.seconds) - 1
+    return max(range(most + 1), key=lambda size: gains[size] - pace * costs.seconds[min(drafted + size, last)])
+
+
 def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
     """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
-    shares, tokens = _largest(logits.softmax(-1))
+    # Logits that overflow (float16) tell nothing.
+    shares, tokens = _largest(logits.softmax(-1).nan_to_num(nan=0.0))
     return [list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), shares.tolist(), strict=True)]
 
 

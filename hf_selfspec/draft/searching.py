@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from ..errors import SettingError
+from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
@@ -60,6 +60,8 @@ def start_search(
         why = f"{anatomy.model_name} cannot look at its text a second time beside it (no mask of its own)"
     elif session.is_tensor_parallel:
         why = "a search goes by timings, which differ between the processes of a tensor-parallel model"
+    if why and session.in_cascade:
+        raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
     if why:
         warn_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
         return PartialDraft.of(session, start, limits, name)
@@ -124,7 +126,7 @@ class SearchingDraft(PartialDraft):
         self._looked = 0
         self._behind = 0
         self._timed = self._tried = False
-        self._last_scores = _LastScores(self._window) if scorer.do_sample else None
+        self._last_logits = _LastLogits(self._window) if scorer.do_sample else None
         self._budget = Budget(search.settings.budget)
         self._clock = perf_counter()
         self._tree = limits.tree
@@ -175,11 +177,11 @@ class SearchingDraft(PartialDraft):
             self.target.last_slots = text.last_slots()
             if self._budget.left == math.inf or self._has_time(search.proposal_tokens):
                 search.begin(lambda most: self._propose_layers(text, most))
-            if self._last_scores is not None:
-                if search.is_over and search.choice.drafts:
-                    self._last_scores.forget()
+            if self._last_logits is not None:
+                if search.is_idle or (search.is_over and search.choice.drafts):
+                    self._last_logits.forget()
                 else:
-                    self._last_scores.add(text, verdicts, self.scorer.roughly(logits))
+                    self._last_logits.add(text, verdicts, logits)
             unseen = max(text.lengths) - self._looked
             if unseen > (min(self._window, _SOON) if not search.trials else self._window):
                 self._begin_window(text, unseen)
@@ -272,7 +274,7 @@ class SearchingDraft(PartialDraft):
             self.search.prepare(lambda most: self._propose_layers(text, most))
         left = self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
-        known = self._last_scores is None or any(self._last_scores.counts())
+        known = self._last_logits is None or any(self._last_logits.counts())
         if window < least or not known:
             return False
         plan = self.search.propose(lambda most: self._propose_layers(text, most))
@@ -297,44 +299,45 @@ class SearchingDraft(PartialDraft):
         drafted, sure = self.scorer.roughly(logits), confidence(logits)
         # In rows that ended early the window reaches into the prompt, which the model did not write.
         known = [min(window, length - text.prompt_width) for length in text.lengths]
-        if self._last_scores is None:
+        if self._last_logits is None:
             right = (drafted.argmax(-1) == tokens[:, 1:]).double()
             found = Trace(right.cpu().numpy(), np.nan_to_num(sure.cpu().double().numpy(), nan=0.0))
         else:
-            found = trace(drafted, self._last_scores.scores(drafted), sure, do_sample=True)
-            known = [min(count, seen) for count, seen in zip(known, self._last_scores.counts(), strict=True)]
+            scores = self.scorer.roughly(self._last_logits.of(drafted))
+            found = trace(drafted, scores, sure, do_sample=True)
+            known = [min(count, seen) for count, seen in zip(known, self._last_logits.counts(), strict=True)]
         known = [count if self.target.is_active(row) else 0 for row, count in enumerate(known)]
         return [found.part(row, window - count, window) for row, count in enumerate(known) if count]
 
 
-class _LastScores:
-    """The full model's scores behind the last tokens of each row; a drawn token does not show them."""
+class _LastLogits:
+    """The full model's logits behind the last tokens of each row; a drawn token does not show them."""
 
     def __init__(self, window: int) -> None:
         self._window = window
         self._rows: list[deque[torch.Tensor]] = []
         self._lengths: list[int] = []
 
-    def add(self, text: Text, verdicts: list[Verdict], scores: torch.Tensor) -> None:
-        """Takes in the last verification's scores ``[b, nodes, v]``, after its tokens were added to the text."""
+    def add(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """Takes in the last verification's logits ``[b, nodes, v]``, after its tokens were added to the text."""
         if not self._rows:
             self._rows = [deque(maxlen=self._window) for _ in verdicts]
             self._lengths = [length - len(v.tokens) for length, v in zip(text.lengths, verdicts, strict=True)]
         for row, verdict in enumerate(verdicts):
             # Where all rows advance by the shortest acceptance, a verdict's first tokens are kept.
             for source in verdict.sources[: text.lengths[row] - self._lengths[row]]:
-                self._rows[row].append(scores[row, source].clone())
+                self._rows[row].append(logits[row, source].clone())
         self._lengths = list(text.lengths)
 
     def forget(self) -> None:
-        """Begins anew: some tokens' scores are left out."""
+        """Begins anew: some tokens' logits are left out."""
         self._rows = []
 
     def counts(self) -> list[int]:
         """For each row how many are known."""
         return [len(row) for row in self._rows]
 
-    def scores(self, like: torch.Tensor) -> torch.Tensor:
+    def of(self, like: torch.Tensor) -> torch.Tensor:
         """``[b, n, v]`` like the given tensor; what is not known, at the left, is zero."""
         found = torch.zeros_like(like)
         for row, known in enumerate(self._rows):

@@ -106,6 +106,11 @@ class SkipLayers(DraftSource):
         check_plan(plan, anatomy)
         return plan
 
+    @property
+    def is_optional(self) -> bool:
+        """A search finds out whether there are layers to skip."""
+        return self.search is not None
+
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         """See :meth:`DraftSource.check`."""
         self.plan(anatomy)

@@ -145,6 +145,7 @@ class Session:
         max_new: the most tokens that it can generate, ``None`` where nothing bounds them.
         stateful: names of processors and criteria that may keep a state.
         knowledge: from earlier calls.
+        in_cascade: other sources draft where this one does not.
     """
 
     target: Target
@@ -157,6 +158,7 @@ class Session:
     max_new: int | None
     stateful: tuple[str, ...]
     knowledge: KnowledgeOfModel
+    in_cascade: bool = False
 
     @property
     def anatomy(self) -> Anatomy:
@@ -171,8 +173,8 @@ class Session:
     @property
     def vocabulary(self) -> int:
         """``v``, number of tokens that the model can generate."""
-        size: int = self.target.model.config.get_text_config(decoder=True).vocab_size
-        return size
+        model = self.target.model
+        return max(model.config.get_text_config(decoder=True).vocab_size, model.get_input_embeddings().num_embeddings)
 
     @property
     def is_tensor_parallel(self) -> bool:
@@ -191,7 +193,7 @@ class Session:
         )
 
     def with_settings(self, **settings: Any) -> Session:
-        """The same with other ``stop``, ``tree`` or ``max_draft``."""
+        """The same with other attributes."""
         return replace(self, **settings)
 
 
@@ -206,6 +208,11 @@ class DraftSource:
     """
 
     lossless = True
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a cascade does without it, and without a warning, where it cannot draft for a model."""
+        return False
 
     @property
     def fixed_because(self) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from .pace import Pace
 from .rates import Rates
 from .successors import Successors
-from .suffix import SEPARATOR, SuffixIndex
+from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
 from .tree import Sources, TokenTree, VerifyCosts, grow
 
 # The likeliest next tokens of a position, the likeliest first, and their probabilities.
@@ -65,7 +65,8 @@ class LookupKnowledge:
     def state(self) -> dict[str, Any]:
         """What is known: arrays, and lists of numbers."""
         return {
-            "successors": self.successors.state(),
+            # From which texts could be put together.
+            "successors": (self.successors if self.store.most else Successors()).state(),
             "store": np.array(self.store.tokens, np.int32),
             "rates": {kind: rates.state() for kind, rates in self._rates.items()},
         }
@@ -158,5 +159,14 @@ class LookupRow:
         self.own.extend(tokens)
 
     def end(self) -> None:
-        """Puts the row's text into the store."""
-        self.knowledge.add_text(self.own.tokens)
+        """Puts the row's text into the store, without its beginning where the store has that already (in chats)."""
+        tokens, store = self.own.tokens, self.knowledge.store
+        known = 0
+        while known + LONGEST_MATCH <= len(tokens):
+            found = store.match(tokens[known : known + LONGEST_MATCH])
+            if found is None or found.length < LONGEST_MATCH:
+                break
+            known += LONGEST_MATCH
+        if known < len(tokens):
+            # What is left begins with the tokens after which it is to be found.
+            self.knowledge.add_text(tokens[max(0, known - LONGEST_MATCH) :])

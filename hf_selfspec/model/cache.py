@@ -150,9 +150,11 @@ class SpeculativeCache(Cache):
         """
         if not moves:
             return
+        places = torch.tensor(moves)
         for layer in self.layers:
             if layer.is_initialized:
-                rows, source, target = torch.tensor(moves, device=layer.keys.device).unbind(1)
+                places = places.to(layer.keys.device)
+                rows, source, target = places.unbind(1)
                 for buffer in (layer.keys, layer.values):
                     buffer[rows, :, target] = buffer[rows, :, source]
 
