@@ -182,19 +182,21 @@ class Knowledge:
             SettingError: a file cannot be removed.
         """
         with self._lock:
-            for path in self._text_files:
-                with reported(path):
-                    path.unlink(missing_ok=True)
+            known = [(key, found) for kinds in self.models.values() for key, found in kinds.items()]
+            with_texts = [found for key, found in known if hasattr(found, "forget") or key.kind is None]
+            for found in with_texts:
+                if hasattr(found, "forget"):
+                    found.forget()
             for files in self._cached.values():
                 files.update({path: _without_texts(saved) for path, saved in files.items()})
             if self.saved is not None:
                 self.saved = _without_texts(self.saved)
-            for known in self.models.values():
-                for key, found in known.items():
-                    if (forget := getattr(found, "forget", None)) is not None:
-                        forget()
-                    if found.changed is not None and (forget is not None or key.kind is None):
-                        found.changed()
+            for path in self._text_files:
+                with reported(path):
+                    path.unlink(missing_ok=True)
+            for found in with_texts:
+                if found.changed is not None:
+                    found.changed()
 
     def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any], key: Key) -> None:
         try:

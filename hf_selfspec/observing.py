@@ -71,6 +71,7 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
             with findings.lock:
                 row.read(ids, tops)
             findings.end([row])
+        findings.write()
     finally:
         for module in was_training:
             module.training = True

@@ -33,7 +33,7 @@ from .draft.standalone import standalone_draft
 from .errors import SettingError, SettingTypeError
 from .files import reported
 from .knowledge import Knowledge, KnowledgeOfCall
-from .model.anatomy import causal_lm
+from .model.anatomy import causal_lm, is_tensor_parallel
 from .notices import warn_once
 from .observing import observe, token_rows
 from .presets import Presets
@@ -79,7 +79,7 @@ class SelfSpec(Presets):
         tree: sibling tokens at each depth of the draft, or ``None`` for a line; not for those two.
         max_draft: most tokens in a draft, 1,024 at most.
         cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
-            for one model (its weights, not its name), these settings and one task.
+            for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.
         task: name of what the model is used for; another kind of text is another task.
 
     Raises:
@@ -326,11 +326,13 @@ class SelfSpec(Presets):
         return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits)
 
     def _known(self, model: PreTrainedModel, kind: Kind) -> KnowledgeOfCall:
+        # Processes of one model may have different folders, and would draft differently.
+        folder = None if is_tensor_parallel(model) else self.cache_dir
         return KnowledgeOfCall(
             knowledge=self._knowledge,
             model=model,
             kind=kind,
-            cache_dir=None if self.cache_dir is None else Path(self.cache_dir).expanduser(),
+            cache_dir=None if folder is None else Path(folder).expanduser(),
             task=self.task,
             settings=self._settings(),
         )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError
-from hf_selfspec.control import clock
+from hf_selfspec import EarlyExit, FixedLength, Lookup, SelfSpec, SettingError, SettingTypeError
+from hf_selfspec.control import clock, shared
 
 PROMPT, NEW = "once upon a time", 60
 
@@ -93,6 +93,34 @@ def test_what_was_read_is_saved(
     spec.save_pretrained(tmp_path, llama)
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert tokens_a_round(llama, tokenizer, loaded) > 2 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
+
+
+def test_all_texts_are_in_the_cache(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    texts = ["the first text", "and another one", "the last"]
+    SelfSpec.lookup().observe(llama, tokenizer, texts)  # without a folder
+    SelfSpec(Lookup(), cache_dir=tmp_path).observe(llama, tokenizer, texts)
+    again = SelfSpec(Lookup(), cache_dir=tmp_path)
+    generate(llama, tokenizer, assistant=again)
+    stored = again._knowledge.latest(llama).known.store.tokens
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert any(stored[place : place + len(ids)] == ids for place in range(len(stored)))
+
+
+def test_the_last_calls_are_written_at_the_end(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    for prompt in ("the first", "the second"):
+        ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        llama.generate(**ids, max_new_tokens=4, do_sample=False, pad_token_id=0, assistant=spec)
+    (path,) = tmp_path.rglob("*lookup.json")
+    before = path.stat().st_size
+    shared._write_rest()
+    assert path.stat().st_size > before
+    assert not shared._unwritten
 
 
 def test_the_model_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast, fresh_llama: LlamaForCausalLM) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
+import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
 from time import monotonic
@@ -17,8 +19,18 @@ from .clock import RoundClock
 
 # Slots of context that share a clock: up to 1,024, 4,096, 16,384, ...
 _FIRST_RANGE, _RANGE = 10, 2
-# Seconds between two writes to disk.
+# Seconds between two writes to disk; the last one is at the end of the process.
 _WRITTEN = 10.0
+
+
+_unwritten: weakref.WeakSet[LookupFindings] = weakref.WeakSet()
+
+
+@atexit.register
+def _write_rest() -> None:
+    """Writes what the last calls of the process have added."""
+    for found in list(_unwritten):
+        found.write()
 
 
 class LookupFindings:
@@ -64,9 +76,17 @@ class LookupFindings:
         with self.lock:
             for row in rows:
                 row.end()
-        if self.changed is not None and monotonic() - self._written >= _WRITTEN:
+        if monotonic() - self._written >= _WRITTEN:
+            self.write()
+        else:
+            _unwritten.add(self)
+
+    def write(self) -> None:
+        """Writes what is known to disk, where it lasts."""
+        self._written = monotonic()
+        _unwritten.discard(self)
+        if self.changed is not None:
             self.changed()
-            self._written = monotonic()
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Takes in a call without a draft, of which there is nothing to learn."""

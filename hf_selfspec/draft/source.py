@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from ..findings import Findings
-from ..model.anatomy import Anatomy
+from ..model.anatomy import Anatomy, is_tensor_parallel
 from ..model.fingerprint import Fingerprint
 from ..model.partial import LayerPlan
 from ..model.target import Target
@@ -179,7 +179,7 @@ class Session:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether the model runs in several processes, whose timings differ."""
-        return (getattr(self.target.model, "_tp_size", None) or 1) > 1
+        return is_tensor_parallel(self.target.model)
 
     @property
     def takes_trees(self) -> bool:
