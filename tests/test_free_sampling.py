@@ -122,7 +122,7 @@ def asks_with_the_same_p(scores: torch.Tensor, drafted: list[int], q: torch.Tens
         ("named", accepts_everything),
         ("named", draws_from_p_after_a_rejection),
         ("named", asks_with_the_same_p),
-        ("drawn and named", draws_from_p_after_a_rejection),
+        ("drawn and named", accepts_everything),
         ("drawn and named", asks_with_the_same_p),
     ],
 )
