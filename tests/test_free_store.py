@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY, ragged_batch, tiny_llama
-from transformers import LlamaForCausalLM
+from test_candidates import tiny_gpt_neo
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_selfspec import (
     Cascade,
@@ -86,17 +87,22 @@ def test_the_same_prompt_again_is_drafted_nearly_as_a_whole(llama: LlamaForCausa
     assert torch.equal(sampled, llama.generate(**PROMPT, max_new_tokens=NEW_TOKENS))
 
 
-def test_whole_texts_are_stored_and_no_padding(llama: LlamaForCausalLM) -> None:
-    spec = SelfSpec.lookup()
-    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": 43, "pad_token_id": 0}
-    ids = llama.generate(**BATCH, **options, assistant=spec)
-    expected = []
-    for row, mask in zip(ids.tolist(), BATCH["attention_mask"].tolist(), strict=True):
-        said = row[len(mask) :]
-        end = said.index(43) + 1 if 43 in said else len(said)
-        expected += [-1, *row[mask.index(1) : len(mask)], *said[:end]]
-    assert any(43 in row for row in ids.tolist())
-    assert stored(spec, llama) == expected
+@pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")
+@pytest.mark.parametrize("make", [lambda: tiny_llama(factor=0.5), tiny_gpt_neo], ids=["ragged", "together"])
+def test_whole_texts_are_stored_and_no_padding(make: Callable[[], PreTrainedModel]) -> None:
+    """Nor what was accepted in a row and cut off, since all rows advance together."""
+    model, spec = make(), SelfSpec.lookup()
+    options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    plain = model.generate(**BATCH, **options)
+    options["eos_token_id"] = int(plain[1, 25])
+    expected: list[int] = []
+    for _ in range(2):
+        ids = model.generate(**BATCH, **options, assistant=spec).tolist()
+        for row, mask in zip(ids, BATCH["attention_mask"].tolist(), strict=True):
+            said = row[len(mask) :]
+            end = said.index(options["eos_token_id"]) + 1 if options["eos_token_id"] in said else len(said)
+            expected += [-1, *row[mask.index(1) : len(mask)], *said[:end]]
+    assert stored(spec, model) == expected
 
 
 def test_the_store_is_bounded(llama: LlamaForCausalLM) -> None:
