@@ -188,6 +188,8 @@ def test_forgotten_texts_are_gone(llama: LlamaForCausalLM, tmp_path: Path) -> No
         assert not known.store.tokens
         assert not len(known.successors)
     assert findings(spec, llama).state()["clocks"].keys() == clocks.keys()
+    files = [json.loads(path.read_text()) for path in tmp_path.rglob("*-lookup.json")]
+    assert [file["findings"][0]["state"]["clocks"].keys() for file in files].count(clocks.keys()) > 0
     again = SelfSpec(Lookup(), cache_dir=tmp_path)
     for one in (spec, again):
         assert call(llama, one).rounds == first.rounds
@@ -221,6 +223,9 @@ def test_texts_that_were_read_from_files_are_forgotten(llama: LlamaForCausalLM, 
     assert call(llama, cached).rounds < first.rounds / 2
     cached.forget()
     assert not _has_texts(tmp_path / "cache")
+    read = [saved for files in cached._knowledge._cached.values() for saved in files.values()]
+    assert read
+    assert not any(key.kind is None for saved in read for key in saved.findings)
     cached.save_pretrained(tmp_path / "after")
     assert not _has_texts(tmp_path / "after")
 
