@@ -7,8 +7,8 @@ import copy
 import gc
 import json
 import pickle
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -334,27 +334,18 @@ def test_damaged_files(llama: LlamaForCausalLM, tmp_path: Path, damage: str) -> 
 
 def in_threads(tasks: list[Callable[[], None]]) -> None:
     """Runs all at the same time; raises what one of them raised."""
-    errors: list[BaseException] = []
-
-    def run(task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:  # handed to the test
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        for running in [pool.submit(task) for task in tasks]:
+            running.result()
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one SelfSpec", "one folder"])
 def test_threads(llama: LlamaForCausalLM, tmp_path: Path, same: bool) -> None:
     """Threads that share a SelfSpec, or only a cache folder as processes do; one of them forgets now and then."""
-    make = lambda: SelfSpec(Cascade([Lookup(200), EarlyExit(3)]), FixedLength(3), cache_dir=tmp_path)  # noqa: E731
+
+    def make() -> SelfSpec:
+        return SelfSpec(Cascade([Lookup(200), EarlyExit(3)]), FixedLength(3), cache_dir=tmp_path)
+
     one = make()
     prompts = [ragged_batch((4, 9, 6), seed=seed) for seed in range(3)]
     expected = [llama.generate(**prompt, max_new_tokens=24) for prompt in prompts]

@@ -445,7 +445,6 @@ def test_kinds_of_calls_have_rates_of_their_own() -> None:
     assert knowledge.rates("greedy").rates != Rates().rates
     assert knowledge.rates("sampled").rates == Rates().rates
     assert knowledge.rates("greedy") is knowledge.rates("greedy")
-    assert knowledge.pace("greedy") is knowledge.pace("greedy")
 
 
 # State ---------------------------------------------------------------------------------------------------------------

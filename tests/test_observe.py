@@ -141,6 +141,6 @@ def test_other_refusals(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerF
     with pytest.raises(SettingError, match=r"EarlyExit\(layer=3\) has none of\. Add Lookup\(\)"):
         SelfSpec(EarlyExit(3), FixedLength(2)).observe(llama, tokenizer, ["a"])
     with pytest.raises(SettingTypeError, match=r"SelfSpec\.observe"):
-        SelfSpec().observe("a model", tokenizer, ["a"])  # type: ignore[arg-type]
+        SelfSpec().observe("a model", tokenizer, ["a"])
     with pytest.raises(SettingTypeError, match=r"SelfSpec.observe\(max_new_tokens\)"):
-        SelfSpec().observe(llama, tokenizer, ["a"], max_new_tokens="x")  # type: ignore[arg-type]
+        SelfSpec().observe(llama, tokenizer, ["a"], max_new_tokens="x")

@@ -262,13 +262,13 @@ def test_what_is_stateless() -> None:
     assert not is_stateless(lambda ids, scores: scores)
     assert not is_stateless(lp.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, MODEL))
     assert not is_stateless(of(allowed))
-    allowed.is_stateless = True  # type: ignore[attr-defined]
+    allowed.is_stateless = True
     assert is_stateless(of(allowed))
     assert not is_stateless(Registered(0.5))
     hf_selfspec.register_stateless(Registered)
     assert is_stateless(Registered(0.5))
     with pytest.raises(SettingTypeError, match=r"takes a class.*is_stateless"):
-        hf_selfspec.register_stateless(Registered(0.5))  # type: ignore[arg-type]
+        hf_selfspec.register_stateless(Registered(0.5))
 
 
 def test_a_declared_processor_is_called_for_drafts() -> None:

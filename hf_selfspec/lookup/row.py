@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import RLock
 from typing import Any
 
 import numpy as np
 
-from .pace import Pace
 from .rates import Rates
 from .successors import Successors
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
@@ -19,7 +17,7 @@ Top = tuple[Sequence[int], Sequence[float]]
 
 
 class LookupKnowledge:
-    """What free drafts know across rows and calls. Hold ``lock`` where threads share it.
+    """What free drafts know across rows and calls. Threads that share it take turns.
 
     Args:
         most_pairs: pairs of tokens whose successors are kept.
@@ -27,11 +25,9 @@ class LookupKnowledge:
     """
 
     def __init__(self, most_pairs: int = 65_536, most_stored: int = 65_536) -> None:
-        self.lock = RLock()
         self.successors = Successors(most_pairs)
         self.store = SuffixIndex(most_stored)
         self._rates: dict[str, Rates] = {}
-        self._paces: dict[str, Pace] = {}
         self._texts = 0
 
     def rates(self, kind: str) -> Rates:
@@ -39,12 +35,6 @@ class LookupKnowledge:
         if kind not in self._rates:
             self._rates[kind] = Rates()
         return self._rates[kind]
-
-    def pace(self, kind: str) -> Pace:
-        """How fast one kind of call is decoded; it does not outlast the process."""
-        if kind not in self._paces:
-            self._paces[kind] = Pace()
-        return self._paces[kind]
 
     def next_text(self) -> int:
         """The number of a new text."""

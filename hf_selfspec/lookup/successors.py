@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .suffix import BITS
+
 # Successors that are kept of each pair.
 WIDTH = 8
-# Bits for a token id in the key of a pair; vocabularies have less than two million tokens.
-_BITS = 21
-_LAST = (1 << _BITS) - 1
+_LAST = (1 << BITS) - 1
 
 
 class Found(NamedTuple):
@@ -61,7 +61,7 @@ class Successors:
             probabilities: theirs.
             text: the text in which the pair was seen.
         """
-        key = pair[0] << _BITS | pair[1]
+        key = pair[0] << BITS | pair[1]
         slot = self._slots.get(key)
         if slot is None:
             slot = self._new(key)
@@ -74,7 +74,7 @@ class Successors:
 
     def get(self, before: int, token: int) -> Found | None:
         """The successors of the pair, else of ``token``, ``None`` where there are none."""
-        slot = self._slots.get(before << _BITS | token)
+        slot = self._slots.get(before << BITS | token)
         is_pair = slot is not None
         if slot is None:
             slot = self._singles.get(token)

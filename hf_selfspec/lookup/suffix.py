@@ -13,8 +13,8 @@ MOST_CANDIDATES = 8
 CONTESTED, LONE, SHARED = range(3)
 # Stands between texts; no token.
 SEPARATOR = -1
-# Bits for a token id in the key of an n-gram; vocabularies have less than a million tokens.
-_BITS = 21
+# Bits for a token id in the key of an n-gram; vocabularies have less than two million tokens.
+BITS = 21
 
 
 class Match(NamedTuple):
@@ -66,8 +66,8 @@ class SuffixIndex:
             earlier.append(triples.get(triple, -1))
             triples[triple] = pairs[pair] = singles[single] = position
             known.append(token)
-            triple = pair << _BITS | token
-            pair = single << _BITS | token
+            triple = pair << BITS | token
+            pair = single << BITS | token
             single = token
             position += 1
         self._last = single, pair, triple
@@ -84,7 +84,7 @@ class SuffixIndex:
         last = len(tail) - 1
         if last >= 2 and (found := self._match_three(tail, last)):
             return found if found.length >= shortest else None
-        if shortest <= 2 <= last + 1 and (position := self._pairs.get(tail[-2] << _BITS | tail[-1], -1)) >= 0:
+        if shortest <= 2 <= last + 1 and (position := self._pairs.get(tail[-2] << BITS | tail[-1], -1)) >= 0:
             return Match(2, position, LONE)
         if shortest <= 1 <= last + 1 and (position := self._singles.get(tail[-1], -1)) >= 0:
             return Match(1, position, LONE)
@@ -93,7 +93,7 @@ class SuffixIndex:
     def _match_three(self, tail: Sequence[int], last: int) -> Match | None:
         """The longest match of three tokens or more."""
         known, earlier = self.tokens, self._earlier
-        position = self._triples.get((tail[-3] << _BITS | tail[-2]) << _BITS | tail[-1], -1)
+        position = self._triples.get((tail[-3] << BITS | tail[-2]) << BITS | tail[-1], -1)
         longest, where = 0, -1
         continuations = []
         for _ in range(MOST_CANDIDATES):
