@@ -19,7 +19,7 @@ from .errors import UnsupportedOptionError
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
-from .model.cache import SpeculativeCache
+from .model.cache import SpeculativeCache, given_cache, tokens_in
 from .model.checkpointing import checkpoints
 from .model.linear import are_faster
 from .model.prompt import Prompt, is_right_padded
@@ -59,7 +59,7 @@ class Request:
     @property
     def past(self) -> Any:
         """The cache that ``generate`` passes."""
-        return self.model_kwargs["past_key_values"]
+        return given_cache(self.model_kwargs)
 
     @property
     def has_own_cache(self) -> bool:
@@ -68,7 +68,7 @@ class Request:
 
     def with_cache(self) -> Request:
         """The same where the model's own configuration does not switch the cache off: the ids are the same."""
-        given = self.model_kwargs.get("past_key_values")
+        given = self.past
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
         return replace(self, model_kwargs=self.model_kwargs | {"past_key_values": cache, "use_cache": True})
 
@@ -140,10 +140,12 @@ class Generation:
         stopper = Stopper(request.stopping_criteria)
         stateful = (*scorer.stateful, *stopper.stateful)
         new_tokens = FIRST_SLOTS if max_new is None else min(max_new, FIRST_SLOTS)
+        cache = SpeculativeCache(len(request.past.layers), batch_size, prompt.width + new_tokens)
+        cache.hold_states(request.past, anatomy.recurrence, anatomy.model_name)
         target = Target(
             request.model,
             anatomy,
-            SpeculativeCache(len(request.past.layers), batch_size, prompt.width + new_tokens),
+            cache,
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
@@ -177,8 +179,8 @@ class Generation:
             checks_logits=self.checks_logits,
             keeps_rows=bool(config.return_dict_in_generate) or request.has_own_cache,
         )
-        if seen := request.past.get_seq_length():
-            target.cache.take_in(request.past, prompt.past_columns(seen))
+        if seen := tokens_in(request.past):
+            target.cache.take_in(request.past, prompt.past_columns(seen), prompt.cursors)
         return decoder
 
     def _decode(self, decoder: Decoder, cache: Any, returned: bool, own_cache: bool) -> Any:
@@ -258,7 +260,7 @@ def _prompt(request: Request, anatomy: Anatomy) -> Prompt:
         given.get("inputs_embeds"),
         given.get("attention_mask"),
         given.get("position_ids"),
-        request.past,
+        request.past if tokens_in(request.past) else DynamicCache(),
         getattr(request.generation_config, "_mask_length", None),
         anatomy.ragged,
     )

@@ -146,7 +146,7 @@ class Decoder:
         chunk = self.prefill_chunk or width
         for start in range(0, width, chunk):
             tokens = prompt.tokens[:, start : start + chunk]
-            lengths = [min(max(length - start, 1), tokens.shape[1]) for length in prompt.lengths]
+            lengths = [min(max(length - start, 0), tokens.shape[1]) for length in prompt.lengths]
             cursors = [cursor + start for cursor in prompt.cursors]
             piece = self.target.prefill(tokens, cursors, lengths)
             ends_here = [start < length <= start + chunk for length in prompt.lengths]
@@ -226,6 +226,7 @@ class Decoder:
                 self._ended[row] = self.text.lengths[row] - self.text.prompt_width
             self._keep(row, verdict, count, logits)
         self.target.keep_path(moves)
+        self.target.commit(self.text.last_slots())
         self._stream()
         keeps = self.keeps_rows or self._in_step or getattr(self.draft, "needs_ended_rows", False)
         if not keeps and self.target.can_leave:
@@ -317,12 +318,14 @@ class Decoder:
         """Fills the cache that ``generate`` returns: everything but the last token."""
         total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
         counts = [self.generated(row) for row in range(self.text.batch_size)]
+        ends = self.text.last_slots()
         if min(counts) < max(counts) and self.target.padding is None:
             # The last token of a row that ended before others belongs to the cache too; it has not been run yet.
             self.target.step(
                 self.text.last_tokens(), self.text.last_slots(), head=False, capture=self.target.anatomy.num_layers
             )
-        self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
+            ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
+        self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total, ends)
 
 
 def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:

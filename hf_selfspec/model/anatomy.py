@@ -14,8 +14,12 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from .recurrences import SERVED
+from .recurrences.recurrence import Recurrence
 
-_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+_ATTENTION_NAMES = (
+    "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "mixer",
+)  # fmt: skip
 _MLP_NAMES = (
     ("mlp",),
     ("feed_forward",),
@@ -66,6 +70,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "xglm": Architecture(endless=True),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
+    "inkling2_text": Architecture(replay=False),
 }
 
 
@@ -127,6 +132,7 @@ class Anatomy:
         position_limit: how many positions there are, ``None`` where they are computed for any place (rotary, ALiBi):
             longer texts are only worse then.
         tree, ragged, replay, exits: see :class:`Architecture`.
+        recurrence: how its recurrent states go on, ``None`` where there are none, or inputs of convolutions alone.
     """
 
     model_name: str
@@ -142,6 +148,7 @@ class Anatomy:
     ragged: bool
     replay: bool
     exits: bool
+    recurrence: type[Recurrence] | None
 
     @property
     def num_layers(self) -> int:
@@ -161,10 +168,11 @@ class Anatomy:
                 f"{name} is an encoder-decoder model. Self-speculative decoding needs a decoder-only model, such as "
                 "those that AutoModelForCausalLM loads."
             )
-        if getattr(model, "_is_stateful", False):
+        is_recurrent = config.model_type in SERVED
+        if getattr(model, "_is_stateful", False) and not is_recurrent:
             raise UnsupportedModelError(
-                f"{name} is stateful (a recurrent or state-space model): its state cannot be rolled back when a draft "
-                "is rejected. Call generate without `assistant`."
+                f"{name} is stateful, and of model type {config.model_type!r} it is not proven that its recurrent state "
+                "can be rolled back when a draft is rejected. Call generate without `assistant`."
             )
         architecture = _ARCHITECTURES.get(config.model_type, Architecture())
         layers = _find_layers(model, architecture)
@@ -174,6 +182,8 @@ class Anatomy:
         limit = max_positions(text_config)
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = alibi or architecture.tree is False or _takes_position_ids(model)
+        # Without attention there are no positions.
+        takes_positions = takes_positions or (is_recurrent and "cache_params" in _forward_parameters(model))
         return cls(
             model_name=name,
             layers=layers,
@@ -184,10 +194,11 @@ class Anatomy:
             kv_sources=kv_sources,
             max_positions=limit,
             position_limit=None if architecture.endless or _is_rotary(text_config) else limit,
-            tree=architecture.tree and not alibi and takes_positions,
+            tree=architecture.tree and not alibi and takes_positions and not is_recurrent,
             ragged=architecture.ragged and takes_positions,
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
+            recurrence=SERVED.get(config.model_type),
         )
 
 
@@ -214,7 +225,11 @@ def _is_rotary(text_config: Any) -> bool:
 
 
 def _takes_position_ids(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+    return "position_ids" in _forward_parameters(model)
+
+
+def _forward_parameters(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(inspect.signature(type(model).forward).parameters)
 
 
 def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn.Module, ...]:

@@ -17,11 +17,13 @@ from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
+from .kernels import none_expected_after, served_kernels
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
 from .prompt import Holes
 from .rows import ActiveRows
+from .states import Feed
 
 _NO_END = 1 << 62
 
@@ -96,6 +98,7 @@ class Target:
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
@@ -108,6 +111,7 @@ class Target:
             stack.enter_context(partial_forwards(self.model, self.anatomy))
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
+            stack.enter_context(served_kernels(self.model, self.anatomy.recurrence))
             if is_compiled(self.model):
                 # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
                 stack.enter_context(eagerly())
@@ -138,18 +142,23 @@ class Target:
             moves = [(place[row], start, end) for row, start, end in moves]
         self.cache.keep_path(moves)
 
+    def commit(self, roots: list[int]) -> None:
+        """Makes the text before these slots, one for each row, what recurrent states are made of."""
+        self.cache.commit(roots if self.active_rows is None else self.active_rows.of_list(roots))
+
     def prefill(self, tokens: torch.Tensor, cursors: list[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 
         Args:
             tokens: ``[b, s]`` ids, or ``[b, s, d]`` embeddings; rows start left and may have junk on the right.
             cursors: slot of each row's first token.
-            lengths: number of real tokens in each row.
+            lengths: number of real tokens in each row. Of a row without any, what is returned is junk.
 
         Returns:
             ``[b, v]``.
         """
-        width = tokens.shape[1]
+        width, counts = tokens.shape[1], lengths
+        lengths = [max(length, 1) for length in lengths]
         ragged = min(lengths) < width
         ends = torch.tensor(sorted({length - 1 for length in lengths}), device=tokens.device)
         keep = ends if ragged else 1
@@ -157,7 +166,9 @@ class Target:
         simple = not ragged and max(cursors) == 0 and self.holes is None
         observer = self.prefill_observer
         run = None if observer is None else ForwardPass(self.full_plan, capture=observer.layer)
-        logits, run = self._call(self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple)
+        logits, run = self._call(
+            self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple, counts=counts
+        )
         assert logits is not None
         if observer is not None:
             assert run.captured is not None
@@ -255,6 +266,7 @@ class Target:
         first_node: int = 0,
         keep: int | torch.Tensor = 0,
         simple: bool = False,
+        counts: list[int] | None = None,
     ) -> tuple[torch.Tensor | None, ForwardPass]:
         """Logits, or what the module returns for them, and what the forward left behind."""
         run, rows = ForwardPass(plan) if run is None else run, self.active_rows
@@ -263,9 +275,10 @@ class Target:
             run = rows.enter(run)
         s = tokens.shape[1]
         cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
-        self.cache.seek(cursors, s)
+        back = 0 if nodes is None else nodes.hidden
+        self.cache.seek(cursors, s, Feed([cursor - back for cursor in cursors], counts, is_scratch=back > 0))
         device = tokens.device
-        kwargs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
         geometry = None
         if self.padding is None:
@@ -288,7 +301,7 @@ class Target:
             kwargs["logits_to_keep"] = keep
         kwargs.update(self.extra)
         begun = perf_counter()
-        with obeying(run), at_positions(geometry):
+        with obeying(run), at_positions(geometry), none_expected_after():
             logits = getattr(module(**kwargs), "logits", None)
         self.forward_seconds += perf_counter() - begun
         if rows is not None:

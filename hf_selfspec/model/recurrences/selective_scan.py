@@ -1,0 +1,103 @@
+"""State-space models with a decay for each channel and state (Mamba-1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .recurrence import Entries, in_blocks
+
+
+class SelectiveScan:
+    """Mamba-1's recurrence; state ``[b, d, n]``. See :class:`Recurrence`.
+
+    Transformers' function begins at zero whatever the cache holds, so text that goes on from a state takes steps.
+    """
+
+    kernel = "mamba_selective_scan"
+    parameters: tuple[str, ...] = (
+        "hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state",
+        "use_mambapy", "use_associative_scan", "kwargs",
+    )  # fmt: skip
+    continues = False
+    token_dim = 2
+
+    def prefill(
+        self,
+        kernel: Any,
+        state: torch.Tensor | None,
+        kept: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Recurrence.prefill`; ``Δ = 0`` leaves the state as it is."""
+        options |= {"return_last_state": True}
+        if kept is not None:
+            dt = _steps(dt, options.get("delta_bias"), options.get("delta_softplus", False)) * kept[:, None]
+            options |= {"delta_bias": None, "delta_softplus": False}
+        output, state = kernel(hidden_states, dt, *args, **options)
+        return output, self.load(state, 0)
+
+    def step(
+        self,
+        state: torch.Tensor,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Entries]:
+        """See :meth:`Recurrence.step`; ``x`` and ``Δ`` ``[b, d, t]``, ``A`` ``[d, n]``, ``B`` and ``C`` ``[b, n, t]``."""
+        dt = _steps(dt, delta_bias, delta_softplus).float()
+        decay = dt[..., None] * A.float()[:, None]
+        added = (dt * hidden_states.float())[..., None] * B.float().transpose(1, 2)[:, None]
+        output, entries = in_blocks(self, state, (decay, added, C.float().transpose(1, 2)[:, None]))
+        if D is not None:
+            output = output + hidden_states * D[:, None]
+        if z is not None:
+            output = output * F.silu(z)
+        return output.to(hidden_states.dtype), entries
+
+    def outputs(self, state: torch.Tensor, inputs: Entries) -> tuple[torch.Tensor, Entries]:
+        """Output and entries of a block: one token after the other, since a state is small."""
+        decay, added, read = inputs
+        states, left = [], decay.exp()
+        for token in range(decay.shape[2]):
+            state = torch.addcmul(added[:, :, token], left[:, :, token], state)
+            states.append(state)
+        return (torch.stack(states, 2) * read).sum(-1), (decay, added)
+
+    def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
+        """See :meth:`Recurrence.advance`."""
+        decay, added = entries
+        if kept is not None:
+            here = kept[:, None, :, None]
+            decay, added = decay * here, added * here
+        left = decay.exp()
+        for token in range(decay.shape[2]):
+            state = torch.addcmul(added[:, :, token], left[:, :, token], state)
+        return state
+
+    def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
+        """See :meth:`Recurrence.load`; Zamba calls the function for each head and keeps the states side by side."""
+        return (state if state.dim() == 3 else state[:, part]).float()
+
+    def store(self, state: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Recurrence.store`."""
+        return state
+
+
+def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    """``Δ`` of each token ``[b, d, t]``."""
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)[:, None]
+    return F.softplus(dt) if softplus else dt
