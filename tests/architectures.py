@@ -258,6 +258,10 @@ _CHOSEN: dict[str, tuple[int, float]] = {
     "persimmon": (0, 1.0),
     "qwen2": (0, 0.7),
     "vaultgemma": (0, 0.7),
+    "falcon_mamba": (0, 0.7),
+    "jamba": (0, 0.7),
+    "mamba": (0, 0.7),
+    "zamba": (0, 0.7),
 }
 
 

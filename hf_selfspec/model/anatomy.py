@@ -70,7 +70,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "xglm": Architecture(endless=True),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
-    "inkling2_text": Architecture(replay=False),
+    "inkling2_text": Architecture(ragged=False, replay=False),
+    "inkling_text": Architecture(ragged=False),
 }
 
 
