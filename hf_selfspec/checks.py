@@ -13,7 +13,6 @@ from .model.cache import check_cache, given_cache
 from .model.kernels import check_kernels
 from .model.masks import SERVED_ATTENTION
 from .model.prompt import Prompt
-from .model.recurrences import SERVED
 from .settings import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.
@@ -77,7 +76,7 @@ def check_call(
         )
     _check_prompt_learning(model)
     check_cache(given_cache(model_kwargs), model)
-    check_kernels(model, SERVED.get(model.config.model_type))
+    check_kernels(model)
     implementation = model.config._attn_implementation
     if implementation is not None and implementation.partition("|")[0] not in SERVED_ATTENTION:
         raise UnsupportedOptionError(

@@ -163,7 +163,8 @@ class Decoder:
         tokens = torch.cat([text.last_tokens(), draft.tokens.to(text.ids.device)], dim=1)
         roots = text.last_slots()
         nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents)
-        if draft.states is None:
+        # A sibling would have to find what its ancestors fed into recurrent states below, in another forward.
+        if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
             step = target.step(tokens, roots, nodes=nodes)
         else:
             states, ready = draft.states, draft.states.shape[1]

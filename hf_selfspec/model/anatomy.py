@@ -70,8 +70,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "xglm": Architecture(endless=True),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
-    "inkling2_text": Architecture(ragged=False, replay=False),
-    "inkling_text": Architecture(ragged=False),
+    "inkling2_text": Architecture(tree=False, ragged=False, replay=False),
+    "inkling_text": Architecture(tree=False, ragged=False),
 }
 
 
@@ -133,6 +133,7 @@ class Anatomy:
         position_limit: how many positions there are, ``None`` where they are computed for any place (rotary, ALiBi):
             longer texts are only worse then.
         tree, ragged, replay, exits: see :class:`Architecture`.
+        is_recurrent: it has recurrent states, or inputs of convolutions, that are not keys and values.
         recurrence: how its recurrent states go on, ``None`` where there are none, or inputs of convolutions alone.
     """
 
@@ -149,6 +150,7 @@ class Anatomy:
     ragged: bool
     replay: bool
     exits: bool
+    is_recurrent: bool
     recurrence: type[Recurrence] | None
 
     @property
@@ -195,10 +197,11 @@ class Anatomy:
             kv_sources=kv_sources,
             max_positions=limit,
             position_limit=None if architecture.endless or _is_rotary(text_config) else limit,
-            tree=architecture.tree and not alibi and takes_positions and not is_recurrent,
+            tree=architecture.tree and not alibi and takes_positions,
             ragged=architecture.ragged and takes_positions,
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
+            is_recurrent=is_recurrent,
             recurrence=SERVED.get(config.model_type),
         )
 

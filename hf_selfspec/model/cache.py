@@ -230,6 +230,9 @@ class SpeculativeCache(Cache):
         """
         if not moves:
             return
+        for state in self._states:
+            for log in state.logs():
+                log.keep_path(moves)
         places = torch.tensor(moves)
         for layer in self.layers:
             if layer.is_initialized:

@@ -7,15 +7,11 @@ entries. Rows may be at different slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .recurrences.recurrence import Entries
-
-# (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
-Advance = Callable[[torch.Tensor, Entries, "torch.Tensor | None"], torch.Tensor]
+from .recurrences.recurrence import Advance, Entries
 
 
 @dataclass
@@ -122,6 +118,15 @@ class StateLog:
         known = [floor <= start for floor, start in zip(self._floor.slots, starts, strict=True)]
         ends = [end if known[row] else firsts[row] for row, end in enumerate(ends)]
         self._segments.append(_Segment(list(starts), firsts, ends, entries))
+
+    def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
+        """Moves entries of the last forward; see :meth:`SpeculativeCache.keep_path`."""
+        if self._segments:
+            segment = self._segments[-1]
+            for row, source, target in moves:
+                start = segment.starts[row]
+                for values in segment.entries:
+                    values[row, :, target - start] = values[row, :, source - start]
 
     def commit(self, roots: list[int], history: int) -> None:
         """Makes the state at these slots the checkpoint.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..errors import UnsupportedModelError
 from . import kernels
+from .layout import TreeLayout
 from .recurrences.convolution import Convolution
 from .recurrences.recurrence import Recurrence
 from .state_log import StateLog
@@ -22,11 +25,13 @@ class Feed:
     Attributes:
         starts: for each row the slot of the first token.
         counts: for each row the tokens of a prompt that count, ``None`` where all do and may be taken back.
+        nodes: how they hang together, ``None`` for a line.
         is_scratch: nothing of it is kept.
     """
 
     starts: list[int]
     counts: list[int] | None = None
+    nodes: TreeLayout | None = None
     is_scratch: bool = False
 
     def kept(self, length: int, device: torch.device) -> torch.Tensor | None:
@@ -133,12 +138,15 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             log.restart(feed.ends(starts, length), convolution.advance(state, (conv_states,), kept))
         elif not feed.is_scratch:
             log.add(starts, feed.ends(starts, length), (conv_states,))
+        if feed.nodes is not None:
+            windows = convolution.windows(state, conv_states, feed.nodes)
+            kernels.expect_convolution(functools.partial(_at_windows, windows, len(conv_states)))
         return torch.cat([state, conv_states], 2)
 
     def expect_recurrence(self, state_idx: int) -> None:
         """The model is about to compute a state."""
-        calls = iter(range(1 << 30))
-        kernels.expect(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
+        calls = itertools.count()
+        kernels.expect_recurrence(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """The model has computed a state; it is known already.
@@ -147,7 +155,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             UnsupportedModelError: it has done so in a way that is not known.
         """
         states = self._recurrent.get(state_idx, [])
-        if not states or kernels.served() != len(states):
+        if not states or kernels.recurrence_calls() != len(states):
             raise UnsupportedModelError(
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
                 "of its own, so they cannot be taken back. Call generate without `assistant`."
@@ -165,7 +173,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             output, state = recurrence.prefill(original, state, kept, *args, **kwargs)
             log.restart(feed.ends(starts, length), state)
             return output, state
-        output, entries = recurrence.step(state, *args, **kwargs)
+        output, entries = recurrence.step(state, feed.nodes, *args, **kwargs)
         if feed.counts is not None:
             log.restart(feed.ends(starts, length), recurrence.advance(state, entries, kept))
         elif not feed.is_scratch:
@@ -183,3 +191,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 log.restart(slots, recurrence.load(state, part))
             states.append((recurrence, log))
         return states[part]
+
+
+def _at_windows(windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a convolution gives at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
+    output = original(windows, *args, **kwargs)[:, :, -1]
+    return output.unflatten(0, (rows, -1)).transpose(1, 2)

@@ -17,7 +17,7 @@ from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
-from .kernels import none_expected_after, served_kernels
+from .kernels import served_kernels, turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
@@ -111,7 +111,7 @@ class Target:
             stack.enter_context(partial_forwards(self.model, self.anatomy))
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
-            stack.enter_context(served_kernels(self.model, self.anatomy.recurrence))
+            stack.enter_context(served_kernels(self.model))
             if is_compiled(self.model):
                 # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
                 stack.enter_context(eagerly())
@@ -275,8 +275,7 @@ class Target:
             run = rows.enter(run)
         s = tokens.shape[1]
         cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
-        back = 0 if nodes is None else nodes.hidden
-        self.cache.seek(cursors, s, Feed([cursor - back for cursor in cursors], counts, is_scratch=back > 0))
+        self.cache.seek(cursors, s, _feed(cursors, counts, nodes))
         device = tokens.device
         kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
@@ -301,7 +300,7 @@ class Target:
             kwargs["logits_to_keep"] = keep
         kwargs.update(self.extra)
         begun = perf_counter()
-        with obeying(run), at_positions(geometry), none_expected_after():
+        with obeying(run), at_positions(geometry), turns():
             logits = getattr(module(**kwargs), "logits", None)
         self.forward_seconds += perf_counter() - begun
         if rows is not None:
@@ -348,3 +347,13 @@ class Target:
         if missing <= 0:
             return self.padding[:, :length]
         return torch.cat([self.padding, self.padding.new_ones(self.padding.shape[0], missing)], dim=1)
+
+
+def _feed(cursors: list[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
+    """What a forward feeds into recurrent states."""
+    if nodes is None:
+        return Feed(cursors, counts)
+    if nodes.hidden:
+        # A line that is in the text already: it begins where its first token stands.
+        return Feed([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
+    return Feed(cursors, nodes=nodes)

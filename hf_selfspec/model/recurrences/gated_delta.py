@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..layout import TreeLayout
 from .linear_attention import advance, attend
 from .recurrence import Entries, in_blocks
 
@@ -47,6 +48,7 @@ class GatedDelta:
     def step(
         self,
         state: torch.Tensor,
+        nodes: TreeLayout | None,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -64,14 +66,12 @@ class GatedDelta:
         if (group := value.shape[1] // key.shape[1]) > 1:
             query, key = (x.repeat_interleave(group, dim=1) for x in (query, key))
         decay = g if g.dim() == 4 else g[..., None]
-        output, entries = in_blocks(self, state, (query, key, value, decay, beta))
+        inputs = (query, key, value, decay, beta)
+        if nodes is None:
+            output, entries = in_blocks(self._outputs, advance, state, inputs)
+        else:
+            output, entries = self._outputs(state, inputs, nodes)
         return output.transpose(1, 2).contiguous().to(dtype), entries
-
-    def outputs(self, state: torch.Tensor, inputs: Entries) -> tuple[torch.Tensor, Entries]:
-        """Output and entries of a block."""
-        query, key, value, decay, beta = inputs
-        output, known = attend(state, query, key, value, decay, beta)
-        return output, (key, known, decay)
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """See :meth:`Recurrence.advance`."""
@@ -84,6 +84,14 @@ class GatedDelta:
     def store(self, state: torch.Tensor) -> torch.Tensor:
         """See :meth:`Recurrence.store`."""
         return state
+
+    @staticmethod
+    def _outputs(
+        state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
+    ) -> tuple[torch.Tensor, Entries]:
+        query, key, value, decay, beta = inputs
+        output, known = attend(state, query, key, value, decay, beta, nodes)
+        return output, (key, known, decay)
 
 
 class KimiDelta(GatedDelta):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ..layout import TreeLayout
 from .recurrence import Entries
 
 
@@ -20,6 +21,7 @@ def attend(
     value: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor | None,
+    nodes: TreeLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of a block of tokens.
 
@@ -29,12 +31,15 @@ def attend(
         value: ``[b, k, t, h]``.
         decay: ``[b, k, t, n]``, or ``[b, k, t, 1]`` where it is one for the whole head; logarithms, at most 0.
         beta: ``[b, k, t]`` for the delta rule, ``None`` without.
+        nodes: how the tokens hang together, ``None`` for a line.
 
     Returns:
         Output ``[b, k, t, h]``, and ``u`` of the same shape.
     """
     t = key.shape[2]
-    total = decay.cumsum(2)
+    # Which tokens each has behind it, itself included: [1, 1, t, t], or [b, 1, t, t].
+    before = None if nodes is None else nodes.ancestry(key.device)[:, None]
+    total = decay.cumsum(2) if before is None else before.to(decay.dtype) @ decay
     gone = total.exp()
     if beta is None:
         read, known = (query * gone) @ state, value
@@ -43,7 +48,7 @@ def attend(
         known = (value - expected) * beta[..., None]
     if t == 1:
         return read + (query * key).sum(-1, keepdim=True) * known, known
-    weights = _weights(total)
+    weights = _weights(total, before)
     if beta is not None:
         system = _pairs(key, key, weights).tril(-1) * beta[..., None]
         known = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
@@ -70,11 +75,12 @@ def advance(state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) ->
     return left.baddbmm_(key.transpose(2, 3).flatten(0, 1), known.flatten(0, 1)).view_as(state)
 
 
-def _weights(total: torch.Tensor) -> torch.Tensor:
-    """What is left of the token in the column at that in the row, ``[b, k, t, t, 1 or n]``; 0 for later tokens."""
+def _weights(total: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """What is left of the token in the column at that in the row, ``[b, k, t, t, 1 or n]``; 0 for others than before."""
     t = total.shape[2]
-    later = torch.ones(t, t, dtype=torch.bool, device=total.device).triu(1)[:, :, None]
-    return (total[:, :, :, None] - total[:, :, None]).masked_fill_(later, -torch.inf).exp_()
+    if before is None:
+        before = torch.ones(t, t, dtype=torch.bool, device=total.device).tril()
+    return (total[:, :, :, None] - total[:, :, None]).masked_fill_(~before[..., None], -torch.inf).exp_()
 
 
 def _pairs(rows: torch.Tensor, columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

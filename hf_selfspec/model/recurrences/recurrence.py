@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from ..layout import TreeLayout
+
 # What tokens feed into a state, [b, c, t, ...]: tokens are the third dimension of each tensor.
 Entries = tuple[torch.Tensor, ...]
+# (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
+Advance = Callable[[torch.Tensor, Entries, torch.Tensor | None], torch.Tensor]
+# (state, inputs of a block) to its output and entries.
+Outputs = Callable[[torch.Tensor, Entries], tuple[torch.Tensor, Entries]]
 # Tokens that a step takes at a time: what it computes for pairs of tokens stays small.
 BLOCK = 32
 
@@ -42,8 +49,16 @@ class Recurrence(Protocol):
             Its output, and the state after the tokens that count.
         """
 
-    def step(self, state: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Entries]:
-        """The same output for a few tokens, and what they feed into the state, which stays as it is."""
+    def step(
+        self, state: torch.Tensor, nodes: TreeLayout | None, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, Entries]:
+        """The same output for a few tokens, and what they feed into the state, which stays as it is.
+
+        Args:
+            state: ``[b, ...]`` before them.
+            nodes: how they hang together, ``None`` for a line.
+            args, kwargs: what the model calls its function with.
+        """
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """The state after these tokens.
@@ -61,22 +76,25 @@ class Recurrence(Protocol):
         """The reverse of :meth:`load`; the states of several calls stand side by side in the second dimension."""
 
 
-def in_blocks(recurrence: Recurrence, state: torch.Tensor, inputs: Entries) -> tuple[torch.Tensor, Entries]:
-    """Output and entries of tokens of any number, a block at a time.
+def in_blocks(
+    outputs_of: Outputs, advance: Advance, state: torch.Tensor, inputs: Entries
+) -> tuple[torch.Tensor, Entries]:
+    """Output and entries of a line of any length, a block at a time.
 
     Args:
-        recurrence: has a method ``outputs(state, inputs) -> (output, entries)`` for a block.
+        outputs_of: of a block.
+        advance: see :meth:`Recurrence.advance`.
         state: ``[b, ...]``.
         inputs: tensors whose third dimension is that of the tokens.
     """
     count = inputs[0].shape[2]
     outputs, found = [], []
     for start in range(0, count, BLOCK):
-        output, entries = recurrence.outputs(state, tuple(x[:, :, start : start + BLOCK] for x in inputs))  # type: ignore[attr-defined]
+        output, entries = outputs_of(state, tuple(x[:, :, start : start + BLOCK] for x in inputs))
         outputs.append(output)
         found.append(entries)
         if start + BLOCK < count:
-            state = recurrence.advance(state, entries, None)
+            state = advance(state, entries, None)
     if len(outputs) == 1:
         return outputs[0], found[0]
     return torch.cat(outputs, 2), tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))

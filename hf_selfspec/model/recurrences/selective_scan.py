@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..layout import TreeLayout
 from .recurrence import Entries, in_blocks
 
 
@@ -45,6 +46,7 @@ class SelectiveScan:
     def step(
         self,
         state: torch.Tensor,
+        nodes: TreeLayout | None,
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
         A: torch.Tensor,
@@ -60,21 +62,16 @@ class SelectiveScan:
         dt = _steps(dt, delta_bias, delta_softplus).float()
         decay = dt[..., None] * A.float()[:, None]
         added = (dt * hidden_states.float())[..., None] * B.float().transpose(1, 2)[:, None]
-        output, entries = in_blocks(self, state, (decay, added, C.float().transpose(1, 2)[:, None]))
+        inputs = (decay, added, C.float().transpose(1, 2)[:, None])
+        if nodes is None:
+            output, entries = in_blocks(self._outputs, self.advance, state, inputs)
+        else:
+            output, entries = self._outputs(state, inputs, nodes)
         if D is not None:
             output = output + hidden_states * D[:, None]
         if z is not None:
             output = output * F.silu(z)
         return output.to(hidden_states.dtype), entries
-
-    def outputs(self, state: torch.Tensor, inputs: Entries) -> tuple[torch.Tensor, Entries]:
-        """Output and entries of a block: one token after the other, since a state is small."""
-        decay, added, read = inputs
-        states, left = [], decay.exp()
-        for token in range(decay.shape[2]):
-            state = torch.addcmul(added[:, :, token], left[:, :, token], state)
-            states.append(state)
-        return (torch.stack(states, 2) * read).sum(-1), (decay, added)
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """See :meth:`Recurrence.advance`."""
@@ -94,6 +91,31 @@ class SelectiveScan:
     def store(self, state: torch.Tensor) -> torch.Tensor:
         """See :meth:`Recurrence.store`."""
         return state
+
+    @staticmethod
+    def _outputs(
+        state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
+    ) -> tuple[torch.Tensor, Entries]:
+        # One token after the other, since a state is small.
+        decay, added, read = inputs
+        states, left = [], decay.exp()
+        for token in range(decay.shape[2]):
+            before = _parent(states, state, token, nodes)
+            states.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
+        return (torch.stack(states, 2) * read).sum(-1), (decay, added)
+
+
+def _parent(
+    states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: TreeLayout | None
+) -> torch.Tensor:
+    """``[b, d, n]`` the state before a token."""
+    known = [first, *states]
+    if nodes is None:
+        return known[-1]
+    parents = [row[token] + 1 for row in nodes.parents]
+    if min(parents) == max(parents):
+        return known[parents[0]]
+    return torch.stack([known[parent][row] for row, parent in enumerate(parents)])
 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:

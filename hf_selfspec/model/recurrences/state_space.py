@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..layout import TreeLayout
 from .linear_attention import advance, attend
 from .recurrence import Entries, in_blocks
 
@@ -48,6 +49,7 @@ class StateSpace:
     def step(
         self,
         state: torch.Tensor,
+        nodes: TreeLayout | None,
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
         A: torch.Tensor,
@@ -66,16 +68,14 @@ class StateSpace:
         x = hidden_states.transpose(1, 2).float()
         dt = _steps(dt, dt_bias, dt_softplus).float().transpose(1, 2)[..., None]
         query, key = (y.transpose(1, 2).float().repeat_interleave(group, dim=1) for y in (C, B))
-        output, entries = in_blocks(self, state, (query, key, dt * x, dt * A.float()[:, None, None]))
+        inputs = (query, key, dt * x, dt * A.float()[:, None, None])
+        if nodes is None:
+            output, entries = in_blocks(self._outputs, advance, state, inputs)
+        else:
+            output, entries = self._outputs(state, inputs, nodes)
         if D is not None:
             output = output + x * D[:, None, None]
         return output.transpose(1, 2).contiguous().to(hidden_states.dtype), entries
-
-    def outputs(self, state: torch.Tensor, inputs: Entries) -> tuple[torch.Tensor, Entries]:
-        """Output and entries of a block."""
-        query, key, value, decay = inputs
-        output, _ = attend(state, query, key, value, decay, None)
-        return output, (key, value, decay)
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """See :meth:`Recurrence.advance`."""
@@ -83,11 +83,19 @@ class StateSpace:
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
         """See :meth:`Recurrence.load`; transformers has the dimensions of keys and values in the other order."""
-        return state.float().transpose(2, 3)
+        return state.float().transpose(2, 3).contiguous()
 
     def store(self, state: torch.Tensor) -> torch.Tensor:
         """See :meth:`Recurrence.store`."""
         return state.transpose(2, 3).contiguous()
+
+    @staticmethod
+    def _outputs(
+        state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
+    ) -> tuple[torch.Tensor, Entries]:
+        query, key, value, decay = inputs
+        output, _ = attend(state, query, key, value, decay, None, nodes)
+        return output, (key, value, decay)
 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
