@@ -19,7 +19,7 @@ from .errors import UnsupportedOptionError
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
-from .model.cache import SpeculativeCache, given_cache, tokens_in
+from .model.cache import cache_for, given_cache, tokens_in
 from .model.checkpointing import checkpoints
 from .model.linear import are_faster
 from .model.prompt import Prompt, is_right_padded
@@ -140,12 +140,10 @@ class Generation:
         stopper = Stopper(request.stopping_criteria)
         stateful = (*scorer.stateful, *stopper.stateful)
         new_tokens = FIRST_SLOTS if max_new is None else min(max_new, FIRST_SLOTS)
-        cache = SpeculativeCache(len(request.past.layers), batch_size, prompt.width + new_tokens)
-        cache.hold_states(request.past, anatomy.recurrence, anatomy.model_name)
         target = Target(
             request.model,
             anatomy,
-            cache,
+            cache_for(request.model, batch_size, prompt.width + new_tokens, request.past),
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],

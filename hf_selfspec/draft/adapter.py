@@ -22,6 +22,9 @@ from ..verify.scoring import Scorer
 from .partial import DraftStep, PartialDraft, tokens_before
 from .source import Drafter, DraftSource, Limits, Session
 
+# Tokens, of other sources, that the adapter catches up with where recurrent states have to be known for that.
+_LATE = 32
+
 
 @register("draft")
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class EarlyExitAdapter(DraftSource):
         check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
         draft = AdapterDraft(session.target, plan, limits, session.scorer, self.module)
         draft.reserve(session)
+        session.target.cache.look_back(_LATE)
         return draft
 
 
@@ -113,8 +117,12 @@ class AdapterDraft(PartialDraft):
     def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
         late = max(cursor - seen for cursor, seen in zip(cursors, self._seen, strict=True))
         starts = cursors
-        if late > 0:  # the last drafted token of a draft that was accepted as a whole
-            starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1)
+        behind = [cursor - late for cursor in cursors]
+        first = self.target.first_slots()
+        # The last drafted token of a draft that was accepted as a whole. More tokens, of other sources, the adapter has
+        # to do without where a forward cannot begin there.
+        if late > 0 and all(slot >= least for slot, least in zip(behind, first, strict=True)):
+            starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1, first)
         self._seen = [cursor + 1 for cursor in cursors]
         if self.adapter.head is None:
             step = self.target.step(

@@ -233,16 +233,15 @@ class PartialDraft(CandidateGenerator):
 
         What they write into the cache is what is there, or scratch.
         """
-        starts, ids = tokens_before(text, [root + 1 for root in text.last_slots()], MANY)
+        ends = [root + 1 for root in text.last_slots()]
+        first, ids = self.target.first_slots(), text.ids
         steps, usual = self.steps, (self.plan, self.limits)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         devices = [] if ids.device.type == "cpu" else [ids.device]
         with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
             complete = stopwatch.measure(
                 self.target,
-                ids,
-                starts,
-                text.last_slots(),
+                lambda n: tokens_before(text, ends, n, first),
                 repeats,
                 lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
                 may_run,
@@ -306,12 +305,16 @@ def _is_countable(values: torch.Tensor) -> bool:
     return not values.is_floating_point() and not values.is_complex()
 
 
-def tokens_before(text: Text, slots: list[int], n: int) -> tuple[list[int], torch.Tensor]:
+def tokens_before(text: Text, slots: list[int], n: int, first: list[int]) -> tuple[list[int], torch.Tensor]:
     """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
 
-    Embedded prompts have no ids, so slots before the first id do not count.
+    Args:
+        text: the batch. Embedded prompts have no ids, so slots before the first id do not count.
+        slots: for each row the slot behind the tokens.
+        n: how many.
+        first: for each row the first slot that a forward can begin at.
     """
-    starts = [max(0, base, slot - n) for slot, base in zip(slots, text.base, strict=True)]
+    starts = [max(least, base, slot - n) for slot, base, least in zip(slots, text.base, first, strict=True)]
     columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
     columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
     return starts, text.ids.gather(1, columns.to(text.ids.device))

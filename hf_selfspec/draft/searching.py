@@ -79,6 +79,7 @@ def start_search(
         session.target, limits, session.scorer, session.knowledge.of("skip search", make), session.stop
     )
     draft.reserve(session, min(search.context_window, session.new_tokens))
+    session.target.cache.look_back(max(search.context_window, MANY))
     return draft
 
 

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from .recurrences import SERVED
-from .recurrences.recurrence import Recurrence
 
 _ATTENTION_NAMES = (
     "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "mixer",
@@ -70,7 +69,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "xglm": Architecture(endless=True),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
-    "inkling2_text": Architecture(tree=False, ragged=False, replay=False),
+    "inkling2_text": Architecture(tree=False, ragged=False, replay=False, exits=False),
     "inkling_text": Architecture(tree=False, ragged=False),
 }
 
@@ -134,7 +133,6 @@ class Anatomy:
             longer texts are only worse then.
         tree, ragged, replay, exits: see :class:`Architecture`.
         is_recurrent: it has recurrent states, or inputs of convolutions, that are not keys and values.
-        recurrence: how its recurrent states go on, ``None`` where there are none, or inputs of convolutions alone.
     """
 
     model_name: str
@@ -151,7 +149,6 @@ class Anatomy:
     replay: bool
     exits: bool
     is_recurrent: bool
-    recurrence: type[Recurrence] | None
 
     @property
     def num_layers(self) -> int:
@@ -202,7 +199,6 @@ class Anatomy:
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
             is_recurrent=is_recurrent,
-            recurrence=SERVED.get(config.model_type),
         )
 
 

@@ -146,6 +146,11 @@ class SpeculativeCache(Cache):
         """Keeps recurrent states from so many slots before the text's end on, at least those of generated tokens."""
         self._history = max(self._history, slots)
 
+    def first_slots(self) -> list[int]:
+        """For each row the first slot that a forward can begin at; recurrent states are known from later on."""
+        known = [log.first_slots for layer in self._states for log in layer.logs() if not log.is_empty]
+        return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
+
     def commit(self, roots: list[int]) -> None:
         """Makes the text before these slots, one for each row, what recurrent states are made of."""
         for layer in self._states:
@@ -300,6 +305,21 @@ class SpeculativeCache(Cache):
                     picked = buffer[rows, :, places.clamp(min=0)].transpose(1, 2)
                     pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
             other.update(*pair, layer_idx=index)
+
+
+def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
+    """The cache that a model needs.
+
+    Args:
+        model: the model.
+        batch_size, capacity: see :class:`SpeculativeCache`.
+        like: the model's own cache, ``None`` for a new one.
+    """
+    like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
+    cache = SpeculativeCache(len(like.layers), batch_size, capacity)
+    if model.config.model_type in SERVED:
+        cache.hold_states(like, SERVED[model.config.model_type], type(model).__name__)
+    return cache
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:

@@ -75,6 +75,12 @@ class StateLog:
         return self._root.slots
 
     @property
+    def first_slots(self) -> list[int]:
+        """For each row the first slot before which the state is known."""
+        assert self._floor is not None
+        return self._floor.slots
+
+    @property
     def state(self) -> torch.Tensor:
         """The state at the roots."""
         assert self._root is not None
@@ -111,13 +117,12 @@ class StateLog:
         """
         assert self._floor is not None
         assert self._root is not None
+        assert _is_before(self._floor.slots, starts), "a forward begins before the first state that is known"
         firsts = [max(start, root) for start, root in zip(starts, self._root.slots, strict=True)]
         for segment in self._segments:
             segment.cut(firsts)
         self._forget_behind(firsts)
-        known = [floor <= start for floor, start in zip(self._floor.slots, starts, strict=True)]
-        ends = [end if known[row] else firsts[row] for row, end in enumerate(ends)]
-        self._segments.append(_Segment(list(starts), firsts, ends, entries))
+        self._segments.append(_Segment(list(starts), firsts, list(ends), entries))
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves entries of the last forward; see :meth:`SpeculativeCache.keep_path`."""

@@ -146,6 +146,14 @@ class Target:
         """Makes the text before these slots, one for each row, what recurrent states are made of."""
         self.cache.commit(roots if self.active_rows is None else self.active_rows.of_list(roots))
 
+    def first_slots(self) -> list[int]:
+        """For each row the first slot that a forward can begin at; recurrent states are known from later on."""
+        known = self.cache.first_slots()
+        if self.active_rows is None:
+            return known
+        rows = dict(zip(self.active_rows.kept, known, strict=True))
+        return [rows.get(row, 0) for row in range(self.active_rows.total)]
+
     def prefill(self, tokens: torch.Tensor, cursors: list[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 

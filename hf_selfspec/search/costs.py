@@ -124,9 +124,7 @@ class Stopwatch:
     def measure(
         self,
         target: Target,
-        ids: torch.Tensor,
-        starts: list[int],
-        roots: list[int],
+        ends: Callable[[int], tuple[list[int], torch.Tensor]],
         repeats: int,
         draft: Callable[[], object] | None,
         may_run: Callable[[int], bool] | None = None,
@@ -135,9 +133,8 @@ class Stopwatch:
 
         Args:
             target: the prepared model.
-            ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache.
-            starts: slot of the first of them.
-            roots: slot of each row's last token.
+            ends: for a number of tokens ``n`` the slot of the first of each row's last ``n``, and their ids ``[b, n]``.
+                All but the last are in the cache.
             repeats: how often; what the first time takes longer is left out by the shortest one.
             draft: drafts one token with the early plan, ``None`` to leave drafting out.
             may_run: whether there is time for a forward over so many tokens, ``None`` for always. Where there is not,
@@ -146,12 +143,12 @@ class Stopwatch:
         Returns:
             Whether all was timed.
         """
-        last = ids[:, -1:]
+        (roots, last), few, many = ends(1), ends(FEW), ends(MANY)
         runs: dict[str, tuple[int, Callable[[], object]]] = {
             "early": (1, lambda: target.step(last, roots, self.early)),
             "full": (1, lambda: target.step(last, roots)),
-            "few": (FEW, lambda: target.step(ids[:, -FEW:], [root - FEW + 1 for root in roots])),
-            "many": (MANY, lambda: target.step(ids, starts)),
+            "few": (FEW, lambda: target.step(few[1], few[0])),
+            "many": (MANY, lambda: target.step(many[1], many[0])),
         }
         if self.attention is not None:
             runs["attention"] = 1, lambda: target.step(last, roots, self.attention)
@@ -164,7 +161,7 @@ class Stopwatch:
                     continue
                 if may_run is not None and not may_run(tokens):
                     return False
-                times.append(seconds_of(run, ids.device))
+                times.append(seconds_of(run, last.device))
         return True
 
     def costs(self, of: Callable[[list[float]], float] = min) -> ForwardCosts:

@@ -25,6 +25,9 @@ class SelectiveScan:
     continues = False
     token_dim = 2
 
+    def __init__(self) -> None:
+        self._A = torch.empty(0)
+
     def prefill(
         self,
         kernel: Any,
@@ -59,10 +62,9 @@ class SelectiveScan:
         **options: Any,
     ) -> tuple[torch.Tensor, Entries]:
         """See :meth:`Recurrence.step`; ``x`` and ``Δ`` ``[b, d, t]``, ``A`` ``[d, n]``, ``B`` and ``C`` ``[b, n, t]``."""
+        self._A = A.float()
         dt = _steps(dt, delta_bias, delta_softplus).float()
-        decay = dt[..., None] * A.float()[:, None]
-        added = (dt * hidden_states.float())[..., None] * B.float().transpose(1, 2)[:, None]
-        inputs = (decay, added, C.float().transpose(1, 2)[:, None])
+        inputs = (dt, dt * hidden_states.float(), B.float(), C.float())
         if nodes is None:
             output, entries = in_blocks(self._outputs, self.advance, state, inputs)
         else:
@@ -75,12 +77,11 @@ class SelectiveScan:
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """See :meth:`Recurrence.advance`."""
-        decay, added = entries
+        dt, x, B = entries
         if kept is not None:
-            here = kept[:, None, :, None]
-            decay, added = decay * here, added * here
-        left = decay.exp()
-        for token in range(decay.shape[2]):
+            dt, x = dt * kept[:, None], x * kept[:, None]
+        left, added = self._terms(dt, x, B)
+        for token in range(dt.shape[2]):
             state = torch.addcmul(added[:, :, token], left[:, :, token], state)
         return state
 
@@ -92,17 +93,22 @@ class SelectiveScan:
         """See :meth:`Recurrence.store`."""
         return state
 
-    @staticmethod
     def _outputs(
-        state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
+        self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
     ) -> tuple[torch.Tensor, Entries]:
         # One token after the other, since a state is small.
-        decay, added, read = inputs
-        states, left = [], decay.exp()
-        for token in range(decay.shape[2]):
+        dt, x, B, C = inputs
+        left, added = self._terms(dt, x, B)
+        states: list[torch.Tensor] = []
+        for token in range(dt.shape[2]):
             before = _parent(states, state, token, nodes)
             states.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
-        return (torch.stack(states, 2) * read).sum(-1), (decay, added)
+        return (torch.stack(states, 2) * C.transpose(1, 2)[:, None]).sum(-1), (dt, x, B)
+
+    def _terms(self, dt: torch.Tensor, x: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each token leaves of a state and what it adds, ``[b, d, t, n]``."""
+        left = (dt[..., None] * self._A[:, None]).exp()
+        return left, x[..., None] * B.transpose(1, 2)[:, None]
 
 
 def _parent(
