@@ -31,8 +31,8 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.control import shared
-from hf_selfspec.control.arms import Arm
 from hf_selfspec.control.clock import RoundClock
+from hf_selfspec.control.source_rates import SourceRates
 from hf_selfspec.draft.cascade import CascadeDrafter
 from hf_selfspec.draft.lookup import LookupDrafter
 from hf_selfspec.draft.partial import PartialDraft
@@ -377,7 +377,7 @@ def test_other_drafts_go_on_after_free_rounds(
     """Every second round is free. What the other source drafts after them is what it would draft alone there."""
     alone = OTHERS[name]()
     turns = iter(range(1 << 30))
-    monkeypatch.setattr(Arm, "pace", lambda self, promised: math.inf if next(turns) % 2 else 0.0)
+    monkeypatch.setattr(SourceRates, "speedup", lambda self, promised, plain: math.inf if next(turns) % 2 else 0.0)
     seen: dict[str, dict[tuple[int, int], int]] = {"alone": {}, "cascade": {}}
     kinds = {kind for kind in (PartialDraft, *PartialDraft.__subclasses__()) if "propose" in vars(kind)}
     now = "alone"
