@@ -61,18 +61,18 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
         SelfSpecError: the model cannot be probed.
     """
     anatomy, model_name = session.anatomy, session.anatomy.model_name
-    instead = "Give SelfSpec.layerskip an exit_layer and a num_draft."
+    advice = "Give SelfSpec.layerskip an exit_layer and a num_draft."
     if anatomy.num_layers < 2:
         raise SettingError(
             f"{model_name} has one layer, so there is no exit before the last. Call generate without us."
         )
     if not anatomy.exits:
         raise UnsupportedModelError(
-            f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {instead}"
+            f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {advice}"
         )
     if session.is_tensor_parallel:
         raise UnsupportedOptionError(
-            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
+            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {advice}"
         )
     plan = None if layer is None else LayerPlan.early_exit(anatomy.num_layers, layer)
     check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)

@@ -21,7 +21,7 @@ _ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "Du
 
 
 class _SpeculativeLayer(CacheLayerMixin):
-    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to where its cache says."""
+    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to the end that its cache gives."""
 
     is_sliding = False
 
@@ -90,15 +90,15 @@ class SpeculativeCache(Cache):
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def reserve(self, slots: int) -> None:
-        """Makes room for so many slots behind the text as its capacity was given, where less is reserved so far."""
+        """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
         self.capacity = max(self.capacity, self._text_slots + slots)
 
-    def seek(self, cursors: list[int], room: int) -> None:
-        """Sets where each row's next forward writes, and makes room for ``room`` tokens there."""
+    def seek(self, cursors: list[int], new_slots: int) -> None:
+        """Sets where each row's next forward writes, and keeps slots free for ``new_slots`` tokens there."""
         self.cursors = cursors
         self.max_cursor = max(cursors)
         self._places = None
-        needed = self.max_cursor + room
+        needed = self.max_cursor + new_slots
         if needed > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
 
