@@ -269,9 +269,9 @@ class Decoder:
         """Tokens worth drafting: what the row may still get, less the one that verification adds."""
         if self._is_done(row):
             return 0
-        room = self.stopper.room(self.text, row) - 1
+        count = self.stopper.max_new(self.text, row) - 1
         limit = self.target.anatomy.position_limit
-        return room if limit is None else max(0, min(room, limit - 1 - self.target.last_slots[row]))
+        return count if limit is None else max(0, min(count, limit - 1 - self.target.last_slots[row]))
 
     # Output --------------------------------------------------------------------------------------------------------
 

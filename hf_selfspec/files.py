@@ -53,7 +53,7 @@ def _fresh_name() -> str:
 
 @contextmanager
 def reported(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns what the system says about a file into an error for the user.
+    """Turns what the system reports about a file into an error for the user.
 
     Raises:
         SettingError: something at ``path`` cannot be written.

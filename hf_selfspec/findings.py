@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .types import GenerationStats
 
@@ -30,3 +30,21 @@ class Findings(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class TextFindings(Findings, Protocol):
+    """Findings that hold texts of users, which can be forgotten, and which processes that share a file put together."""
+
+    def forget(self) -> None:
+        """Drops the texts and what follows from them."""
+
+    def merge(self, state: dict[str, Any] | None) -> None:
+        """Takes in what another process has written, before this one writes.
+
+        Args:
+            state: as :meth:`state` returned it there, ``None`` where the file was removed since this process used it.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """

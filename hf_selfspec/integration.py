@@ -72,7 +72,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         except SelfSpecError as error:
             if not chosen.default_of:
                 raise
-            _say_plain(chosen, error)
+            _warn_of_plain(chosen, error)
             return original(self, *args, **kwargs)
         return original(self, **served)
 
@@ -128,12 +128,12 @@ def _decode_or_plain(
     try:
         decode = chosen.spec.generation(request, checks_logits=False).ready(request)
     except SelfSpecError as error:
-        _say_plain(chosen, error)
+        _warn_of_plain(chosen, error)
         return type(model)._sample(model, input_ids, **prepared, **model_kwargs)
     return decode()
 
 
-def _say_plain(chosen: Chosen, error: SelfSpecError) -> None:
+def _warn_of_plain(chosen: Chosen, error: SelfSpecError) -> None:
     warn_once_ignoring_numbers(
         f"the SelfSpec {chosen.default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
         "generate(assistant=False) does without it and without this warning.)"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from . import saving
 from .errors import SettingError
 from .files import reported
-from .findings import Findings
+from .findings import Findings, TextFindings
 from .model.fingerprint import Fingerprint
 from .notices import warn_once
 from .saving import Key, Kind
@@ -49,6 +49,8 @@ class Knowledge:
         self.saved = saved
         self._cached: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, saving.Saved]] = weakref.WeakKeyDictionary()
         self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
+        # What files were when they were read or written last, to tell whether another process has changed them.
+        self._versions: dict[Path, tuple[int, int]] = {}
         # Files with texts that this process has used, also of models that are gone.
         self._text_files: set[Path] = set()
         self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
@@ -136,6 +138,7 @@ class Knowledge:
         saved = self.saved
         if saved is None and cache is not None and cache.exists():
             saved = self._cached.setdefault(model, {})[cache] = saving.read(cache)
+            self._versions[cache] = _version(cache)
         if saved is None:
             return found
         states = saved.states(key.source)
@@ -183,10 +186,9 @@ class Knowledge:
         """
         with self._lock:
             known = [(key, found) for kinds in self.models.values() for key, found in kinds.items()]
-            with_texts = [found for key, found in known if hasattr(found, "forget") or key.kind is None]
+            with_texts = [found for _, found in known if isinstance(found, TextFindings)]
             for found in with_texts:
-                if hasattr(found, "forget"):
-                    found.forget()
+                found.forget()
             for files in self._cached.values():
                 files.update({path: _without_texts(saved) for path, saved in files.items()})
             if self.saved is not None:
@@ -194,16 +196,42 @@ class Knowledge:
             for path in self._text_files:
                 with reported(path):
                     path.unlink(missing_ok=True)
+                self._versions.pop(path, None)
             for found in with_texts:
                 if found.changed is not None:
                     found.changed()
 
     def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any], key: Key) -> None:
+        if (alive := model()) is None:
+            return
         try:
-            if (alive := model()) is not None:
+            with self._lock:
+                if isinstance(found := self.models[alive][key], TextFindings):
+                    self._merge(path, found, key)
                 self.save(path, alive, settings, lambda one: one == key if key.kind is None else one.kind is not None)
-        except OSError as error:
+                self._versions[path] = _version(path)
+        except (OSError, SettingError) as error:
             warn_once(f"{path} cannot be written ({error}), so what is found does not last.")
+
+    def _merge(self, path: Path, found: TextFindings, key: Key) -> None:
+        """Takes in what another process has made of the file since it was read or written here."""
+        known = self._versions.get(path)
+        if not path.exists():
+            if known is not None:
+                found.merge(None)
+        elif _version(path) != known:
+            state = saving.read(path).states(key.source).get(key.kind)
+            try:
+                if state is not None:
+                    found.merge(state)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise saving.corrupt_findings(path, error) from error
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Changes with the file."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from . import saving
+from .control.choice import fastest
 from .draft.skip_layers import SkipLayers
 from .errors import SettingError, SettingTypeError
 from .files import read_json, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.partial import LayerPlan
-from .search.choice import Arm, fastest
+from .search.choice import LayerArm
 from .search.costs import wait_for
 from .search.on_the_fly import ClosestLayers
 from .search.replay import rules
@@ -222,7 +223,7 @@ class _Tuning:
         ways = [None, *(runner.spec(*pair) for pair in pairs)]
         rounds = [[runner.seconds(way) for way in ways] for _ in range(_REPEATS)]
         plain, *ours = np.median(rounds, axis=0).tolist()
-        arm = fastest(Arm(*pair, speedup=plain / seconds) for pair, seconds in zip(pairs, ours, strict=True))
+        arm = fastest(LayerArm(*pair, speedup=plain / seconds) for pair, seconds in zip(pairs, ours, strict=True))
         if arm.speedup <= 1:
             warnings.warn(
                 f"tune: no set of blocks to skip made {type(runner.model).__name__} faster on these texts (the best "

@@ -29,10 +29,10 @@ class Text:
     prompt_width: int
 
     @classmethod
-    def of(cls, input_ids: torch.Tensor, base: list[int], room: int) -> Text:
-        """The text that starts with ``input_ids`` ``[b, s]``, with room for ``room`` more columns."""
+    def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int) -> Text:
+        """The text that starts with ``input_ids`` ``[b, s]``, with ``max_new`` more columns for what follows."""
         b, width = input_ids.shape
-        ids = input_ids.new_zeros(b, width + room)
+        ids = input_ids.new_zeros(b, width + max_new)
         ids[:, :width] = input_ids
         return cls(ids, [width] * b, list(base), width)
 
@@ -80,7 +80,7 @@ class Text:
         return self.ids.gather(1, columns.clamp(min=0))
 
     def ensure(self, columns: int) -> None:
-        """Makes room for ``columns`` columns."""
+        """Makes max_new for ``columns`` columns."""
         if columns > self.ids.shape[1]:
             grown = self.ids.new_zeros(self.ids.shape[0], columns + columns // 4)
             grown[:, : self.ids.shape[1]] = self.ids

@@ -10,13 +10,13 @@ import torch
 from conftest import ragged_batch, tiny_llama
 
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec.control.choice import LEAST_SPEEDUP
 from hf_selfspec.draft import searching
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.search import budget
 from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.budget import Budget, Pace
-from hf_selfspec.search.choice import LEAST_SPEEDUP
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from hf_selfspec import ConfidenceThreshold, ExitChoice, FixedLength, SkipChoice
+from hf_selfspec.control.choice import LEAST_SPEEDUP, fastest
 from hf_selfspec.model.partial import LayerPlan
-from hf_selfspec.search.choice import LEAST_SPEEDUP, Arm, fastest, replayed_arm
+from hf_selfspec.search.choice import LayerArm, replayed_arm
 from hf_selfspec.search.costs import ForwardCosts
 from hf_selfspec.search.replay import Trace, replays
 
@@ -27,18 +28,23 @@ def test_the_fastest_rule_makes_the_arm() -> None:
     assert arm.stop == candidates[int(np.argmax(speeds))] == FixedLength(4)
     assert arm.speedup == pytest.approx(max(speeds))
     assert arm.acceptance_rate == pytest.approx(1.0)
-    slower = Arm(LayerPlan(LAYERS), None, arm.speedup - 0.1)
+    slower = LayerArm(LayerPlan(LAYERS), None, speedup=arm.speedup - 0.1)
     assert fastest([slower, arm]) is fastest([arm, slower]) is arm
 
 
 @pytest.mark.parametrize(("speedup", "drafts"), [(LEAST_SPEEDUP, True), (LEAST_SPEEDUP - 1e-6, False), (1.0, False)])
 def test_a_choice_drafts_where_its_arm_pays(speedup: float, drafts: bool) -> None:
-    choice = SkipChoice.of(Arm(EXIT, FixedLength(2), speedup, 0.5), matchness=0.7)
+    choice = SkipChoice.of(LayerArm(EXIT, FixedLength(2), speedup=speedup, acceptance_rate=0.5), matchness=0.7)
     assert choice == SkipChoice(EXIT, drafts, FixedLength(2), speedup, 0.5, 0.7)
 
 
 def exit_choice(speedup: float = 1.5) -> ExitChoice:
-    return ExitChoice.of(Arm(EXIT, FixedLength(2), speedup, 0.5), by_layer={1: 0.9, 2: speedup}, reuse_from=3, tokens=9)
+    return ExitChoice.of(
+        LayerArm(EXIT, FixedLength(2), speedup=speedup, acceptance_rate=0.5),
+        by_layer={1: 0.9, 2: speedup},
+        reuse_from=3,
+        tokens=9,
+    )
 
 
 def test_choices_come_back_from_json() -> None:

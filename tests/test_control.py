@@ -12,11 +12,23 @@ import torch
 from conftest import ragged_batch, tiny_llama
 from transformers import LlamaForCausalLM
 
-from hf_selfspec import Cascade, Drafter, DraftSource, EarlyExit, FixedLength, Lookup, SelfSpec, Session
-from hf_selfspec.control.arms import Arm, ArmsFindings
+from hf_selfspec import (
+    Cascade,
+    ClosestLayers,
+    Drafter,
+    DraftSource,
+    EarlyExit,
+    FixedLength,
+    Lookup,
+    SelfSpec,
+    Session,
+    SkipLayers,
+)
 from hf_selfspec.control.clock import SIZES, RoundClock
 from hf_selfspec.control.shared import LookupFindings
+from hf_selfspec.control.source_rates import RatesFindings, SourceRates
 from hf_selfspec.draft import FixedDrafter, cascade, lookup
+from hf_selfspec.draft.lookup import LookupDrafter
 from hf_selfspec.types import Draft, Text, Verdict
 
 LARGEST = SIZES[-1]
@@ -179,44 +191,44 @@ def test_a_clock_for_each_kind_of_round() -> None:
 # Rates of sources ----------------------------------------------------------------------------------------------------
 
 
-def test_an_arm_by_hand() -> None:
-    arm = Arm()
-    assert arm.acceptance_rate == 0.5
-    assert arm.pace(None) == math.inf
-    assert arm.pace(30.0) == 30.0
-    assert arm.pace(0.0) == 0.0
+def test_rates_by_hand() -> None:
+    rates = SourceRates()
+    assert rates.acceptance_rate == 0.5
+    assert rates.speedup(None, 10.0) == math.inf
+    assert rates.speedup(3.0, 10.0) == 3.0
+    assert rates.speedup(0.0, 10.0) == 0.0
     for _ in range(3):
-        arm.add(4, 0.1, 3, 6)
-    assert arm.pace(None) == math.inf  # too few
-    assert arm.acceptance_rate == pytest.approx((1.95 * 3 + 1) / (1.95 * 6 + 2))  # without the first round
-    arm.waiting = 5
-    arm.add(4, 0.1, 3, 6)
-    assert arm.waiting == 0
-    assert arm.pace(None) == arm.pace(1000.0) == pytest.approx(40.0)
-    assert arm.pace(0.0) == 0.0
+        rates.add(4, 0.1, 3, 6)
+    assert rates.speedup(None, 10.0) == math.inf  # too few
+    assert rates.acceptance_rate == pytest.approx((1.95 * 3 + 1) / (1.95 * 6 + 2))  # without the first round
+    rates.waiting = 5
+    rates.add(4, 0.1, 3, 6)
+    assert rates.waiting == 0
+    assert rates.speedup(None, 10.0) == rates.speedup(1000.0, 10.0) == pytest.approx(4.0)
+    assert rates.speedup(0.0, 10.0) == 0.0
     for _ in range(200):
-        arm.add(1, 0.1, 0, 6)
-    assert arm.pace(None) == pytest.approx(10.0, rel=0.01)
-    assert arm.acceptance_rate < 0.02
-    arm.waiting = 64
-    assert arm.pace(1000.0) == 1000.0
-    assert arm.pace(5.0) == pytest.approx(10.0, rel=0.01)
-    assert arm.pace(None) == math.inf
-    arm.add(1, 0.1, 0, 6)
-    arm.waiting = 64  # it was in vain, so that the next time is later
-    assert arm.pace(None) == pytest.approx(10.0, rel=0.01)
-    arm.waiting = 128
-    assert arm.pace(None) == math.inf
+        rates.add(1, 0.1, 0, 6)
+    assert rates.speedup(None, 10.0) == pytest.approx(1.0, rel=0.01)
+    assert rates.acceptance_rate < 0.02
+    rates.waiting = 64
+    assert rates.speedup(1000.0, 10.0) == 1000.0
+    assert rates.speedup(0.5, 10.0) == pytest.approx(1.0, rel=0.01)
+    assert rates.speedup(None, 10.0) == math.inf
+    rates.add(1, 0.1, 0, 6)
+    rates.waiting = 64  # it was in vain, so that the next time is later
+    assert rates.speedup(None, 10.0) == pytest.approx(1.0, rel=0.01)
+    rates.waiting = 128
+    assert rates.speedup(None, 10.0) == math.inf
 
 
-def test_arms_begin_anew() -> None:
-    found = ArmsFindings()
-    found.arm("a").add(4, 0.1, 3, 6)
-    assert found.arm("a").rounds == 1
-    assert found.arm("b").rounds == 0
-    again = ArmsFindings()
+def test_rates_begin_anew() -> None:
+    found = RatesFindings()
+    found.of("a").add(4, 0.1, 3, 6)
+    assert found.of("a").rounds == 1
+    assert found.of("b").rounds == 0
+    again = RatesFindings()
     again.restore(found.state())
-    assert again.arm("a").rounds == 0
+    assert again.of("a").rounds == 0
 
 
 # The choice of a cascade ---------------------------------------------------------------------------------------------
@@ -349,9 +361,9 @@ def test_the_fastest_of_several(llama: LlamaForCausalLM, answer: tuple[int, ...]
     slow, fast = Told(answer, [2 * ROUND], watch), Told(answer, [0.0], watch, length=4)
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), slow, fast]))
     run(llama, spec)
-    arms = spec._knowledge.latest(llama, lambda found: isinstance(found, ArmsFindings)).arms
-    assert arms[repr(slow)].rounds == 4
-    assert arms[repr(fast)].rounds > 4
+    rates = spec._knowledge.latest(llama, lambda found: isinstance(found, RatesFindings)).sources
+    assert rates[repr(slow)].rounds == 4
+    assert rates[repr(fast)].rounds > 4
 
 
 def test_free_tokens_around_a_draft_are_not_its_own(
@@ -365,8 +377,21 @@ def test_free_tokens_around_a_draft_are_not_its_own(
     drafts = run(llama, spec)
     assert spec.stats.accepted > 2 * drafts > 4
     assert Telling.accepted == {1: drafts}
-    arms = spec._knowledge.latest(llama, lambda found: isinstance(found, ArmsFindings)).arms
-    assert arms[repr(source)].accepted == pytest.approx(arms[repr(source)].drafted)
+    rates = spec._knowledge.latest(llama, lambda found: isinstance(found, RatesFindings)).sources
+    assert rates[repr(source)].accepted == pytest.approx(rates[repr(source)].drafted)
+
+
+@pytest.mark.parametrize(
+    "source", [SkipLayers(search=ClosestLayers(budget=1.0)), EarlyExit(None)], ids=["search", "probe"]
+)
+def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
+    """One cost curve decides what drafts: that of the rounds that were timed."""
+    curve = tuple(0.5 + 0.1 * size for size in range(LARGEST + 1))
+    monkeypatch.setattr(LookupDrafter, "round_seconds", lambda self: curve)
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    llama.generate(**PROMPT, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
+    found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
+    assert found.timings.costs.further == pytest.approx([seconds - 0.5 for seconds in curve])
 
 
 def test_rounds_without_room_teach_nothing(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
@@ -374,8 +399,8 @@ def test_rounds_without_room_teach_nothing(llama: LlamaForCausalLM, answer: tupl
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), Told(answer, [0.0], watch)]))
     for _ in range(6):
         run(llama, spec, 2)
-    found = spec._knowledge.latest(llama, lambda found: isinstance(found, ArmsFindings))
-    assert all(arm.rounds == 0 for arm in found.arms.values())
+    found = spec._knowledge.latest(llama, lambda found: isinstance(found, RatesFindings))
+    assert all(rates.rounds == 0 for rates in found.sources.values())
 
 
 def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

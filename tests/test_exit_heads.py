@@ -29,7 +29,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.calibration import drafts, roc_auc, threshold
 from hf_selfspec.model.target import Target
-from hf_selfspec.parts.heads import METRICS, Said, calibrate, default_layers, figures_of
+from hf_selfspec.parts.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
 
 LAYERS = (2, 4, 6)
 
@@ -95,16 +95,16 @@ def test_metrics_by_hand() -> None:
     assert METRICS["margin"](logits).tolist() == pytest.approx([0.25, 0.7])
 
 
-def said(sure: list[list[float]], right: list[list[int]]) -> Said:
+def predictions(sure: list[list[float]], right: list[list[int]]) -> HeadPredictions:
     """The same by each metric."""
     found = {name: torch.tensor(sure) for name in METRICS}
-    return Said(found, torch.tensor(right).float())
+    return HeadPredictions(found, torch.tensor(right).float())
 
 
 def test_calibrations() -> None:
     texts = [
-        said([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]], [[0, 1, 1], [0, 0, 0]]),
-        said([[0.0, 1.0], [0.0, 1.0]], [[0, 0], [0, 0]]),
+        predictions([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]], [[0, 1, 1], [0, 0, 0]]),
+        predictions([[0.0, 1.0], [0.0, 1.0]], [[0, 0], [0, 0]]),
     ]
     texts[0].sure["entropy"] = -texts[0].sure["entropy"]
     found = calibrate(texts, [0.4, 0.5, 0.9])
@@ -143,13 +143,13 @@ def test_calibrations() -> None:
 
 def test_drafts_of_a_calibration() -> None:
     """The first head that is sure speaks, and a draft has at most 32 tokens."""
-    text = said([[0.0, 5.0, 1.0], [0.0, 5.0, 5.0]], [[0, 1, 0], [0, 0, 1]])
+    text = predictions([[0.0, 5.0, 1.0], [0.0, 5.0, 5.0]], [[0, 1, 0], [0, 0, 1]])
     found = calibrate([text], [0.5], "margin")
     assert found["thresholds"]["margin"] == [[1.0], [5.0]]
     assert found["acceptance"]["margin"] == [0.5]
     right = [[1] * 41]
     right[0][33] = 0  # behind a draft of 32 tokens the whole model speaks
-    assert calibrate([said([[1.0] * 41], right)], [0.9], "margin")["acceptance"]["margin"] == [1.0]
+    assert calibrate([predictions([[1.0] * 41], right)], [0.9], "margin")["acceptance"]["margin"] == [1.0]
 
 
 @pytest.mark.parametrize("seed", range(10))

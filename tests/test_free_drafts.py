@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.control import shared
-from hf_selfspec.control.arms import Arm
 from hf_selfspec.control.clock import RoundClock
+from hf_selfspec.control.source_rates import SourceRates
 from hf_selfspec.draft.cascade import CascadeDrafter
 from hf_selfspec.draft.lookup import LookupDrafter
 from hf_selfspec.draft.partial import PartialDraft
@@ -377,7 +378,7 @@ def test_other_drafts_go_on_after_free_rounds(
     """Every second round is free. What the other source drafts after them is what it would draft alone there."""
     alone = OTHERS[name]()
     turns = iter(range(1 << 30))
-    monkeypatch.setattr(Arm, "pace", lambda self, promised: math.inf if next(turns) % 2 else 0.0)
+    monkeypatch.setattr(SourceRates, "speedup", lambda self, promised, plain: math.inf if next(turns) % 2 else 0.0)
     seen: dict[str, dict[tuple[int, int], int]] = {"alone": {}, "cascade": {}}
     kinds = {kind for kind in (PartialDraft, *PartialDraft.__subclasses__()) if "propose" in vars(kind)}
     now = "alone"
@@ -408,3 +409,14 @@ def test_other_drafts_go_on_after_free_rounds(
     common = seen["alone"].keys() & seen["cascade"].keys()
     assert len(common) > 3
     assert all(seen["alone"][place] == seen["cascade"][place] for place in common)
+
+
+def test_a_second_adapter_is_left_out(inputs: Inputs, tmp_path: Path) -> None:
+    """Only one can see the prompt."""
+    for seed, name in enumerate(("one", "two")):
+        adapter_of(DEEP, seed=seed).save_pretrained(tmp_path / name)
+    first, second = (EarlyExitAdapter(str(tmp_path / name)) for name in ("one", "two"))
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0), first, second]), FixedLength(3))
+    plain = DEEP.generate(**inputs, max_new_tokens=30, do_sample=False)
+    with pytest.warns(UserWarning, match="is left out of the drafts.*one draft source at a time"):
+        assert torch.equal(DEEP.generate(**inputs, max_new_tokens=30, do_sample=False, assistant=spec), plain)

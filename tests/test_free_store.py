@@ -264,6 +264,69 @@ def test_files_are_written_now_and_then(
     assert written == [53, 53, 159]
 
 
+# Several processes, each with a SelfSpec of its own -------------------------------------------------------------------
+
+OTHER = ragged_batch((10,), seed=12)
+
+
+def _stored_in(folder: Path) -> list[list[int]]:
+    """The texts of the only file with texts below a folder."""
+    (file,) = folder.rglob("*-lookup.json")
+    tokens = _arrays(json.loads(file.read_text()))["store"].tolist()
+    ends = [place for place, token in enumerate(tokens) if token < 0]
+    return [tokens[start + 1 : end] for start, end in zip(ends, [*ends[1:], len(tokens)], strict=True)]
+
+
+def _text(model: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> list[int]:
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+
+
+def test_processes_put_their_texts_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    one, two = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(2))
+    # Both begin before there is a file.
+    first = call(llama, one)
+    call(llama, two, OTHER)
+    texts = [_text(llama, PROMPT), _text(llama, OTHER)]
+    assert sorted(_stored_in(tmp_path)) == sorted(texts)
+    # What is known already is not taken in twice.
+    third = ragged_batch((11,), seed=13)
+    call(llama, one, third)
+    assert sorted(_stored_in(tmp_path)) == sorted([*texts, _text(llama, third)])
+    for inputs in (PROMPT, OTHER, third):
+        assert call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), inputs).rounds < first.rounds / 2
+
+
+@pytest.mark.parametrize("how", ["forget", "remove"])
+def test_what_one_process_forgets_no_other_writes_again(llama: LlamaForCausalLM, tmp_path: Path, how: str) -> None:
+    one, two, three = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(3))
+    first = call(llama, one)
+    for spec in (two, three):
+        call(llama, spec)
+    if how == "forget":
+        one.forget()
+    else:
+        (file,) = tmp_path.rglob("*-lookup.json")
+        file.unlink()
+    call(llama, two, OTHER)
+    assert stored(two, llama) == []  # the round's own text, too: it cannot be told from the older ones
+    call(llama, two, OTHER)
+    assert _stored_in(tmp_path) == [_text(llama, OTHER)]
+    assert len(findings(two, llama).known.successors)
+    call(llama, three, OTHER)
+    assert call(llama, three, OTHER).rounds < first.rounds / 2
+    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+
+
+def test_a_file_that_another_process_has_damaged_is_left_alone(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    call(llama, spec)
+    (file,) = tmp_path.rglob("*-lookup.json")
+    file.write_text("{")
+    with pytest.warns(UserWarning, match="was cut short or changed.*does not last"):
+        call(llama, spec)
+    assert file.read_text() == "{"
+
+
 def _changed(content: Any, *path: Any, value: Any) -> None:
     for name in path[:-1]:
         content = content[name]

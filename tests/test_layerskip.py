@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from unittest.mock import patch
 
 import numpy as np
@@ -98,6 +99,17 @@ def test_cost_of_a_round():
     assert COSTS.verify(1, 2) == 1.75 + 4 * (2 + 2 * 0.5)
     assert COSTS.verify(1, 3) == (1 + 1 * 2) + (1.75 + 3 * (2 + 3 * 0.5)) < 1.75 + 4 * (2 + 3 * 0.5)
     assert ForwardCosts(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 4).verify(2, 9) == 9
+
+
+def test_verification_costs_what_rounds_of_its_size_took():
+    """Where other sources were timed; beyond the largest of their rounds as much more as forwards show."""
+    timed = replace(COSTS, token=0.0, further=(0.0, 3.0, 3.0, 7.0))
+    assert [timed.verify(1, n) - timed.plain() for n in range(6)] == [0.0, 3.0, 3.0, 7.0, 7.0, 7.0]
+    assert replace(timed, token=0.5).verify(0, 5) == timed.plain() + 7.0 + 4 * 0.5 * 2
+    assert ForwardCosts.of_state(json.loads(json.dumps(asdict(timed))), 4) == timed
+    old = asdict(COSTS)
+    del old["further"]
+    assert ForwardCosts.of_state(old, 4) == COSTS
 
 
 def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replay:

@@ -517,8 +517,8 @@ def test_a_users_criterion_sees_the_rows_prefix_and_scores() -> None:
 def test_what_a_stopper_knows_beforehand() -> None:
     text = text_of([0, 5], [0, 6, 7])
     bounded = stopper_of(MaxLengthCriteria(8), EosTokenCriteria([1, 4]))
-    assert [bounded.room(text, row) for row in range(2)] == [6, 5]
+    assert [bounded.max_new(text, row) for row in range(2)] == [6, 5]
     assert (bounded.max_length, bounded.eos_tokens, bounded.has_eos) == (8, {1, 4}, True)
     unbounded = stopper_of(Watching(1))
-    assert unbounded.room(text, 0) > 1_000_000
+    assert unbounded.max_new(text, 0) > 1_000_000
     assert (unbounded.max_length, unbounded.eos_tokens, unbounded.has_eos) == (None, set(), False)

@@ -99,7 +99,7 @@ def interleave(variants: dict[str, Callable[[], Sample]], repeats: int, warmup: 
 
 
 def machine(device: torch.device) -> str:
-    """One line that says where a figure comes from."""
+    """One line that tells where a figure comes from."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {versions}"

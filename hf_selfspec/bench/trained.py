@@ -19,7 +19,7 @@ from ..model.cache import cache_for
 from ..model.exits import Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..search.choice import Arm, ExitChoice, replayed_arm
+from ..search.choice import ExitChoice, LayerArm, replayed_arm
 from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
 from ..search.exit_study import choose_exit, exits_to_try
 from ..search.replay import Trace, rules, trace
@@ -169,7 +169,7 @@ def attainable(
 
 
 @torch.no_grad()
-def attainable_with(model: PreTrainedModel, plan: LayerPlan, texts: Sequence[torch.Tensor], prompt: int) -> Arm:
+def attainable_with(model: PreTrainedModel, plan: LayerPlan, texts: Sequence[torch.Tensor], prompt: int) -> LayerArm:
     """What greedy drafts of one set of blocks can reach at best on texts that the model wrote.
 
     The set predicts each token behind the whole model's keys and values, as the first token of a draft is predicted.

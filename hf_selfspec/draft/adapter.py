@@ -98,7 +98,7 @@ class AdapterDraft(PartialDraft):
         self._first = [0] * rows
         self._roots = [0] * rows
         self._began = False
-        target.prefill_observer = PrefillObserver(adapter.exit_layer, self._see_prompt)
+        target.observe_prefill(PrefillObserver(adapter.exit_layer, self._see_prompt))
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`."""
@@ -126,7 +126,11 @@ class AdapterDraft(PartialDraft):
         self._seen = [cursor + 1 for cursor in cursors]
         if self.adapter.head is None:
             step = self.target.step(
-                feed, starts, self.plan, head_input_fn=lambda states: self._adapted(states, starts).to(states.dtype)
+                feed,
+                starts,
+                self.plan,
+                keep=1,
+                head_input_fn=lambda states: self._adapted(states, starts).to(states.dtype),
             )
             assert step.logits is not None
             assert step.exit_state is not None

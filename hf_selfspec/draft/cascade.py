@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from ..control.arms import Arm, ArmsFindings
+from ..control.choice import Arm, fastest
+from ..control.source_rates import RatesFindings, SourceRates
 from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..lookup import TokenTree
 from ..notices import warn_once
@@ -58,18 +59,31 @@ class Cascade(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""
+        free = next(source for source in self.sources if isinstance(source, Lookup))
+        drafter = LookupDrafter(free, session)
+        within = session.with_settings(in_cascade=True, round_seconds=drafter.round_seconds)
         others: dict[str, Drafter] = {}
         for source in self.sources:
-            if isinstance(source, Lookup):
-                drafter = LookupDrafter(source, session)
+            if source is free:
                 continue
             try:
                 source.check(session.anatomy, session.max_new)
-                others[repr(source)] = source.start(session.with_settings(in_cascade=True))
+                others[repr(source)] = source.start(within)
             except SelfSpecError as error:
                 if not source.is_optional:
                     warn_once(f"{source!r} is left out of the drafts of this model: {error}")
         return CascadeDrafter(drafter, others, session) if others else drafter
+
+
+@dataclass(frozen=True)
+class SourceArm(Arm):
+    """A source that may draft the next round.
+
+    Attributes:
+        source: its name, ``None`` for free drafts.
+    """
+
+    source: str | None
 
 
 class CascadeDrafter:
@@ -84,7 +98,7 @@ class CascadeDrafter:
     def __init__(self, lookup: LookupDrafter, others: dict[str, Drafter], session: Session) -> None:
         self.lookup = lookup
         self.others = others
-        self._arms = session.knowledge.of("cascade", lambda _: ArmsFindings())
+        self._rates = session.knowledge.of("cascade", lambda _: RatesFindings())
         self._takes_trees = session.takes_trees
         self._begun = 0.0
         self._used: str | None = None
@@ -95,33 +109,18 @@ class CascadeDrafter:
         """Forwards of all drafts."""
         return sum(drafter.steps for drafter in self.others.values())
 
-    @property
-    def needs_ended_rows(self) -> bool:
-        """Whether a source does."""
-        return any(getattr(drafter, "needs_ended_rows", False) for drafter in self.others.values())
-
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
         self._begun = perf_counter()
         trees = self.lookup.plan(text, max_new)
-        clock, rows = self.lookup.clock, sum(count > 0 for count in max_new)
-        free = sum(tree.expected for tree, count in zip(trees, max_new, strict=True) if count)
-        pace = free / clock.costs.seconds[max(map(len, trees))]
-        self._used = None
-        # Others are compared with free rounds by the second, so that these have to be timed first.
-        others = self.others if rows and clock.is_measured else {}
-        for name, drafter in others.items():
-            speedup: float | None = getattr(drafter, "expected_speedup", None)
-            expected = self._arms.arm(name).pace(None if speedup is None else speedup * rows / clock.plain)
-            if expected > pace:
-                self._used, pace = name, expected
+        self._used = fastest(self._arms(trees, max_new)).source
         if self._used is None:
             return self.lookup.draft(text, trees)
         draft = self.others[self._used].propose(text, max_new)
         self._size, self._drafted = draft.size, sum(draft.lengths)
         if not draft.size:
             return self.lookup.draft(text, trees)
-        return self._grafted(text, max_new, draft, self._arms.arm(self._used))
+        return self._grafted(text, max_new, draft, self._rates.of(self._used))
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
@@ -137,10 +136,10 @@ class CascadeDrafter:
                     for verdict in verdicts
                 ]
                 accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)
-                self._arms.arm(name).add(new, seconds, accepted, self._drafted)
+                self._rates.of(name).add(new, seconds, accepted, self._drafted)
                 drafter.update(text, own, logits)
             else:
-                self._arms.arm(name).waiting += 1
+                self._rates.of(name).waiting += 1
                 if (observe := getattr(drafter, "observe", None)) is not None:
                     observe(text, verdicts, logits)
 
@@ -156,10 +155,23 @@ class CascadeDrafter:
         for drafter in self.others.values():
             drafter.report(stats)
 
-    def _grafted(self, text: Text, max_new: list[int], draft: Draft, arm: Arm) -> Draft:
+    def _arms(self, trees: list[TokenTree], max_new: list[int]) -> list[SourceArm]:
+        """Free drafts, and the other sources once rounds of these were timed, which they are compared with."""
+        clock, rows = self.lookup.clock, sum(count > 0 for count in max_new)
+        if not (rows and clock.is_measured):
+            return [SourceArm(None, speedup=1.0)]
+        free = sum(tree.expected for tree, count in zip(trees, max_new, strict=True) if count)
+        seconds = clock.costs.seconds[max(map(len, trees))]
+        arms = [SourceArm(None, speedup=free / rows * clock.plain / seconds)]
+        for name, drafter in self.others.items():
+            promised: float | None = getattr(drafter, "expected_speedup", None)
+            arms.append(SourceArm(name, speedup=self._rates.of(name).speedup(promised, rows / clock.plain)))
+        return arms
+
+    def _grafted(self, text: Text, max_new: list[int], draft: Draft, rates: SourceRates) -> Draft:
         """The draft of another source with free tokens around and behind it, as far as they pay."""
         tokens = draft.tokens.tolist()
-        seeds = [_seed(draft, row, tokens[row], arm.acceptance_rate) for row in range(text.batch_size)]
+        seeds = [_seed(draft, row, tokens[row], rates.acceptance_rate) for row in range(text.batch_size)]
         grow = self._takes_trees and not draft.skips_verification
         trees = self.lookup.grown(text, max_new, seeds) if grow else [seed for seed, _ in seeds]
         self.lookup.use(trees, [places for _, places in seeds], draft.size)

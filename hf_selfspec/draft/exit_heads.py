@@ -160,26 +160,26 @@ class HeadsDraft(PartialDraft):
         self._fed.append(feed)
         self._states.append(feed.new_empty(0))
         self._levels.append(0)
-        asked = _Asked([not on for on in drafting])
+        decisions = _Decisions([not on for on in drafting])
 
         def decide(level: int, here: torch.Tensor) -> bool:
-            said = self.heads.on(here.device).logits(level - 1, here).float()
-            sure = (self._sure(said) >= self._thresholds[level - 1]).tolist()
-            if fresh := asked.take(said, here, sure):
+            logits = self.heads.on(here.device).logits(level - 1, here).float()
+            sure = (self._sure(logits) >= self._thresholds[level - 1]).tolist()
+            if fresh := decisions.take(logits, here, sure):
                 self.exits[self._bounds[level]] += fresh
-            return all(asked.decided)
+            return all(decisions.decided)
 
-        while self._levels[-1] < len(self._bounds) - 1 and not all(asked.decided):
+        while self._levels[-1] < len(self._bounds) - 1 and not all(decisions.decided):
             self._raise(decide)
-        assert asked.logits is not None
-        assert asked.state is not None
-        return DraftStep(asked.logits, asked.state, self._states[-1], is_sure=asked.decided)
+        assert decisions.logits is not None
+        assert decisions.state is not None
+        return DraftStep(decisions.logits, decisions.state, self._states[-1], is_sure=decisions.decided)
 
     def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
         """Takes the tokens that have come least deep to where others are, or to the first head with which all decide.
 
         Args:
-            decide: asked at each head with its number from 1 on and what it sees of the last token, ``[b, d]``.
+            decide: called at each head with its number from 1 on and what it sees of the last token, ``[b, d]``.
         """
         level = self._levels[-1]
         first = self._levels.index(level)
@@ -205,12 +205,12 @@ class HeadsDraft(PartialDraft):
         self._levels[first:] = [reached] * (len(self._levels) - first)
 
 
-class _Asked:
-    """What heads have said of one token of each row.
+class _Decisions:
+    """What heads have decided about one token of each row.
 
     Attributes:
-        decided: for each row whether a head was sure, or none is asked for it.
-        logits: ``[b, v]`` of the head that was, or of the last one that was asked.
+        decided: for each row whether a head was sure, or the row takes no part.
+        logits: ``[b, v]`` of the head that was, or of the last one.
         state: ``[b, d]`` what it saw.
     """
 
@@ -220,7 +220,7 @@ class _Asked:
         self.state: torch.Tensor | None = None
 
     def take(self, logits: torch.Tensor, state: torch.Tensor, sure: list[bool]) -> int:
-        """Takes what a head says for rows that are undecided; how many of them it decides."""
+        """Takes the prediction of a head for rows that are undecided; returns how many of them it decides."""
         if self.logits is None or self.state is None or not any(self.decided):
             self.logits, self.state = logits, state
         else:

@@ -111,6 +111,10 @@ class LookupDrafter:
             ]
         return self._cut(trees, [0] * len(trees), rows)
 
+    def round_seconds(self) -> Sequence[float]:
+        """Seconds of the latest kind of rounds with 0, 1, 2, ... drafted tokens, empty before any was timed."""
+        return self.clock.costs.seconds if self.clock.is_measured else ()
+
     def _clock_of(self, text: Text, rows: int) -> RoundClock:
         """The clock of rounds over so many rows."""
         ids = text.ids

@@ -269,13 +269,13 @@ class PartialDraft(CandidateGenerator):
         same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
         start = min(same, len(ids) - 1)
         limit = self.target.anatomy.position_limit
-        room = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
-        text = Text.of(input_ids, [0], room)
+        count = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
+        text = Text.of(input_ids, [0], count)
         self.target.last_slots = text.last_slots()
         with self.target.prepared():
             if start < len(ids) - 1:
                 self.target.step(input_ids[:, start:-1], [start], self.plan)
-            draft = self.propose(text, [room])
+            draft = self.propose(text, [count])
         t = draft.lengths[0]
         # What the draft ran through the early layers: the text and all drafted tokens but the last.
         self._seen = text.ids[0, : len(ids) + max(t - 1, 0)].tolist()
@@ -293,7 +293,7 @@ class PartialDraft(CandidateGenerator):
         """Nothing to learn: which blocks run is fixed."""
 
     def report(self, stats: GenerationStats) -> None:
-        """Says which blocks run."""
+        """Shows which blocks run."""
         stats.plan = self.plan.picture()
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:

@@ -20,7 +20,7 @@ from ..stop.rules import StopRule, confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import PartialDraft, tokens_before
-from .source import Limits, Session
+from .source import Limits, RoundSeconds, Session
 
 # Tokens of text after which only the exits that look fastest are compared, and their number. Tokens that are looked at
 # at once, and the fewest that are worth it.
@@ -61,18 +61,18 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
         SelfSpecError: the model cannot be probed.
     """
     anatomy, model_name = session.anatomy, session.anatomy.model_name
-    instead = "Give SelfSpec.layerskip an exit_layer and a num_draft."
+    advice = "Give SelfSpec.layerskip an exit_layer and a num_draft."
     if anatomy.num_layers < 2:
         raise SettingError(
             f"{model_name} has one layer, so there is no exit before the last. Call generate without us."
         )
     if not anatomy.exits:
         raise UnsupportedModelError(
-            f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {instead}"
+            f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {advice}"
         )
     if session.is_tensor_parallel:
         raise UnsupportedOptionError(
-            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {instead}"
+            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {advice}"
         )
     plan = None if layer is None else LayerPlan.early_exit(anatomy.num_layers, layer)
     check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
@@ -82,7 +82,8 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
         stop=session.stop,
     )
     study = session.knowledge.of("exit probe", lambda _: ExitStudy(anatomy.num_layers))
-    draft = ProbingDraft(session.target, limits, session.scorer, settings, Exits(session.target.model), study)
+    exits = Exits(session.target.model)
+    draft = ProbingDraft(session.target, limits, session.scorer, settings, exits, study, session.round_seconds)
     draft.reserve(session)
     session.target.cache.look_back(_WINDOW)
     return draft
@@ -100,6 +101,7 @@ class ProbingDraft(PartialDraft):
         settings: what to choose from.
         exits: the model's exits, not attached.
         study: what earlier generations of this model showed; this one adds to it.
+        round_seconds: see :attr:`Session.round_seconds`.
     """
 
     def __init__(
@@ -110,15 +112,17 @@ class ProbingDraft(PartialDraft):
         settings: ProbeSettings,
         exits: Exits,
         study: ExitStudy,
+        round_seconds: RoundSeconds,
     ) -> None:
         self.middle = settings.layers[len(settings.layers) // 3]
         super().__init__(target, LayerPlan.early_exit(target.anatomy.num_layers, self.middle), limits, scorer)
         self.settings = settings
         self.exits = exits
         self.study = study
+        self._round_seconds = round_seconds
         self._seen_columns: list[int] | None = None
-        if study.choice is not None:
-            self._use(study.choice)
+        self._used: ExitChoice | None = None
+        self._use_choice()
 
     @property
     def expected_speedup(self) -> float | None:
@@ -145,15 +149,20 @@ class ProbingDraft(PartialDraft):
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """The same after a round in which another source drafted."""
         if self.study.choice is None and max(self._unseen(text)) > _SOON:
-            self._use(self._probe(text))
+            self._probe(text)
+        self._use_choice()
 
     def finish(self, text: Text) -> None:
         """Looks at what was not looked at yet, while a model is new."""
         if self.study.tokens < ENOUGH and sum(self._unseen(text)) >= _LEAST:
             self._probe(text)
 
-    def _use(self, choice: ExitChoice) -> None:
-        layers = self.target.anatomy.num_layers
+    def _use_choice(self) -> None:
+        """Takes up the choice where there is a new one, which another thread may have made."""
+        choice = self.study.choice
+        if choice is None or choice is self._used:
+            return
+        self._used, layers = choice, self.target.anatomy.num_layers
         self.plan = LayerPlan(layers) if choice.layer is None else LayerPlan.early_exit(layers, choice.layer)
         self.limits = replace(self.limits, stop=self.settings.stop or choice.stop)
         self.reuse_from = choice.reuse_from
@@ -165,7 +174,7 @@ class ProbingDraft(PartialDraft):
         return [length - 1 - seen for length, seen in zip(text.lengths, self._seen_columns, strict=True)]
 
     @torch.no_grad()
-    def _probe(self, text: Text) -> ExitChoice:
+    def _probe(self, text: Text) -> None:
         self.target.last_slots = text.last_slots()
         traces = self._traces(text)
         stopwatch = None
@@ -173,7 +182,7 @@ class ProbingDraft(PartialDraft):
             early = LayerPlan.early_exit(self.target.anatomy.num_layers, self.middle)
             stopwatch = Stopwatch(early)
             self.measure(text, stopwatch, _TIMINGS)
-        return self.study.add(traces, stopwatch, self.settings.rules, self.limits.max_draft)
+        self.study.add(traces, stopwatch, self.settings.rules, self.limits.max_draft, self._round_seconds())
 
     def _traces(self, text: Text) -> dict[int, list[Trace]]:
         """What each exit predicts along the unseen part of each row."""

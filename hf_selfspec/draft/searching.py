@@ -29,7 +29,7 @@ from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import CostTree
 from .partial import PartialDraft
-from .source import Limits, Session
+from .source import Limits, RoundSeconds, Session
 
 # How often each forward is timed on a text.
 _TIMINGS = 2
@@ -75,9 +75,8 @@ def start_search(
             search, space, share, best, auto, rules_for(session.stop, session.max_draft), session.max_draft
         )
 
-    draft = SearchingDraft(
-        session.target, limits, session.scorer, session.knowledge.of("skip search", make), session.stop
-    )
+    known = session.knowledge.of("skip search", make)
+    draft = SearchingDraft(session.target, limits, session.scorer, known, session.stop, session.round_seconds)
     draft.reserve(session, min(search.context_window, session.new_tokens))
     session.target.cache.look_back(max(search.context_window, MANY))
     return draft
@@ -113,13 +112,21 @@ class SearchingDraft(PartialDraft):
         target, limits, scorer: see :class:`PartialDraft`; the stop rule is that of drafts for which none was chosen.
         search: what earlier generations of this model found; this one goes on with it.
         stop: the user's own stop rule, ``None`` for the one that the search chooses.
+        round_seconds: see :attr:`Session.round_seconds`.
     """
 
     def __init__(
-        self, target: Target, limits: Limits, scorer: Scorer, search: SkipSearch, stop: StopRule | None
+        self,
+        target: Target,
+        limits: Limits,
+        scorer: Scorer,
+        search: SkipSearch,
+        stop: StopRule | None,
+        round_seconds: RoundSeconds,
     ) -> None:
         super().__init__(target, search.best, limits, scorer)
         self.search = search
+        self._round_seconds = round_seconds
         self._stop = stop or limits.stop
         self._chooses = stop is None
         rows = 1 if search.settings.tries_each_round else len(target.last_slots)
@@ -258,7 +265,7 @@ class SearchingDraft(PartialDraft):
                 return
             self._timed = True
             search.pace.add(MANY, min(stopwatch.seconds["many"]))
-            search.time(stopwatch)
+            search.time(stopwatch, self._round_seconds())
         while self._try(text, least) and not search.settings.tries_each_round:
             pass
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -19,15 +19,18 @@ from ..verify.tree import Tree
 _F = TypeVar("_F", bound=Findings)
 _S = TypeVar("_S", bound="DraftSource")
 
+# Seconds of rounds with 0, 1, 2, ... drafted tokens.
+RoundSeconds = Callable[[], Sequence[float]]
+
 
 class Drafter(Protocol):
     """What proposes tokens while one generation runs.
 
-    A drafter may have more. ``needs_ended_rows`` is whether forwards still have to run over rows that have ended, since
-    it will look at their text. For a :class:`Cascade`, ``expected_speedup`` is how much faster than rounds
-    without a draft it expects to be just now: 0 where it would not draft, ``None`` where it does not know.
-    ``observe(text, verdicts, logits)`` is called in the place of :meth:`update` after a round in which another source
-    drafted.
+    A drafter may have more. ``needs_ended_rows`` is whether forwards go on over rows that have ended, since it will
+    look at their text; a cascade does not wait for them. For a :class:`Cascade`, ``expected_speedup`` is how much
+    faster than rounds without a draft it expects to be just now: 0 where it would not draft, ``None`` where it does not
+    know. ``observe(text, verdicts, logits)`` is called in the place of :meth:`update` after a round in which another
+    source drafted.
     """
 
     @property
@@ -146,6 +149,7 @@ class Session:
         stateful: names of processors and criteria that may keep a state.
         knowledge: from earlier calls.
         in_cascade: other sources draft where this one does not.
+        round_seconds: the cost curve as rounds of other sources were timed; empty where there are none.
     """
 
     target: Target
@@ -159,6 +163,7 @@ class Session:
     stateful: tuple[str, ...]
     knowledge: KnowledgeOfModel
     in_cascade: bool = False
+    round_seconds: RoundSeconds = tuple
 
     @property
     def anatomy(self) -> Anatomy:

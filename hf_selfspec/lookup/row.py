@@ -61,6 +61,20 @@ class LookupKnowledge:
             "rates": {kind: rates.state() for kind, rates in self._rates.items()},
         }
 
+    def merge(self, state: dict[str, Any]) -> None:
+        """Takes in texts and pairs of another's :meth:`state` that are not known here.
+
+        Raises:
+            ValueError: it is not such a state; nothing is changed then.
+        """
+        other = LookupKnowledge(self.successors.most, self.store.most or 0)
+        other.restore(state)
+        self.successors.merge(other.successors)
+        known = set(self.store.texts())
+        for text in other.store.texts():
+            if text not in known:
+                self.add_text(text)
+
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state` returned.
 

@@ -97,6 +97,17 @@ class Successors:
             "probabilities": np.array(self._probabilities, np.float32).reshape(-1, WIDTH)[order],
         }
 
+    def merge(self, other: Successors) -> None:
+        """Takes in the pairs of another table that are not known here."""
+        for slot, pair in enumerate(other._pairs):
+            if pair not in self._slots:
+                mine = self._new(pair)
+                places, theirs = (slice(one * WIDTH, (one + 1) * WIDTH) for one in (mine, slot))
+                self._tokens[places] = other._tokens[theirs]
+                self._probabilities[places] = other._probabilities[theirs]
+                self._texts[mine] = 0
+                self._singles.setdefault(pair & _LAST, mine)
+
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state` returned, the latest pairs of it if there are too many.
 

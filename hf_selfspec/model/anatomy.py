@@ -48,7 +48,7 @@ class Architecture:
         exits: the code after the last layer takes any number of rows, so that the states of several exits can go
             through it together.
         endless: positions are computed for any place, though not rotary, so that texts may be longer than the config
-            says.
+            names.
     """
 
     layers: str | None = None

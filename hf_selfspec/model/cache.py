@@ -42,7 +42,7 @@ _RECURRENT = tuple(
 
 
 class _SpeculativeLayer(CacheLayerMixin):
-    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to where its cache says."""
+    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to the end that its cache gives."""
 
     is_sliding = False
 
@@ -165,22 +165,22 @@ class SpeculativeCache(Cache):
         return None
 
     def reserve(self, slots: int) -> None:
-        """Makes room for so many slots behind the text as its capacity was given, where less is reserved so far."""
+        """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
         self.capacity = max(self.capacity, self._text_slots + slots)
 
-    def seek(self, cursors: list[int], room: int, feed: Feed | None = None) -> None:
-        """Sets where each row's next forward writes, and makes room for ``room`` tokens there.
+    def seek(self, cursors: list[int], new_slots: int, feed: Feed | None = None) -> None:
+        """Sets where each row's next forward writes, and keeps slots free there.
 
         Args:
             cursors: slot of each row's first token.
-            room: number of tokens.
+            new_slots: number of tokens.
             feed: what they feed into recurrent states, ``None`` where all count and stand in these slots.
         """
         self.cursors = cursors
         self.feed = feed or Feed(cursors)
         self.max_cursor = max(cursors)
         self._places = None
-        needed = self.max_cursor + room
+        needed = self.max_cursor + new_slots
         if needed > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
 

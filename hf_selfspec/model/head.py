@@ -93,10 +93,10 @@ class OwnHead:
         output = self._output
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
-        instead = with_states(output, batch)
+        replaced = with_states(output, batch)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         # The class's forward, without what others have wrapped around the instance's: of that, autocast is kept.
-        with self._as_then(), _returning(self._stack, instead):
+        with self._as_then(), _returning(self._stack, replaced):
             result = type(self._model).forward(self._model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         logits = logits.to(states.device)

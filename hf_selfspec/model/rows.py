@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -27,6 +27,7 @@ class ActiveRows:
 
     kept: list[int]
     total: int
+    _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def of_list(self, values: Sequence[_T]) -> list[_T]:
         """The values of these rows."""
@@ -34,13 +35,19 @@ class ActiveRows:
 
     def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """These rows of a tensor."""
-        return values.index_select(dim, torch.tensor(self.kept, device=values.device))
+        return values.index_select(dim, self._index(values.device))
 
     def spread(self, values: torch.Tensor, dim: int = _ROW_DIM) -> torch.Tensor:
         """A tensor of these rows as one of the whole batch, zeros in the other rows."""
         shape = list(values.shape)
         shape[dim] = self.total
-        return values.new_zeros(shape).index_copy_(dim, torch.tensor(self.kept, device=values.device), values)
+        return values.new_zeros(shape).index_copy_(dim, self._index(values.device), values)
+
+    def _index(self, device: torch.device) -> torch.Tensor:
+        """The numbers on a device, made once."""
+        if device not in self._indices:
+            self._indices[device] = torch.tensor(self.kept, device=device)
+        return self._indices[device]
 
     def of_layout(self, nodes: TreeLayout | None) -> TreeLayout | None:
         """The trees of these rows."""

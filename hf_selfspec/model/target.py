@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedOptionError
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
@@ -72,7 +73,8 @@ class Target:
 
     Attributes:
         active_rows: the rows that forwards run over, ``None`` for all.
-        prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer.
+        prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer; see
+            :meth:`observe_prefill`.
     """
 
     def __init__(
@@ -125,6 +127,16 @@ class Target:
     def is_active(self, row: int) -> bool:
         """Whether forwards run over a row."""
         return self.active_rows is None or row in self.active_rows.kept
+
+    def observe_prefill(self, observer: PrefillObserver) -> None:
+        """Has an observer see all prefills.
+
+        Raises:
+            UnsupportedOptionError: there is another one.
+        """
+        if self.prefill_observer is not None:
+            raise UnsupportedOptionError("one draft source at a time can take the prompt's states; give one of these.")
+        self.prefill_observer = observer
 
     def leave(self, ended: Callable[[int], bool]) -> None:
         """Leaves rows that have ended out of all further forwards, and their keys and values out of the cache."""
@@ -199,6 +211,7 @@ class Target:
         state: torch.Tensor | None = None,
         capture: int = -1,
         head: bool = True,
+        keep: int = 0,
         after_layer: AfterLayer | None = None,
         head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Step:
@@ -213,6 +226,7 @@ class Target:
             state: ``[b, s, d]`` hidden states entering layer ``capture``; the layers below are not run.
             capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
             head: whether logits are wanted.
+            keep: how many of the last tokens need logits, 0 for all; a model may return more.
             after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
             head_input_fn: returns the input of the head, see there.
 
@@ -232,7 +246,7 @@ class Target:
         )
         # Arguments of the user's own are the whole model's.
         module = self.model if head or self.extra else self._decoder
-        logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node)
+        logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node, keep=keep)
         return Step(logits if head else None, run.captured, run.exit_state)
 
     def run_layers(

@@ -100,14 +100,14 @@ class ExitHeads(Part):
             check_calibration(f"{name}['calibration']", found, len(self.layers))
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
-        """``[..., v]`` what a head says of the states ``[..., d]`` that left the layers before it."""
+        """``[..., v]`` logits of a head for the states ``[..., d]`` that left the layers before it."""
         module = self.heads[head]
         found: torch.Tensor = module(states.to(next(module.parameters()).dtype))
         return found
 
     @property
     def metric(self) -> str:
-        """By what confidence is measured unless something else is asked for."""
+        """By what confidence is measured unless something else is chosen."""
         return str(self._calibration["metric"])
 
     @property
@@ -166,12 +166,12 @@ class ExitHeads(Part):
     def _found(self, what: str, metric: str | None) -> list[Any]:
         check_metric("exit heads", metric)
         found = self._calibration.get(what, {})
-        asked = metric or self.metric
-        if not isinstance(found, dict) or asked not in found:
+        chosen = metric or self.metric
+        if not isinstance(found, dict) or chosen not in found:
             raise SettingError(
-                f"these exit heads were not calibrated by {asked!r}: calibrate them, see calibrate_exit_heads."
+                f"these exit heads were not calibrated by {chosen!r}: calibrate them, see calibrate_exit_heads."
             )
-        by_metric: list[Any] = found[asked]
+        by_metric: list[Any] = found[chosen]
         return by_metric
 
 
@@ -246,8 +246,8 @@ def _check_length(name: str, values: Any, count: int) -> None:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What heads say of one text.
+class HeadPredictions:
+    """What heads predict along one text.
 
     Attributes:
         sure: by each metric ``[K, n]`` how sure each head is of each token.
@@ -258,7 +258,7 @@ class Said:
     right: torch.Tensor
 
 
-def calibrate(texts: Sequence[Said], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
+def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
     """Thresholds of each head by each metric, how drafts with them fare, and how well metrics tell right from wrong.
 
     Args:
@@ -286,7 +286,7 @@ def calibrate(texts: Sequence[Said], epsilons: Sequence[float], metric: str | No
     return {**found, "metric": chosen, "thresholds": thresholds, "acceptance": acceptance, "auc": auc}
 
 
-def _acceptance(texts: Sequence[Said], metric: str, limits: Sequence[float | None]) -> float | None:
+def _acceptance(texts: Sequence[HeadPredictions], metric: str, limits: Sequence[float | None]) -> float | None:
     """Acceptance rate, had the texts been drafted with these thresholds; ``None`` where nothing would be."""
     bounds = torch.tensor([math.inf if limit is None else limit for limit in limits])[:, None]
     drafted = accepted = 0
@@ -299,7 +299,7 @@ def _acceptance(texts: Sequence[Said], metric: str, limits: Sequence[float | Non
 
 
 def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
-    """What the model card says of a calibration."""
+    """The model card's lines about a calibration."""
     figures = {}
     for metric, values in calibration["auc"].items():
         if known := [value for value in values if value is not None]:

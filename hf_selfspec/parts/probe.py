@@ -1,4 +1,4 @@
-"""A linear probe that says how probable it is that a drafted token is accepted (AdaSPEED §II.B)."""
+"""A linear probe that estimates how probable it is that a drafted token is accepted (AdaSPEED §II.B)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way to draft is the fastest: the arms, what each brings, and the choice among them."""
+"""What a search or a probe has chosen: blocks that draft, the rule that ends drafts, and what is expected of them."""
 
 from __future__ import annotations
 
@@ -6,38 +6,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..control.choice import Arm
 from ..files import as_count, as_number
 from ..model.partial import LayerPlan
 from ..stop.rules import StopRule
 from .costs import ForwardCosts
 from .replay import Replay, Rule, Trace, replays, rule_of, rule_state
 
-# A smaller expected speed-up is within what such an estimate can be wrong by.
-LEAST_SPEEDUP = 1.02
-
 _C = TypeVar("_C", bound="Choice")
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way to draft, and what is expected of it.
+class LayerArm(Arm):
+    """Part of a model that drafts.
 
     Attributes:
         plan: the blocks that run; all of them where nothing is drafted.
         stop: the rule that ends a draft, ``None`` for the default one.
-        speedup: tokens per second over those of one-token steps.
-        acceptance_rate: share of the drafted tokens that are accepted.
     """
 
     plan: LayerPlan
     stop: StopRule | None
-    speedup: float
-    acceptance_rate: float = 0.0
-
-    @property
-    def pays(self) -> bool:
-        """Whether it is faster than no draft, by more than the estimate can be wrong by."""
-        return self.speedup >= LEAST_SPEEDUP
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ class Choice:
     acceptance_rate: float
 
     @classmethod
-    def of(cls: type[_C], arm: Arm, **details: Any) -> _C:
+    def of(cls: type[_C], arm: LayerArm, **details: Any) -> _C:
         """The choice of ``arm``, which drafts where it pays."""
         return cls(arm.plan, arm.pays, arm.stop, arm.speedup, arm.acceptance_rate, **details)
 
@@ -165,11 +154,6 @@ class SkipChoice(Choice):
         return cls(plan, drafts, **_settings_of(state), matchness=matchness)
 
 
-def fastest(arms: Iterable[Arm]) -> Arm:
-    """The arm with the highest speed-up."""
-    return max(arms, key=lambda arm: arm.speedup)
-
-
 def fastest_run(runs: Sequence[Replay]) -> int:
     """The index of the replay with the least time per token."""
     return min(range(len(runs)), key=lambda index: runs[index].seconds_per_token)
@@ -177,7 +161,7 @@ def fastest_run(runs: Sequence[Replay]) -> int:
 
 def replayed_arm(
     plan: LayerPlan, rules: Sequence[Rule], traces: Iterable[Trace], costs: ForwardCosts, max_draft: int
-) -> Arm:
+) -> LayerArm:
     """A plan with the stop rule that is the fastest along texts.
 
     Args:
@@ -189,4 +173,5 @@ def replayed_arm(
     """
     runs = replays(traces, rules, plan, costs, max_draft)
     index = fastest_run(runs)
-    return Arm(plan, rules[index], costs.plain() / runs[index].seconds_per_token, runs[index].acceptance_rate)
+    speedup, rate = costs.plain() / runs[index].seconds_per_token, runs[index].acceptance_rate
+    return LayerArm(plan, rules[index], speedup=speedup, acceptance_rate=rate)

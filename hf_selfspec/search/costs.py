@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -39,8 +39,8 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 class ForwardCosts:
     """Seconds of forwards.
 
-    One over all blocks and one token takes ``fixed + L (attention + mlp)``, one over ``m > 1`` tokens
-    ``several + L token (m - 1)`` more.
+    One over all blocks and one token takes ``fixed + L (attention + mlp)``; one over ``m > 1`` tokens takes
+    ``further[m - 1]`` more, or ``several + L token (m - 1)`` where rounds of so many were not timed.
 
     Attributes:
         fixed: embedding, masks, head and whatever else does not depend on the blocks.
@@ -50,6 +50,7 @@ class ForwardCosts:
         token: what each further token adds to a layer.
         step: what drafting a token takes beside its forward.
         num_layers: ``L``.
+        further: what 0, 1, 2, ... further tokens add to a round, as rounds were timed; empty where they were not.
     """
 
     fixed: float
@@ -59,6 +60,7 @@ class ForwardCosts:
     token: float
     step: float
     num_layers: int
+    further: tuple[float, ...] = ()
 
     @classmethod
     def of_state(cls, state: dict[str, Any], num_layers: int) -> ForwardCosts:
@@ -67,10 +69,11 @@ class ForwardCosts:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        costs = cls(
-            **{name: as_number(value) for name, value in state.items() if name != "num_layers"}, num_layers=num_layers
-        )
-        if as_count(state["num_layers"]) != num_layers or not costs.plain():
+        state = dict(state)
+        layers, further = as_count(state.pop("num_layers")), tuple(map(as_number, state.pop("further", ())))
+        numbers = {name: as_number(value) for name, value in state.items()}
+        costs = cls(**numbers, num_layers=num_layers, further=further)
+        if layers != num_layers or not costs.plain():
             raise ValueError(f"costs of another model, or of none: {state}")
         return costs
 
@@ -87,10 +90,17 @@ class ForwardCosts:
         """Verifying ``drafted`` tokens of a plan whose first altered layer is ``prefix``, with reuse where it pays."""
         if drafted == 0:
             return self.plain()
-        whole = self.plain() + self.several + self.num_layers * self.token * drafted
+        whole = self.plain() + self._further(drafted)
         if drafted < self.reuse_from(prefix):
             return whole
         return whole + self.fixed - prefix * self.token * drafted
+
+    def _further(self, drafted: int) -> float:
+        """What so many tokens add to a forward over one."""
+        timed = len(self.further) - 1
+        if timed < 0:
+            return self.several + self.num_layers * self.token * drafted
+        return self.further[min(drafted, timed)] + self.num_layers * self.token * max(drafted - timed, 0)
 
     def reuse_from(self, prefix: int) -> int:
         """From how many drafted tokens on starting from their states behind the exact prefix pays (LayerSkip §4.3).
@@ -204,13 +214,20 @@ class Timings:
     count: int = 0
     stopwatch: Stopwatch | None = None
 
-    def add(self, stopwatch: Stopwatch, anew: bool = False) -> ForwardCosts:
-        """Takes in the times of one text, in place of earlier ones if ``anew``, and returns the costs that follow."""
+    def add(self, stopwatch: Stopwatch, rounds: Sequence[float] = (), anew: bool = False) -> ForwardCosts:
+        """Takes in the times of one text and returns the costs that follow.
+
+        Args:
+            stopwatch: the times.
+            rounds: seconds of rounds with 0, 1, 2, ... drafted tokens; empty where they were not timed.
+            anew: earlier times count no longer.
+        """
         self.count += 1
         if self.stopwatch is None or anew:
             self.stopwatch = stopwatch
         else:
             self.stopwatch.add(stopwatch)
-        self.costs = self.stopwatch.costs()
+        further = tuple(seconds - rounds[0] for seconds in rounds)
+        self.costs = replace(self.stopwatch.costs(), further=further)
         self.disturbed = self.stopwatch.costs(median).plain() / self.costs.plain()
         return self.costs

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..control.choice import fastest
 from ..model.partial import LayerPlan
 from ..types import GenerationStats
-from .choice import Arm, ExitChoice, fastest, replayed_arm
+from .choice import ExitChoice, LayerArm, replayed_arm
 from .costs import ForwardCosts, Stopwatch, Timings
 from .replay import Rule, Trace
 
@@ -62,15 +63,22 @@ class ExitStudy:
         stopwatch: Stopwatch | None,
         candidates: Sequence[Rule],
         max_draft: int,
+        rounds: Sequence[float] = (),
     ) -> ExitChoice:
-        """Takes in more text, with new timings unless there are enough, and chooses again; see :func:`choose_exit`."""
+        """Takes in more text, with new timings unless there are enough, and chooses again.
+
+        Args:
+            traces, candidates, max_draft: see :func:`choose_exit`.
+            stopwatch: the timings, ``None`` for none.
+            rounds: seconds of rounds, as in :meth:`Timings.add`.
+        """
         with self._lock:
             # An exit that is no longer compared is left out, so that all have seen the same texts.
             compared = traces.keys() & self._traces.keys() if self._traces else traces.keys()
             self._traces = {layer: self._traces.get(layer, []) + traces[layer] for layer in sorted(compared)}
             self.tokens = _tokens(self._traces)
             if stopwatch is not None:
-                self.timings.add(stopwatch)
+                self.timings.add(stopwatch, rounds)
             assert self.timings.costs is not None, "the first text comes with timings"
             choice = choose_exit(self._traces, candidates, self.timings.costs, max_draft)
             if self.choice is not None and self.choice.tokens > choice.tokens:
@@ -110,7 +118,7 @@ def choose_exit(
     }
     best = fastest(arms.values())
     if not best.pays:
-        best = Arm(LayerPlan(costs.num_layers), best.stop, 1.0)
+        best = LayerArm(LayerPlan(costs.num_layers), best.stop, speedup=1.0)
     return ExitChoice.of(
         best,
         by_layer={layer: arm.speedup for layer, arm in arms.items()},

@@ -109,4 +109,8 @@ class Schedule:
         if is_stuck and has_steps_left and self.proposer.go_on(best, matchness):
             self._since_better = 0
         elif is_stuck or not has_steps_left:
-            self.is_over, self.queue, self._last_retry = True, [], self.window
+            self.end()
+
+    def end(self) -> None:
+        """Ends the search; the best set is final."""
+        self.is_over, self.queue, self._last_retry = True, [], self.window

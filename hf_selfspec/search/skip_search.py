@@ -198,6 +198,9 @@ class SkipSearch:
             self._records.add(trial, _KEPT if self.is_over else None)
             is_better, record = self._choose(), self._records.sets.get(self.best)
             self._schedule.add_trial(is_better, self.best, self.choice.matchness, len(record.trials) if record else 0)
+            speedup = self.choice.expected_speedup
+            if speedup is not None and not self.is_over and self._schedule.proposer.gives_up(speedup):
+                self._schedule.end()
         if self.changed is not None:
             self.changed()
 
@@ -207,12 +210,12 @@ class SkipSearch:
             self._unfinished = Stopwatch(*self.space.timed_plans())
         return self._unfinished
 
-    def time(self, stopwatch: Stopwatch) -> None:
-        """Takes in timings of forwards."""
+    def time(self, stopwatch: Stopwatch, rounds: Sequence[float] = ()) -> None:
+        """Takes in timings of forwards, and of rounds as in :meth:`Timings.add`."""
         with self._lock:
             self._unfinished = None
             # Once a search is over, the machine may be another or busier than it was.
-            costs = self.timings.add(stopwatch, anew=self.is_over)
+            costs = self.timings.add(stopwatch, rounds, anew=self.is_over)
             if self.auto:
                 self._records.use(costs)
             if self._records.sets:

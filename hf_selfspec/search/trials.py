@@ -11,7 +11,7 @@ import numpy as np
 
 from ..files import as_count
 from ..model.partial import LayerPlan
-from .choice import Arm, fastest_run
+from .choice import LayerArm, fastest_run
 from .costs import ForwardCosts
 from .estimates import Scores
 from .replay import Replay, Rule, Trace, replays
@@ -162,7 +162,7 @@ class Records:
         worth = self.worth()
         return sorted(worth, key=lambda plan: -worth[plan])
 
-    def arm(self, plan: LayerPlan, ease: float) -> tuple[Arm, float]:
+    def arm(self, plan: LayerPlan, ease: float) -> tuple[LayerArm, float]:
         """A set with its fastest rule where tokens are accepted ``ease`` times as often as in its trials.
 
         Returns:
@@ -173,7 +173,8 @@ class Records:
         assert record.run is not None
         # The last trials, replayed as hard as drafting has been, show by how much to correct the estimate.
         speedup = self.worth()[plan] * record.run.seconds_per_token / run.seconds_per_token
-        return Arm(plan, self._rules[rule], speedup, run.acceptance_rate), usual.acceptance_rate
+        arm = LayerArm(plan, self._rules[rule], speedup=speedup, acceptance_rate=run.acceptance_rate)
+        return arm, usual.acceptance_rate
 
     def scores(self) -> Scores:
         """What decides of all trials: log speed-ups, or matchness."""

@@ -1,14 +1,14 @@
-"""Rules that say when a draft is long enough.
+"""Rules that decide when a draft is long enough.
 
 A rule is a callable in the manner of a ``LogitsProcessor``:
-``rule(input_ids [b, s], logits [b, v], hidden_states [b, d]) -> BoolTensor [b]``. It is asked after each drafted token,
-which is the last column of ``input_ids``; ``logits`` are the draft's own, from which that token was chosen, and
+``rule(input_ids [b, s], logits [b, v], hidden_states [b, d]) -> BoolTensor [b]``. It is called after each drafted
+token, which is the last column of ``input_ids``; ``logits`` are the draft's own, from which that token was chosen, and
 ``hidden_states`` is the state behind them. In a batch, shorter rows are aligned right and repeat their first column on
 the left. ``True`` ends the row's draft *after* that token: a rule never drops one. A function of one's own with this
 signature serves as well.
 
 A rule that remembers something, from token to token or from draft to draft, has a ``start`` instead, which gives what
-is asked while one generation runs (:class:`RunningRule`).
+is called while one generation runs (:class:`RunningRule`).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ConfidenceThreshold:
 
     def reach(self, before: torch.Tensor | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[b]`` what is compared with the threshold, given what was for the draft's token before."""
-        return _asked(self.confidence, logits, hidden_states)
+        return _confidence(self.confidence, logits, hidden_states)
 
 
 @register("stop", "rule")
@@ -158,7 +158,7 @@ class ProductThreshold:
 
     def reach(self, before: torch.Tensor | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[b]`` what is compared with the threshold, given what was for the draft's token before."""
-        sure = _asked(self.confidence, logits, hidden_states)
+        sure = _confidence(self.confidence, logits, hidden_states)
         return sure if before is None else before * sure
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
@@ -196,13 +196,14 @@ def confidence(logits: torch.Tensor) -> torch.Tensor:
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
 
-def _asked(asked: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    if asked is None:
+def _confidence(metric: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    if metric is None:
         return confidence(logits)
-    sure = asked(logits, hidden_states)
+    sure = metric(logits, hidden_states)
     if not isinstance(sure, torch.Tensor) or sure.shape != logits.shape[:1]:
         raise SettingTypeError(
-            f"the confidence {asked!r} must return a tensor [{logits.shape[0]}], one probability per row, got {sure!r}."
+            f"the confidence {metric!r} must return a tensor [{logits.shape[0]}], one probability per row, got "
+            f"{sure!r}."
         )
     return sure.float()
 

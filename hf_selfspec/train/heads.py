@@ -16,7 +16,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainingArgu
 
 from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import Fingerprint
-from ..parts.heads import METRICS, ExitHeads, Said, calibrate, check_metric, default_layers, figures_of, reached
+from ..parts.heads import (
+    METRICS,
+    ExitHeads,
+    HeadPredictions,
+    calibrate,
+    check_metric,
+    default_layers,
+    figures_of,
+    reached,
+)
 from ..parts.part import part_of
 from ..settings import MOST_LAYERS, check_count, check_exit, check_share
 from .backbone import Backbone, Observed
@@ -107,8 +116,8 @@ def fit_exit_heads(
             if labels < 1:
                 found = (1 - labels) * _of_head(divergence, backbone, heads, head, observed).mean()
             if labels:
-                said = heads.logits(head, observed.states[layer][:, :-1]).float()
-                found = found + labels * F.cross_entropy(said.flatten(0, 1), observed.ids[:, 1:].flatten())
+                predicted = heads.logits(head, observed.states[layer][:, :-1]).float()
+                found = found + labels * F.cross_entropy(predicted.flatten(0, 1), observed.ids[:, 1:].flatten())
             losses.append(found)
         return torch.stack(losses).mean()
 
@@ -232,7 +241,7 @@ def _calibrated(
     folder: str | os.PathLike[str] | None,
 ) -> ExitHeads:
     with backbone.frozen():
-        calibration = calibrate(_said(backbone, heads, rows), epsilons, metric)
+        calibration = calibrate(_predictions(backbone, heads, rows), epsilons, metric)
     figures = (heads.about.get("figures") or {}) | figures_of(calibration)
     kept = keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
     if reached(calibration) < epsilons[0]:
@@ -248,7 +257,7 @@ def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observ
 
 
 @torch.no_grad()
-def _said(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> list[Said]:
+def _predictions(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> list[HeadPredictions]:
     """What heads say of what the model writes after the beginnings of rows."""
 
     def both(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -257,9 +266,9 @@ def _said(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> list[Said
     found = []
     for ids, given in _written(backbone, rows):
         observed = backbone.observe(ids[None])
-        said = [_of_head(both, backbone, heads, head, observed) for head in range(len(heads.layers))]
-        right, *sure = torch.stack(said)[:, given - 1 : -1].cpu().unbind(-1)
-        found.append(Said(dict(zip(METRICS, sure, strict=True)), right))
+        predicted = [_of_head(both, backbone, heads, head, observed) for head in range(len(heads.layers))]
+        right, *sure = torch.stack(predicted)[:, given - 1 : -1].cpu().unbind(-1)
+        found.append(HeadPredictions(dict(zip(METRICS, sure, strict=True)), right))
     return found
 
 

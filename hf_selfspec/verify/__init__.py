@@ -1,4 +1,4 @@
-"""What the full model says to a draft."""
+"""What the full model accepts of a draft."""
 
 from .tree import CostTree, TopKTree
 

@@ -14,7 +14,7 @@ from .stateless import stateful
 
 
 class Stopper:
-    """Says whether a row ends with its last token.
+    """Tells whether a row ends with its last token.
 
     Args:
         criteria: the list that ``generate`` prepared.
@@ -69,6 +69,6 @@ class Stopper:
         ended: list[bool] = self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
         return ended
 
-    def room(self, text: Text, row: int) -> int:
-        """Tokens that ``row`` may still get, as far as lengths say."""
+    def max_new(self, text: Text, row: int) -> int:
+        """Tokens that ``row`` may still get, as far as lengths bound it."""
         return self.max_length - text.lengths[row] if self.max_length is not None else 1 << 30

@@ -68,7 +68,7 @@ class TopKTree:
 class CostTree:
     """Siblings as far as they pay, by what another token in a verification costs; only the first token is extended.
 
-    A sibling brings one token more where it is reached and is what the full model says: with its probability by the
+    A sibling brings one token more where it is reached and is what the full model predicts: with its probability by the
     draft, times the probabilities of the tokens before it. It is taken where that is more than its price.
 
     Args:

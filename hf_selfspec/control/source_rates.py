@@ -1,4 +1,4 @@
-"""Which source drafts the next round: running tokens per second of each, against those of free drafts."""
+"""How the sources of a cascade have fared: running rates, from which the speed-up follows that is expected of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AGAIN = 64
 
 
 @dataclass
-class Arm:
+class SourceRates:
     """How one source has fared.
 
     Attributes:
@@ -52,32 +52,33 @@ class Arm:
         for name, value in (("tokens", tokens), ("seconds", seconds), ("accepted", accepted), ("drafted", drafted)):
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
-    def pace(self, promised: float | None) -> float:
-        """Tokens per second to expect.
+    def speedup(self, promised: float | None, plain: float) -> float:
+        """Tokens per second to expect, over those of rounds without a draft.
 
         Args:
             promised: what the source expects of itself, ``None`` where it does not know, 0 where it would not draft.
+            plain: tokens per second of rounds without a draft.
         """
         if promised == 0.0:
             return 0.0
-        known = self.tokens / self.seconds if self.rounds >= _TRIED else None
+        known = self.tokens / self.seconds / plain if self.rounds >= _TRIED else None
         if known is None:
             return math.inf if promised is None else promised
         return max(known, math.inf if promised is None else promised) if self.waiting >= self.patience else known
 
 
 @dataclass
-class ArmsFindings:
+class RatesFindings:
     """How the sources of a cascade have fared for one kind of call; see :class:`Findings`."""
 
-    arms: dict[str, Arm] = field(default_factory=dict)
+    sources: dict[str, SourceRates] = field(default_factory=dict)
     changed: Callable[[], None] | None = None
 
     is_idle = True
 
-    def arm(self, name: str) -> Arm:
-        """The arm of a source."""
-        return self.arms.setdefault(name, Arm())
+    def of(self, name: str) -> SourceRates:
+        """The rates of a source."""
+        return self.sources.setdefault(name, SourceRates())
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Takes in a call without a draft, of which there is nothing to learn."""
