@@ -200,7 +200,7 @@ def attainable_with(model: PreTrainedModel, plan: LayerPlan, texts: Sequence[tor
                 sure.append(float(confidence(logits[0])[-1]))
                 target.step(ids[:, place : place + 1], [place])
             if not traces:
-                stopwatch.measure(target, lambda n: ([last - n], ids[:, last - n : last]), 25, draft=None)
+                stopwatch.measure(target, ids[:, last - MANY : last], [last - MANY], [last - 1], 25, draft=None)
         traces.append(Trace(np.array([agrees]), np.array([sure])))
     return replayed_arm(plan, rules(25), traces, stopwatch.costs(median), 25)
 
@@ -239,7 +239,7 @@ def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) 
     with target.prepared():
         target.prefill(ids[:, :-MANY], [0], [s - MANY])
         target.step(ids[:, -MANY:], [s - MANY])
-        stopwatch.measure(target, lambda n: ([s - n], ids[:, s - n :]), repeats, draft=None)
+        stopwatch.measure(target, ids[:, -MANY:], [s - MANY], [s - 1], repeats, draft=None)
     return stopwatch.costs(median)
 
 

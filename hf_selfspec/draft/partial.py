@@ -234,14 +234,16 @@ class PartialDraft(CandidateGenerator):
         What they write into the cache is what is there, or scratch.
         """
         ends = [root + 1 for root in text.last_slots()]
-        first, ids = self.target.first_slots(), text.ids
+        starts, ids = tokens_before(text, ends, MANY, self.target.first_slots())
         steps, usual = self.steps, (self.plan, self.limits)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         devices = [] if ids.device.type == "cpu" else [ids.device]
         with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
             complete = stopwatch.measure(
                 self.target,
-                lambda n: tokens_before(text, ends, n, first),
+                ids,
+                starts,
+                text.last_slots(),
                 repeats,
                 lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
                 may_run,

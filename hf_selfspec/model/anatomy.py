@@ -171,8 +171,8 @@ class Anatomy:
         is_recurrent = config.model_type in SERVED
         if getattr(model, "_is_stateful", False) and not is_recurrent:
             raise UnsupportedModelError(
-                f"{name} is stateful, and of model type {config.model_type!r} it is not proven that its recurrent state "
-                "can be rolled back when a draft is rejected. Call generate without `assistant`."
+                f"{name} is stateful, and of model type {config.model_type!r} it is not proven that its recurrent "
+                "state can be rolled back when a draft is rejected. Call generate without `assistant`."
             )
         architecture = _ARCHITECTURES.get(config.model_type, Architecture())
         layers = _find_layers(model, architecture)

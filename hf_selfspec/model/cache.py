@@ -365,6 +365,6 @@ def check_cache(cache: Any, model: PreTrainedModel) -> None:
     for layer in cache.layers:
         if type(layer) not in known:
             raise UnsupportedModelError(
-                f"{type(model).__name__} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled back when a "
-                "draft is rejected. Call generate without `assistant`."
+                f"{type(model).__name__} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
+                "back when a draft is rejected. Call generate without `assistant`."
             )

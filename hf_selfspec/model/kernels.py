@@ -1,7 +1,8 @@
 """Transformers' functions for recurrences, which leave to the cache what a state is while it is ours.
 
-A model's file calls its recurrence, and its convolutions, by the name of a function. While a model speculates, that name
-stands for a function that hands the call to the state whose turn it is in this thread; without one it is the original.
+A model's file calls its recurrence, and its convolutions, by the name of a function. While a model speculates, that
+name stands for a function that hands the call to the state whose turn it is in this thread; without one it is the
+original.
 """
 
 from __future__ import annotations

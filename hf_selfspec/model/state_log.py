@@ -43,9 +43,7 @@ class _Segment:
 
     def reaches(self, slots: list[int]) -> bool:
         """Whether an entry of any row stands at or behind its slot."""
-        return any(
-            end > max(first, slot) for first, end, slot in zip(self.firsts, self.ends, slots, strict=True)
-        )
+        return any(end > max(first, slot) for first, end, slot in zip(self.firsts, self.ends, slots, strict=True))
 
 
 class StateLog:

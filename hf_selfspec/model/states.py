@@ -104,9 +104,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def hand_states(self, target: Any, slots: list[int]) -> None:
         """Fills an empty layer with the states before these slots."""
         for index, (convolution, log) in self._convolutions.items():
-            target.update_conv_state(
-                log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width
-            )
+            target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width)
         for index, states in self._recurrent.items():
             stored = [recurrence.store(log.state_at(slots)) for recurrence, log in states]
             whole = torch.stack(stored, 1) if self._has_parts else stored[0]
@@ -193,7 +191,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return states[part]
 
 
-def _at_windows(windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _at_windows(
+    windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """What a convolution gives at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
     output = original(windows, *args, **kwargs)[:, :, -1]
     return output.unflatten(0, (rows, -1)).transpose(1, 2)

@@ -112,6 +112,13 @@ class ForwardCosts:
         return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
+def _from(slots: list[int], count: int, ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
+    """``[b, count]`` tokens from each row's slot on, of ``ids`` ``[b, n]``, which begin at other slots."""
+    columns = torch.tensor([slot - start for slot, start in zip(slots, starts, strict=True)])[:, None]
+    columns = (columns + torch.arange(count)).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, columns.to(ids.device))
+
+
 @dataclass
 class Stopwatch:
     """Repeated timings of the forwards from which costs follow, and of drafting a token.
@@ -134,7 +141,9 @@ class Stopwatch:
     def measure(
         self,
         target: Target,
-        ends: Callable[[int], tuple[list[int], torch.Tensor]],
+        ids: torch.Tensor,
+        starts: list[int],
+        roots: list[int],
         repeats: int,
         draft: Callable[[], object] | None,
         may_run: Callable[[int], bool] | None = None,
@@ -143,8 +152,10 @@ class Stopwatch:
 
         Args:
             target: the prepared model.
-            ends: for a number of tokens ``n`` the slot of the first of each row's last ``n``, and their ids ``[b, n]``.
-                All but the last are in the cache.
+            ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache; junk behind
+                them where there are fewer.
+            starts: slot of the first of them.
+            roots: slot of each row's last token.
             repeats: how often; what the first time takes longer is left out by the shortest one.
             draft: drafts one token with the early plan, ``None`` to leave drafting out.
             may_run: whether there is time for a forward over so many tokens, ``None`` for always. Where there is not,
@@ -153,12 +164,14 @@ class Stopwatch:
         Returns:
             Whether all was timed.
         """
-        (roots, last), few, many = ends(1), ends(FEW), ends(MANY)
+        last = _from(roots, 1, ids, starts)
+        few_starts = [max(root - FEW + 1, start) for root, start in zip(roots, starts, strict=True)]
+        few = _from(few_starts, FEW, ids, starts)
         runs: dict[str, tuple[int, Callable[[], object]]] = {
             "early": (1, lambda: target.step(last, roots, self.early)),
             "full": (1, lambda: target.step(last, roots)),
-            "few": (FEW, lambda: target.step(few[1], few[0])),
-            "many": (MANY, lambda: target.step(many[1], many[0])),
+            "few": (FEW, lambda: target.step(few, few_starts)),
+            "many": (MANY, lambda: target.step(ids, starts)),
         }
         if self.attention is not None:
             runs["attention"] = 1, lambda: target.step(last, roots, self.attention)
@@ -171,7 +184,7 @@ class Stopwatch:
                     continue
                 if may_run is not None and not may_run(tokens):
                     return False
-                times.append(seconds_of(run, last.device))
+                times.append(seconds_of(run, ids.device))
         return True
 
     def costs(self, of: Callable[[list[float]], float] = min) -> ForwardCosts:

@@ -86,9 +86,7 @@ class GatedDelta:
         return state
 
     @staticmethod
-    def _outputs(
-        state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
-    ) -> tuple[torch.Tensor, Entries]:
+    def _outputs(state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None) -> tuple[torch.Tensor, Entries]:
         query, key, value, decay, beta = inputs
         output, known = attend(state, query, key, value, decay, beta, nodes)
         return output, (key, known, decay)

@@ -1,9 +1,9 @@
 """Linear attention with decay, with and without the delta rule, over a few tokens at once.
 
 A state ``S`` ``[b, k, n, h]`` maps keys to values. Each token lets it decay by ``exp(g)`` and adds ``key ⊗ u``. With
-the delta rule ``u = beta (value - key S)``, without it ``u = value``; the output is ``query S``. For tokens of one block
-the ``u`` follow from one triangular system (Yang et al., arXiv 2412.06464), and the state after any number of them from
-these ``u`` alone: none has to be run again.
+the delta rule ``u = beta (value - key S)``, without it ``u = value``; the output is ``query S``. For tokens of one
+block the ``u`` follow from one triangular system (Yang et al., arXiv 2412.06464), and the state after any number of
+them from these ``u`` alone: none has to be run again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def advance(state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) ->
 
 
 def _weights(total: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """What is left of the token in the column at that in the row, ``[b, k, t, t, 1 or n]``; 0 for others than before."""
+    """What is left of the column's token at the row's, ``[b, k, t, t, 1 or n]``; 0 where it is not before that."""
     t = total.shape[2]
     if before is None:
         before = torch.ones(t, t, dtype=torch.bool, device=total.device).tril()

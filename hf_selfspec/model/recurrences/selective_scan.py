@@ -26,7 +26,7 @@ class SelectiveScan:
     token_dim = 2
 
     def __init__(self) -> None:
-        self._A = torch.empty(0)
+        self._a = torch.empty(0)
 
     def prefill(
         self,
@@ -52,35 +52,34 @@ class SelectiveScan:
         nodes: TreeLayout | None,
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None = None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
         z: torch.Tensor | None = None,
         delta_bias: torch.Tensor | None = None,
         delta_softplus: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor, Entries]:
-        """See :meth:`Recurrence.step`; ``x`` and ``Δ`` ``[b, d, t]``, ``A`` ``[d, n]``, ``B`` and ``C`` ``[b, n, t]``."""
-        self._A = A.float()
+        """See :meth:`Recurrence.step`; ``x``, ``Δ`` ``[b, d, t]``, ``A`` ``[d, n]``, ``B``, ``C`` ``[b, n, t]``."""
+        self._a = a.float()
         dt = _steps(dt, delta_bias, delta_softplus).float()
-        inputs = (dt, dt * hidden_states.float(), B.float(), C.float())
+        inputs = (dt, dt * hidden_states.float(), b.float(), c.float())
         if nodes is None:
             output, entries = in_blocks(self._outputs, self.advance, state, inputs)
         else:
             output, entries = self._outputs(state, inputs, nodes)
-        if D is not None:
-            output = output + hidden_states * D[:, None]
+        if (direct := options.get("D")) is not None:
+            output = output + hidden_states * direct[:, None]
         if z is not None:
             output = output * F.silu(z)
         return output.to(hidden_states.dtype), entries
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
         """See :meth:`Recurrence.advance`."""
-        dt, x, B = entries
+        dt, x, b = entries
         if kept is not None:
             dt, x = dt * kept[:, None], x * kept[:, None]
-        left, added = self._terms(dt, x, B)
+        left, added = self._terms(dt, x, b)
         for token in range(dt.shape[2]):
             state = torch.addcmul(added[:, :, token], left[:, :, token], state)
         return state
@@ -97,23 +96,21 @@ class SelectiveScan:
         self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
     ) -> tuple[torch.Tensor, Entries]:
         # One token after the other, since a state is small.
-        dt, x, B, C = inputs
-        left, added = self._terms(dt, x, B)
+        dt, x, b, c = inputs
+        left, added = self._terms(dt, x, b)
         states: list[torch.Tensor] = []
         for token in range(dt.shape[2]):
             before = _parent(states, state, token, nodes)
             states.append(torch.addcmul(added[:, :, token], left[:, :, token], before))
-        return (torch.stack(states, 2) * C.transpose(1, 2)[:, None]).sum(-1), (dt, x, B)
+        return (torch.stack(states, 2) * c.transpose(1, 2)[:, None]).sum(-1), (dt, x, b)
 
-    def _terms(self, dt: torch.Tensor, x: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _terms(self, dt: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What each token leaves of a state and what it adds, ``[b, d, t, n]``."""
-        left = (dt[..., None] * self._A[:, None]).exp()
-        return left, x[..., None] * B.transpose(1, 2)[:, None]
+        left = (dt[..., None] * self._a[:, None]).exp()
+        return left, x[..., None] * b.transpose(1, 2)[:, None]
 
 
-def _parent(
-    states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: TreeLayout | None
-) -> torch.Tensor:
+def _parent(states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: TreeLayout | None) -> torch.Tensor:
     """``[b, d, n]`` the state before a token."""
     known = [first, *states]
     if nodes is None:

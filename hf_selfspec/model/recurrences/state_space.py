@@ -52,10 +52,9 @@ class StateSpace:
         nodes: TreeLayout | None,
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None = None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
         dt_bias: torch.Tensor | None = None,
         dt_softplus: bool = False,
         **options: Any,
@@ -64,17 +63,17 @@ class StateSpace:
 
         As in transformers' steps of one token ``dt_limit`` has no effect.
         """
-        group = hidden_states.shape[2] // B.shape[2]
+        group = hidden_states.shape[2] // b.shape[2]
         x = hidden_states.transpose(1, 2).float()
         dt = _steps(dt, dt_bias, dt_softplus).float().transpose(1, 2)[..., None]
-        query, key = (y.transpose(1, 2).float().repeat_interleave(group, dim=1) for y in (C, B))
-        inputs = (query, key, dt * x, dt * A.float()[:, None, None])
+        query, key = (y.transpose(1, 2).float().repeat_interleave(group, dim=1) for y in (c, b))
+        inputs = (query, key, dt * x, dt * a.float()[:, None, None])
         if nodes is None:
             output, entries = in_blocks(self._outputs, advance, state, inputs)
         else:
             output, entries = self._outputs(state, inputs, nodes)
-        if D is not None:
-            output = output + x * D[:, None, None]
+        if (direct := options.get("D")) is not None:
+            output = output + x * direct[:, None, None]
         return output.transpose(1, 2).contiguous().to(hidden_states.dtype), entries
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
@@ -90,9 +89,7 @@ class StateSpace:
         return state.transpose(2, 3).contiguous()
 
     @staticmethod
-    def _outputs(
-        state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
-    ) -> tuple[torch.Tensor, Entries]:
+    def _outputs(state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None) -> tuple[torch.Tensor, Entries]:
         query, key, value, decay = inputs
         output, _ = attend(state, query, key, value, decay, None, nodes)
         return output, (key, value, decay)
