@@ -261,7 +261,7 @@ _CHOSEN: dict[str, tuple[int, float]] = {
     "falcon_mamba": (0, 0.7),
     "jamba": (0, 0.7),
     "mamba": (0, 0.7),
-    "zamba": (0, 0.7),
+    "zamba": (0, 1.0),
 }
 
 
