@@ -464,7 +464,7 @@ def test_recurrence_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mixer is not None
 
     def forward(hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> torch.Tensor:
-        cache_params.get_recurrent_state(0, state_idx=0)
+        cache_params.update_conv_state(hidden_states.transpose(1, 2), 0, conv_kernel_size=4)
         cache_params.update_recurrent_state(hidden_states, 0)
         return hidden_states
 

@@ -157,13 +157,6 @@ class SpeculativeCache(Cache):
             for log in layer.logs():
                 log.commit(roots, self._history)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Nothing: the state itself is known where the recurrence is computed."""
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, _RecurrentLayer)
-        layer.expect_recurrence(state_idx)
-        return None
-
     def reserve(self, slots: int) -> None:
         """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
         self.capacity = max(self.capacity, self._text_slots + slots)

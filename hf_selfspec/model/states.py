@@ -67,7 +67,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def init_states(self, number_of_states: int, recurrence: type[Recurrence] | None, name: str) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
-        # Convolutions get their last inputs from `update_conv_state`, for single tokens too.
+        # Models call `update_conv_state` for single tokens too, and never see a state: `has_previous_state` stays false.
         self.record_past = True
         self._recurrence = recurrence
         self._model_name = name
@@ -115,7 +115,10 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Inputs of a convolution ``[b, c, s]`` with those before them."""
+        """Inputs of a convolution ``[b, c, s]`` with those before them; the recurrence behind it comes next."""
+        if self._recurrence is not None:
+            calls = itertools.count()
+            kernels.expect_recurrence(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
         feed, width = self.feed, conv_kernel_size or 0
         if not width:
             raise UnsupportedModelError(
@@ -140,11 +143,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             windows = convolution.windows(state, conv_states, feed.nodes)
             kernels.expect_convolution(functools.partial(_at_windows, windows, len(conv_states)))
         return torch.cat([state, conv_states], 2)
-
-    def expect_recurrence(self, state_idx: int) -> None:
-        """The model is about to compute a state."""
-        calls = itertools.count()
-        kernels.expect_recurrence(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """The model has computed a state; it is known already.
