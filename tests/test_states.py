@@ -164,9 +164,8 @@ class Calls:
         self.kernel: Callable[..., Any] = getattr(self.module, kind.kernel)
         heads, groups, n, h, d = 4, 2, 5, 6, 3
         if isinstance(self.recurrence, GatedDelta):
-            per_channel = isinstance(self.recurrence, KimiDelta)
-            keys = heads if per_channel else groups
-            self._shapes = [(keys, n), (keys, n), (heads, h), (heads, n) if per_channel else (heads,), (heads,)]
+            decays = (heads, n) if isinstance(self.recurrence, KimiDelta) else (heads,)
+            self._shapes = [(heads, n), (heads, n), (heads, h), decays, (heads,)]
         elif isinstance(self.recurrence, StateSpace):
             self._shapes = [(heads, h), (heads,), (groups, n), (groups, n)]
             self._a, self._d, self._bias = -torch.rand(heads), torch.randn(heads), torch.randn(heads)
