@@ -45,7 +45,7 @@ def without(names: list[str]) -> Iterator[None]:
 @contextmanager
 def free_verification() -> Iterator[None]:
     """Drafts are as large as where 32 tokens take as long to verify as one; figures are simulated from their rounds."""
-    flat = (1.0,) * len(clock.SIZES)
+    flat = (1.0,) * len(clock._TOKENS)
     with (
         patch.object(clock, "_ON_CPU", flat),
         patch.object(clock, "_ELSEWHERE", flat),

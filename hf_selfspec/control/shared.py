@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
@@ -66,13 +67,22 @@ class LookupFindings:
         name = f"{device} {rows} {reach}"
         if name not in self._clocks:
             with self.lock:
-                clock = RoundClock(on_cpu, is_frozen)
+                clock = RoundClock(on_cpu, rows, is_frozen)
                 if name in self._restored:
                     clock.restore(self._restored[name])
-                elif (nearest := self._clocks.get(f"{device} {rows} {reach - 1}")) is not None:
-                    clock.restore(nearest.state())
+                elif (nearest := self._nearest(device, rows, reach)) is not None:
+                    clock.begin_like(nearest)
                 self._clocks[name] = clock
         return self._clocks[name]
+
+    def _nearest(self, device: str, rows: int, reach: int) -> RoundClock | None:
+        """The clock of the same device whose rows, and then context, differ least."""
+        found: list[tuple[float, int, RoundClock]] = []
+        for name, clock in self._clocks.items():
+            where, other_rows, other_reach = name.rsplit(" ", 2)
+            if where == device and clock.is_measured:
+                found.append((abs(math.log(int(other_rows) / rows)), abs(int(other_reach) - reach), clock))
+        return min(found, key=lambda one: one[:2])[2] if found else None
 
     def end(self, rows: Iterable[LookupRow]) -> None:
         """Puts finished texts into the store."""
