@@ -27,7 +27,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from speed_ablations import free_verification, stock_linear
+from speed_ablations import ABLATIONS, free_verification, without
 from speed_prompts import Batch, Encoder, Sources, batches_of, padding, repeated, stream_of, stream_of_variants
 from speed_report import (
     LOOKUP,
@@ -298,7 +298,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--stock-linear", action="store_true", help="without our choice of linear kernels")
+    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="an ablation of ours")
     parser.add_argument("--free-verification", action="store_true", help="drafts as on a GPU; see the simulated figure")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
@@ -338,8 +338,7 @@ def main() -> None:
     bench = Bench(model, generate_options(options, padding(tokenizer)), options.seed, options.trace)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        if options.stock_linear:
-            stack.enter_context(stock_linear())
+        stack.enter_context(without(options.without))
         if options.free_verification:
             stack.enter_context(free_verification())
         measure(bench, ways_of(options), batches, figures, options.first_calls, options.json)

@@ -39,12 +39,9 @@ class TextFindings(Findings, Protocol):
     def forget(self) -> None:
         """Drops the texts and what follows from them."""
 
-    def merge(self, state: dict[str, Any] | None) -> None:
-        """Takes in what another process has written, before this one writes.
-
-        Args:
-            state: as :meth:`state` returned it there, ``None`` where the file was removed since this process used it.
+    def merge(self, state: dict[str, Any]) -> None:
+        """Takes in what another process knows, as :meth:`state` returned it there.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: it is something else; nothing is changed then.
         """

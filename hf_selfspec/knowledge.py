@@ -23,6 +23,7 @@ from .model.fingerprint import Fingerprint
 from .notices import warn_once
 from .saving import Key, Kind
 from .stop.rules import Memory
+from .text_file import TextFile
 from .types import GenerationStats
 
 # Calls that are kept for pictures.
@@ -49,10 +50,9 @@ class Knowledge:
         self.saved = saved
         self._cached: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, saving.Saved]] = weakref.WeakKeyDictionary()
         self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
-        # What files were when they were read or written last, to tell whether another process has changed them.
-        self._versions: dict[Path, tuple[int, int]] = {}
-        # Files with texts that this process has used, also of models that are gone.
-        self._text_files: set[Path] = set()
+        self._text_files: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, TextFile]] = weakref.WeakKeyDictionary()
+        # Those that this process has used, also of models that are gone.
+        self._with_texts: set[Path] = set()
         self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
 
@@ -126,8 +126,6 @@ class Knowledge:
                 other = next((found for one, found in known.items() if one.source == key.source), None)
                 known[key] = self._new(model, key, make, other, cache)
                 if cache is not None:
-                    if key.kind is None:
-                        self._text_files.add(cache)
                     known[key].changed = partial(self._cache, cache, weakref.ref(model), settings, key)
             known[key] = known.pop(key)
             found: _F = known[key]
@@ -136,9 +134,8 @@ class Knowledge:
     def _new(self, model: PreTrainedModel, key: Key, make: Callable[[Any], _F], other: Any, cache: Path | None) -> _F:
         found = make(other)
         saved = self.saved
-        if saved is None and cache is not None and cache.exists():
-            saved = self._cached.setdefault(model, {})[cache] = saving.read(cache)
-            self._versions[cache] = _version(cache)
+        if saved is None and cache is not None and (saved := self._read(model, key, cache)) is not None:
+            self._cached.setdefault(model, {})[cache] = saved
         if saved is None:
             return found
         states = saved.states(key.source)
@@ -154,12 +151,25 @@ class Knowledge:
             raise saving.corrupt_findings(saved.path, error) from error
         return found
 
+    def _read(self, model: PreTrainedModel, key: Key, path: Path) -> saving.Saved | None:
+        if key.kind is None:
+            return self._text_file(model, path).read()
+        return saving.read(path) if path.exists() else None
+
+    def _text_file(self, model: PreTrainedModel, path: Path) -> TextFile:
+        self._with_texts.add(path)
+        files = self._text_files.setdefault(model, {})
+        if path not in files:
+            files[path] = TextFile(path)
+        return files[path]
+
     def save(
         self,
         path: Path,
         model: PreTrainedModel | None,
         settings: Mapping[str, Any],
         wanted: Callable[[Key], bool] = lambda key: True,
+        text_id: str = "",
     ) -> None:
         """Writes settings and what is known of ``model``, or the wanted part of it."""
         with self._lock:
@@ -176,7 +186,8 @@ class Knowledge:
                 # Files of earlier versions do not name the source, which there is one of.
                 findings = {key: state for key, state in findings.items() if key.source or not used}
                 findings.update({key: found.state() for key, found in known.items()})
-            saving.write(path, settings, fingerprint, {key: state for key, state in findings.items() if wanted(key)})
+            chosen = {key: state for key, state in findings.items() if wanted(key)}
+            saving.write(path, settings, fingerprint, chosen, text_id)
 
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, also from the files in which they last.
@@ -193,10 +204,9 @@ class Knowledge:
                 files.update({path: _without_texts(saved) for path, saved in files.items()})
             if self.saved is not None:
                 self.saved = _without_texts(self.saved)
-            for path in self._text_files:
-                with reported(path):
+            for path in self._with_texts:
+                with reported(path), TextFile(path).locked():
                     path.unlink(missing_ok=True)
-                self._versions.pop(path, None)
             for found in with_texts:
                 if found.changed is not None:
                     found.changed()
@@ -206,32 +216,23 @@ class Knowledge:
             return
         try:
             with self._lock:
-                if isinstance(found := self.models[alive][key], TextFindings):
-                    self._merge(path, found, key)
-                self.save(path, alive, settings, lambda one: one == key if key.kind is None else one.kind is not None)
-                self._versions[path] = _version(path)
-        except (OSError, SettingError) as error:
+                if key.kind is None:
+                    self._cache_texts(path, alive, settings, key)
+                else:
+                    self.save(path, alive, settings, lambda one: one.kind is not None)
+        except SettingError as error:
+            warn_once(f"What is found does not last: {error}")
+        except OSError as error:
             warn_once(f"{path} cannot be written ({error}), so what is found does not last.")
 
-    def _merge(self, path: Path, found: TextFindings, key: Key) -> None:
-        """Takes in what another process has made of the file since it was read or written here."""
-        known = self._versions.get(path)
-        if not path.exists():
-            if known is not None:
-                found.merge(None)
-        elif _version(path) != known:
-            state = saving.read(path).states(key.source).get(key.kind)
-            try:
-                if state is not None:
-                    found.merge(state)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise saving.corrupt_findings(path, error) from error
-
-
-def _version(path: Path) -> tuple[int, int]:
-    """Changes with the file."""
-    found = path.stat()
-    return found.st_mtime_ns, found.st_ino
+    def _cache_texts(self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any], key: Key) -> None:
+        """Writes what is known of texts, together with what other processes have written since."""
+        file = self._text_file(model, path)
+        with file.locked():
+            if isinstance(found := self.models[model][key], TextFindings):
+                file.meet(found, key)
+            self.save(path, model, settings, lambda one: one == key, file.id or "")
+            file.wrote()
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,14 @@ class Saved:
         fingerprint: of the model that the findings, and the settings, belong to; ``None`` for any model.
         findings: states of searches, probes and tables.
         path: the file.
+        text_id: of a file with texts, see :class:`.text_file.TextFile`.
     """
 
     settings: dict[str, Any]
     fingerprint: Fingerprint | None
     findings: dict[Key, dict[str, Any]]
     path: Path
+    text_id: str = ""
 
     def states(self, source: str) -> dict[Kind | None, dict[str, Any]]:
         """The states of one source by kind of call."""
@@ -140,7 +142,11 @@ def _check_place(name: str, value: Any) -> None:
 
 
 def write(
-    path: Path, settings: Mapping[str, Any], fingerprint: Fingerprint | None, findings: Mapping[Key, dict[str, Any]]
+    path: Path,
+    settings: Mapping[str, Any],
+    fingerprint: Fingerprint | None,
+    findings: Mapping[Key, dict[str, Any]],
+    text_id: str = "",
 ) -> None:
     """Writes a file beside its place and moves it there, so that whatever happens, one of the two versions is whole."""
     content = {
@@ -156,6 +162,7 @@ def write(
             }
             for key, state in findings.items()
         ],
+        "text_id": text_id,
     }
     replace(path, content)
 
@@ -192,6 +199,7 @@ def read(path: Path) -> Saved:
             fingerprint=None if kept is None else Fingerprint.read(kept, "fingerprint"),
             findings={_key(one): dict(one["state"]) for one in content["findings"]},
             path=path,
+            text_id=str(content.get("text_id", "")),
         )
     except SelfSpecError as error:
         raise SettingError(f"{path}: {error}") from error

@@ -80,7 +80,7 @@ class Text:
         return self.ids.gather(1, columns.clamp(min=0))
 
     def ensure(self, columns: int) -> None:
-        """Makes max_new for ``columns`` columns."""
+        """Keeps space for ``columns`` columns."""
         if columns > self.ids.shape[1]:
             grown = self.ids.new_zeros(self.ids.shape[0], columns + columns // 4)
             grown[:, : self.ids.shape[1]] = self.ids

@@ -57,6 +57,34 @@ def test_first_guesses() -> None:
     assert not RoundClock(True).is_measured
 
 
+def test_first_guesses_of_batches() -> None:
+    """Rows share what a forward costs beside its tokens, but their tokens add up."""
+    one, four, many = (RoundClock(True, rows).costs.seconds for rows in (1, 4, 40))
+    assert four[0] == many[0] == 1.0
+    assert four[1] == pytest.approx(one[7] / one[3])
+    assert four[7] == pytest.approx(one[31] / one[3])
+    assert four[31] > 2 * one[31]
+    assert many[3] == pytest.approx((6.4 + 0.1 * (160 - 64)) / 6.4)
+    assert RoundClock(False, 4).costs.seconds[7] < 1.2 < 2.0 < RoundClock(False, 64).costs.seconds[7]
+
+
+def test_costs_of_other_rows_are_a_start() -> None:
+    """They show how far this machine is from the first guesses."""
+    given = [2.0 * seconds for seconds in RoundClock(True, 4).costs.seconds]
+    four = fed(RoundClock(True, 4), {size: given[size] for size in SIZES}, 20)
+    three, told = RoundClock(True, 3), RoundClock(True, 3)
+    three.begin_like(four)
+    assert three.is_measured
+    # Costs are drawn towards those of the guesses, which are the same here.
+    for size in SIZES:
+        assert three.costs.seconds[size] / three.plain == pytest.approx(told.costs.seconds[size], rel=0.01)
+    ratio = three.plain / four.plain
+    assert ratio == pytest.approx(1.5 / 1.65, rel=0.02)
+    frozen = RoundClock(True, 3, is_frozen=True)
+    frozen.begin_like(four)
+    assert not frozen.is_measured
+
+
 def test_costs_follow_the_times() -> None:
     """To within a tenth of them, in steps that end where sizes do."""
     given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
@@ -184,7 +212,8 @@ def test_a_clock_for_each_kind_of_round() -> None:
     again = LookupFindings(0, 100)
     again.restore(found.state())
     assert again.clock("cpu", 1, 100, True, False).costs.seconds[0] == pytest.approx(0.02, rel=0.05)
-    assert again.clock("cpu", 2, 100, True, False).costs.seconds[0] == 1.0
+    assert again.clock("cpu", 2, 100, True, False).costs.seconds[0] == pytest.approx(0.02 * 1.3, rel=0.05)
+    assert again.clock("cuda", 1, 100, False, False).costs.seconds[0] == 1.0
     assert again.state()["clocks"] == found.state()["clocks"] | again.state()["clocks"]
 
 

@@ -52,7 +52,7 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
 @pytest.fixture(autouse=True)
 def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds cost what they do where memory bounds them, whatever this machine is doing: large trees pay."""
-    monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, is_frozen=False: RoundClock(False, True))
+    monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, rows=1, is_frozen=False: RoundClock(False, is_frozen=True))
     monkeypatch.setattr(RoundClock, "is_measured", True)
 
 

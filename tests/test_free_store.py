@@ -33,6 +33,8 @@ from hf_selfspec import (
 from hf_selfspec.control import shared
 from hf_selfspec.control.clock import SIZES, RoundClock
 from hf_selfspec.control.shared import LookupFindings
+from hf_selfspec.lookup import LookupKnowledge
+from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 NEW_TOKENS = 40
 PROMPT = ragged_batch((12,), seed=11)
@@ -46,7 +48,7 @@ def llama() -> LlamaForCausalLM:
 
 @pytest.fixture(autouse=True)
 def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, is_frozen=False: RoundClock(False, True))
+    monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, rows=1, is_frozen=False: RoundClock(False, is_frozen=True))
     monkeypatch.setattr(RoundClock, "is_measured", True)
 
 
@@ -167,7 +169,7 @@ def _arrays(content: Any) -> dict[str, np.ndarray]:
 
 def _has_texts(folder: Path) -> bool:
     """Whether any file below holds tokens, or rates that were learned from them."""
-    files = [json.loads(path.read_text()) for path in folder.rglob("*") if path.is_file()]
+    files = [json.loads(path.read_text()) for path in folder.rglob("*.json")]
     known = [one["state"]["known"] for file in files for one in file["findings"] if "known" in one["state"]]
     return any(array.size for one in known for array in _arrays(one).values()) or any(one["rates"] for one in known)
 
@@ -272,9 +274,7 @@ OTHER = ragged_batch((10,), seed=12)
 def _stored_in(folder: Path) -> list[list[int]]:
     """The texts of the only file with texts below a folder."""
     (file,) = folder.rglob("*-lookup.json")
-    tokens = _arrays(json.loads(file.read_text()))["store"].tolist()
-    ends = [place for place, token in enumerate(tokens) if token < 0]
-    return [tokens[start + 1 : end] for start, end in zip(ends, [*ends[1:], len(tokens)], strict=True)]
+    return [list(text) for text in texts_of(_arrays(json.loads(file.read_text()))["store"].tolist())]
 
 
 def _text(model: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> list[int]:
@@ -296,25 +296,72 @@ def test_processes_put_their_texts_together(llama: LlamaForCausalLM, tmp_path: P
         assert call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), inputs).rounds < first.rounds / 2
 
 
-@pytest.mark.parametrize("how", ["forget", "remove"])
-def test_what_one_process_forgets_no_other_writes_again(llama: LlamaForCausalLM, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["forget", "remove", "forget without the model"])
+@pytest.mark.parametrize("between", [False, True])
+def test_what_one_process_forgets_no_other_writes_again(
+    llama: LlamaForCausalLM, tmp_path: Path, how: str, between: bool
+) -> None:
+    """Not even where a process that knows nothing makes the file again before they see that it is gone."""
     one, two, three = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(3))
-    first = call(llama, one)
+    model = copy.deepcopy(llama)
+    first = call(model, one)
     for spec in (two, three):
         call(llama, spec)
-    if how == "forget":
-        one.forget()
-    else:
+    if how == "forget without the model":
+        del model
+        gc.collect()
+    if how == "remove":
         (file,) = tmp_path.rglob("*-lookup.json")
         file.unlink()
+    else:
+        one.forget()
+    if between:
+        call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), ragged_batch((11,), seed=13))
     call(llama, two, OTHER)
-    assert stored(two, llama) == []  # the round's own text, too: it cannot be told from the older ones
+    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+    assert _text(llama, OTHER) not in _stored_in(tmp_path)  # it cannot be told from the older ones
     call(llama, two, OTHER)
-    assert _stored_in(tmp_path) == [_text(llama, OTHER)]
+    assert _text(llama, OTHER) in _stored_in(tmp_path)
     assert len(findings(two, llama).known.successors)
-    call(llama, three, OTHER)
+    for _ in range(2):
+        call(llama, three, OTHER)
     assert call(llama, three, OTHER).rounds < first.rounds / 2
     assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+
+
+def test_models_alike_forget_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Two objects of one model in one process share a file, of which each has its own knowledge."""
+    other = copy.deepcopy(llama)
+    spec, forgetful = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(2))
+    for model in (llama, other):
+        call(model, spec)
+    call(llama, forgetful)
+    forgetful.forget()
+    for model in (llama, other, llama, other):
+        call(model, spec, OTHER)
+    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+    assert _text(llama, OTHER) in _stored_in(tmp_path)
+
+
+def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> None:
+    """They come in as the oldest, and pairs only where there is room."""
+    mine, theirs = LookupKnowledge(8, 100), LookupKnowledge(8, 100)
+    for knowledge, start in ((mine, 0), (theirs, 500)):
+        for text in range(6):
+            tokens = list(range(start + 10 * text, start + 10 * text + 10))
+            knowledge.add_text(tokens)
+            knowledge.successors.see((tokens[0], tokens[1]), [tokens[2]], [0.9], text)
+    mine.merge(theirs.state())
+    kept = [list(text) for text in texts_of(mine.store.tokens)]
+    # 100 tokens with what separates texts.
+    assert kept == [list(range(start, start + 10)) for start in (530, 540, 550, 0, 10, 20, 30, 40, 50)]
+    found = [mine.successors.get(start + 10 * text, start + 10 * text + 1) for start in (0, 500) for text in range(6)]
+    assert [one is not None and one.is_pair for one in found] == [True] * 6 + [False] * 4 + [True] * 2
+    before = list(mine.store.tokens)
+    trimmed = theirs.state()
+    trimmed["store"] = np.array([SEPARATOR, *range(5, 10), SEPARATOR, *range(10, 20)], np.int32)
+    mine.merge(trimmed)
+    assert mine.store.tokens == before
 
 
 def test_a_file_that_another_process_has_damaged_is_left_alone(llama: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -322,7 +369,7 @@ def test_a_file_that_another_process_has_damaged_is_left_alone(llama: LlamaForCa
     call(llama, spec)
     (file,) = tmp_path.rglob("*-lookup.json")
     file.write_text("{")
-    with pytest.warns(UserWarning, match="was cut short or changed.*does not last"):
+    with pytest.warns(UserWarning, match="does not last.*was cut short or changed"):
         call(llama, spec)
     assert file.read_text() == "{"
 
@@ -425,5 +472,5 @@ def test_threads(llama: LlamaForCausalLM, tmp_path: Path, same: bool) -> None:
     in_threads([lambda index=index: task(index) for index in range(3)])
     for path in tmp_path.rglob("*.json"):
         json.loads(path.read_text())
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix not in (".json", ".lock")]
     call(llama, make())

@@ -107,6 +107,9 @@ def test_verification_costs_what_rounds_of_its_size_took():
     assert [timed.verify(1, n) - timed.plain() for n in range(6)] == [0.0, 3.0, 3.0, 7.0, 7.0, 7.0]
     assert replace(timed, token=0.5).verify(0, 5) == timed.plain() + 7.0 + 4 * 0.5 * 2
     assert ForwardCosts.of_state(json.loads(json.dumps(asdict(timed))), 4) == timed
+    # The layers that reuse spares cost at most their part of what was timed.
+    flat = replace(COSTS, several=0.0, fixed=0.1, further=(0.0, 0.1, 0.1, 0.1))
+    assert all(flat.verify(prefix, count) >= flat.plain() for prefix in range(4) for count in range(9))
     old = asdict(COSTS)
     del old["further"]
     assert ForwardCosts.of_state(old, 4) == COSTS

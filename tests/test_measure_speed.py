@@ -153,7 +153,7 @@ def test_script_measures_drawn_batches_of_texts(files: dict[str, Path], folder: 
     printed = run_script(
         f"--model={folder}", f"--humaneval={files['humaneval']}", "--raw", "--kinds", "code", "--prompts-per-kind=3",
         "--batch=2", "--max-new-tokens=8", "--ways", "selfspec", "lookup2", "--do-sample", "--top-p=0.9",
-        "--stock-linear", f"--json={tmp_path / 'figures.json'}",
+        "--without", "kernels", "costs", f"--json={tmp_path / 'figures.json'}",
     )  # fmt: skip
     assert "| batch of 2 | 1 |" in printed
     assert "lookup2 " not in printed.partition("\n\n")[2].partition("\n\n")[2]

@@ -23,7 +23,7 @@ def generate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **opti
 @pytest.fixture(autouse=True)
 def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing depends on the machine."""
-    monkeypatch.setattr(clock, "_ON_CPU", (1.0,) * len(clock.SIZES))
+    monkeypatch.setattr(clock, "_ON_CPU", (1.0,) * len(clock._TOKENS))
     monkeypatch.setattr(clock.RoundClock, "add", lambda self, drafted, tokens, seconds: None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 from ..lookup import Pace, VerifyCosts
@@ -12,10 +13,12 @@ from ..lookup import Pace, VerifyCosts
 # Drafted tokens of a row for which a round's time is kept; others cost what the next larger number does. The cost of a
 # verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
 SIZES = (0, 1, 2, 3, 7, 15, 31)
-# First guesses, in rounds without a draft. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a
-# forward is bound by the memory that its weights take, whatever the number of tokens.
-_ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2)
-_ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
+# First guesses of what a forward over so many tokens of all rows takes, in forwards over one; further tokens add what
+# the last ones did. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward is bound by the
+# memory that its weights take, until there are many tokens.
+_TOKENS = (1, 2, 3, 4, 8, 16, 32, 64)
+_ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2, 6.4)
+_ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15, 1.3)
 # Times that are kept of each size, and rounds between two looks at them. What disturbs a time makes it longer, so the
 # lower quartile counts, and it is drawn towards the first guess as if that were one time more.
 _KEPT, _REFRESHED = 9, 8
@@ -28,11 +31,14 @@ class RoundClock:
 
     Args:
         on_cpu: whether the first guesses are those for a CPU.
+        rows: that rounds run over.
         is_frozen: nothing is timed, so that all processes of a parallel model decide alike.
     """
 
-    def __init__(self, on_cpu: bool, is_frozen: bool = False) -> None:
-        self._guess = _ON_CPU if on_cpu else _ELSEWHERE
+    def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
+        forwards = _ON_CPU if on_cpu else _ELSEWHERE
+        self._forwards = [_guessed(forwards, rows * (size + 1)) for size in SIZES]
+        self._guess = [seconds / self._forwards[0] for seconds in self._forwards]
         self._is_frozen = is_frozen
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._rounds = [0] * len(SIZES)
@@ -89,6 +95,15 @@ class RoundClock:
             self._drop_stale()
             self._costs = self._measured()
 
+    def begin_like(self, other: RoundClock) -> None:
+        """Takes up what rounds over other rows, or another context, took, as one time of each size."""
+        for times, theirs, mine, guessed in zip(
+            self._times, other._times, self._forwards, other._forwards, strict=True
+        ):
+            if theirs and not self._is_frozen:
+                times.append(median(theirs) * mine / guessed)
+        self._costs = self._measured()
+
     def state(self) -> list[float]:
         """The measured times, 0 where there are none."""
         return [median(times) if times else 0.0 for times in self._times]
@@ -124,3 +139,11 @@ class RoundClock:
         for size in range(len(steps) - 2, -1, -1):
             steps[size] = min(steps[size], steps[size + 1])
         return VerifyCosts.of(lambda count: steps[bisect_left(SIZES, count)], SIZES[-1])
+
+
+def _guessed(forwards: Sequence[float], tokens: int) -> float:
+    """What a forward over so many tokens takes, in forwards over one."""
+    if tokens <= _TOKENS[-1]:
+        return forwards[bisect_left(_TOKENS, tokens)]
+    slope = (forwards[-1] - forwards[-2]) / (_TOKENS[-1] - _TOKENS[-2])
+    return forwards[-1] + slope * (tokens - _TOKENS[-1])

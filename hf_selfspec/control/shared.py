@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import base64
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -56,9 +57,6 @@ class LookupFindings:
         self._clocks: dict[str, RoundClock] = {}
         self._restored: dict[str, list[float]] = {}
         self._written = -_WRITTEN
-        # When texts were forgotten last, here or in another process, and since when texts are kept here.
-        self._forgotten = 0.0
-        self._since = time()
 
     def clock(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> RoundClock:
         """The clock for a device and dtype, a batch size and a context of so many slots."""
@@ -66,13 +64,22 @@ class LookupFindings:
         name = f"{device} {rows} {reach}"
         if name not in self._clocks:
             with self.lock:
-                clock = RoundClock(on_cpu, is_frozen)
+                clock = RoundClock(on_cpu, rows, is_frozen)
                 if name in self._restored:
                     clock.restore(self._restored[name])
-                elif (nearest := self._clocks.get(f"{device} {rows} {reach - 1}")) is not None:
-                    clock.restore(nearest.state())
+                elif (nearest := self._nearest(device, rows, reach)) is not None:
+                    clock.begin_like(nearest)
                 self._clocks[name] = clock
         return self._clocks[name]
+
+    def _nearest(self, device: str, rows: int, reach: int) -> RoundClock | None:
+        """The clock of the same device whose rows, and then context, differ least."""
+        found: list[tuple[float, int, RoundClock]] = []
+        for name, clock in self._clocks.items():
+            where, other_rows, other_reach = name.rsplit(" ", 2)
+            if where == device and clock.is_measured:
+                found.append((abs(math.log(int(other_rows) / rows)), abs(int(other_reach) - reach), clock))
+        return min(found, key=lambda one: one[:2])[2] if found else None
 
     def end(self, rows: Iterable[LookupRow]) -> None:
         """Puts finished texts into the store."""
@@ -99,25 +106,20 @@ class LookupFindings:
 
     def forget(self) -> None:
         """Drops texts, successors and evidence; times are kept."""
-        self._forget(time())
+        with self.lock:
+            self.known.forget()
 
-    def merge(self, state: dict[str, Any] | None) -> None:
-        """See :meth:`TextFindings.merge`. What was forgotten there, or removed with the file, is forgotten here."""
-        if state is None:
-            self.forget()
-            return
-        known, forgotten, _ = self._checked(state)
-        if forgotten > self._since:
-            self._forget(forgotten)
-        if forgotten >= self._forgotten:
-            with self.lock:
-                self.known.merge(known)
+    def merge(self, state: dict[str, Any]) -> None:
+        """See :meth:`TextFindings.merge`; times of this process are kept."""
+        known, _ = self._checked(state)
+        with self.lock:
+            self.known.merge(known)
 
     def state(self) -> dict[str, Any]:
         """What is known, as JSON has it."""
         with self.lock:
             clocks = self._restored | {name: clock.state() for name, clock in self._clocks.items()}
-            return {"known": _packed(self.known.state()), "clocks": clocks, "forgotten": self._forgotten}
+            return {"known": _packed(self.known.state()), "clocks": clocks}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up what :meth:`state` returned.
@@ -125,26 +127,20 @@ class LookupFindings:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        known, forgotten, clocks = self._checked(state)
+        known, clocks = self._checked(state)
         with self.lock:
             self.known.restore(known)
             self._restored = clocks
-            self._forgotten = self._since = forgotten
 
-    def _forget(self, when: float) -> None:
-        with self.lock:
-            self.known.forget()
-            self._forgotten = self._since = when
-
-    def _checked(self, state: dict[str, Any]) -> tuple[dict[str, Any], float, dict[str, list[float]]]:
-        """What is known, when texts were forgotten, and clocks, of another process or an earlier one."""
+    def _checked(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        """What is known, and clocks, of another process or an earlier one."""
         clocks = {str(name): [float(time) for time in times] for name, times in state["clocks"].items()}
         for times in clocks.values():
             RoundClock(True).restore(times)
         known = _unpacked(state["known"])
         for tokens in (known["store"], known["successors"]["tokens"]):
             _check_tokens(np.asarray(tokens), self._vocabulary)
-        return known, float(state.get("forgotten", 0.0)), clocks
+        return known, clocks
 
 
 def _packed(state: Any) -> Any:

@@ -119,6 +119,7 @@ class CascadeDrafter:
         draft = self.others[self._used].propose(text, max_new)
         self._size, self._drafted = draft.size, sum(draft.lengths)
         if not draft.size:
+            self._used = None
             return self.lookup.draft(text, trees)
         return self._grafted(text, max_new, draft, self._rates.of(self._used))
 

@@ -178,7 +178,7 @@ class LookupDrafter:
         self.clock.add(max(map(len, self.trees)), new, perf_counter() - self._begun)
 
     def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
-        """Takes in what verification said, without the time that it took; returns the new tokens of all rows."""
+        """Takes in the verdicts of a round, without the time that it took; returns the new tokens of all rows."""
         tops = likeliest(logits)
         new = 0
         with self.findings.lock:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from .rates import Rates
 from .successors import Successors
-from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
+from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 from .tree import Sources, TokenTree, VerifyCosts, grow
 
 # The likeliest next tokens of a position, the likeliest first, and their probabilities.
@@ -62,18 +63,23 @@ class LookupKnowledge:
         }
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Takes in texts and pairs of another's :meth:`state` that are not known here.
+        """Takes in unknown texts, as older ones, and pairs of another's :meth:`state`, the latest, where there is room.
 
         Raises:
             ValueError: it is not such a state; nothing is changed then.
         """
-        other = LookupKnowledge(self.successors.most, self.store.most or 0)
-        other.restore(state)
-        self.successors.merge(other.successors)
-        known = set(self.store.texts())
-        for text in other.store.texts():
-            if text not in known:
-                self.add_text(text)
+        theirs = _stored(state)
+        self.successors.merge(state["successors"])
+        mine = self.store.tokens
+        older: list[int] = []
+        for text in reversed(_unknown(texts_of(theirs), texts_of(mine))):
+            if len(older) + len(text) + 1 > (self.store.most or 0) - len(mine):
+                break
+            older = [SEPARATOR, *text, *older]
+        if older:
+            store = SuffixIndex(self.store.most)
+            store.extend(chain(older, mine))
+            self.store = store
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state` returned.
@@ -81,17 +87,36 @@ class LookupKnowledge:
         Raises:
             ValueError: it is not such a state; nothing is changed then.
         """
-        stored = np.asarray(state["store"], np.int32)
-        if stored.ndim != 1 or (stored < SEPARATOR).any():
-            raise ValueError("What is in the store are no tokens.")
         store = SuffixIndex(self.store.most)
-        store.extend(stored.tolist())
+        store.extend(_stored(state))
         rates = {kind: Rates() for kind in state["rates"]}
         for kind, one in rates.items():
             one.restore(state["rates"][kind])
         self.successors.restore(state["successors"])
         self.store = store
         self._rates = rates
+
+
+def _stored(state: dict[str, Any]) -> list[int]:
+    """The tokens of a store."""
+    stored = np.asarray(state["store"], np.int32)
+    if stored.ndim != 1 or (stored < SEPARATOR).any():
+        raise ValueError("What is in the store are no tokens.")
+    tokens: list[int] = stored.tolist()
+    return tokens
+
+
+def _unknown(texts: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The texts that are not among the known ones; of either the beginning may have left."""
+    ends: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for text in known:
+        ends.setdefault(tuple(text[-LONGEST_MATCH:]), []).append(text)
+
+    def is_known(text: Sequence[int]) -> bool:
+        like = ends.get(tuple(text[-LONGEST_MATCH:]), [])
+        return any(text[-(shorter := min(len(text), len(one))) :] == one[-shorter:] for one in like)
+
+    return [text for text in texts if not is_known(text)]
 
 
 class LookupRow:

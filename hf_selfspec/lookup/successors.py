@@ -97,16 +97,23 @@ class Successors:
             "probabilities": np.array(self._probabilities, np.float32).reshape(-1, WIDTH)[order],
         }
 
-    def merge(self, other: Successors) -> None:
-        """Takes in the pairs of another table that are not known here."""
-        for slot, pair in enumerate(other._pairs):
+    def merge(self, state: dict[str, Any]) -> None:
+        """Takes in unknown pairs of another's :meth:`state`, the latest first, as long as there is room.
+
+        Raises:
+            ValueError: it is not a state of successors; nothing is changed then.
+        """
+        pairs, tokens, probabilities = _checked(state)
+        for place in range(len(pairs) - 1, -1, -1):
+            if len(self._pairs) >= self.most:
+                break
+            pair = int(pairs[place])
             if pair not in self._slots:
-                mine = self._new(pair)
-                places, theirs = (slice(one * WIDTH, (one + 1) * WIDTH) for one in (mine, slot))
-                self._tokens[places] = other._tokens[theirs]
-                self._probabilities[places] = other._probabilities[theirs]
-                self._texts[mine] = 0
-                self._singles.setdefault(pair & _LAST, mine)
+                slot = self._new(pair)
+                span = slice(slot * WIDTH, (slot + 1) * WIDTH)
+                self._tokens[span] = array(self._tokens.typecode, tokens[place].tolist())
+                self._probabilities[span] = array(self._probabilities.typecode, probabilities[place].tolist())
+                self._singles.setdefault(pair & _LAST, slot)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state` returned, the latest pairs of it if there are too many.
@@ -114,17 +121,7 @@ class Successors:
         Raises:
             ValueError: it is not a state of successors.
         """
-        pairs = np.asarray(state["pairs"], np.int64)[-self.most :]
-        tokens = np.asarray(state["tokens"], np.int32)[-self.most :]
-        probabilities = np.asarray(state["probabilities"], np.float32)[-self.most :]
-        if len(np.unique(pairs)) < len(pairs):
-            raise ValueError("The same pair of tokens twice among successors.")
-        if not tokens.shape == probabilities.shape == (len(pairs), WIDTH):
-            raise ValueError(
-                f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {probabilities.shape}."
-            )
-        if not ((probabilities >= 0) & (probabilities <= 1)).all() or (tokens < -1).any():
-            raise ValueError("Probabilities of successors outside 0 to 1, or tokens below -1.")
+        pairs, tokens, probabilities = (values[-self.most :] for values in _checked(state))
         self.forget()
         self._pairs.extend(pairs.tolist())
         self._texts.extend([0] * len(pairs))
@@ -156,3 +153,17 @@ class Successors:
 
 _NONE = [-1] * WIDTH
 _NOTHING = [0.0] * WIDTH
+
+
+def _checked(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs, and the tokens and probabilities of their successors, the oldest pair first."""
+    pairs = np.asarray(state["pairs"], np.int64)
+    tokens = np.asarray(state["tokens"], np.int32)
+    probabilities = np.asarray(state["probabilities"], np.float32)
+    if len(np.unique(pairs)) < len(pairs):
+        raise ValueError("The same pair of tokens twice among successors.")
+    if not tokens.shape == probabilities.shape == (len(pairs), WIDTH):
+        raise ValueError(f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {probabilities.shape}.")
+    if not ((probabilities >= 0) & (probabilities <= 1)).all() or (tokens < -1).any():
+        raise ValueError("Probabilities of successors outside 0 to 1, or tokens below -1.")
+    return pairs, tokens, probabilities

@@ -56,12 +56,6 @@ class SuffixIndex:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def texts(self) -> list[tuple[int, ...]]:
-        """The texts between separators, the oldest first, of which the beginning may have left."""
-        ends = [place for place, token in enumerate(self.tokens) if token == SEPARATOR]
-        spans = zip([-1, *ends], [*ends, len(self.tokens)], strict=True)
-        return [tuple(self.tokens[start + 1 : end]) for start, end in spans if end > start + 1]
-
     def extend(self, tokens: Iterable[int]) -> None:
         """Appends tokens, ``SEPARATOR`` among them where one text ends and another begins."""
         known, earlier = self.tokens, self._earlier
@@ -126,3 +120,10 @@ class SuffixIndex:
         kept = self.tokens[count:]
         SuffixIndex.__init__(self, self.most)
         self.extend(kept)
+
+
+def texts_of(tokens: Sequence[int]) -> list[Sequence[int]]:
+    """The texts between separators, the oldest first, of which the beginning may have left."""
+    ends = [place for place, token in enumerate(tokens) if token == SEPARATOR]
+    spans = zip([-1, *ends], [*ends, len(tokens)], strict=True)
+    return [tokens[start + 1 : end] for start, end in spans if end > start + 1]

@@ -93,7 +93,9 @@ class ForwardCosts:
         whole = self.plain() + self._further(drafted)
         if drafted < self.reuse_from(prefix):
             return whole
-        return whole + self.fixed - prefix * self.token * drafted
+        # What these layers spare is at most their part of what was timed.
+        spared = min(prefix * self.token * drafted, prefix / self.num_layers * self._further(drafted))
+        return whole + self.fixed - spared
 
     def _further(self, drafted: int) -> float:
         """What so many tokens add to a forward over one."""
