@@ -427,8 +427,19 @@ def test_functions_are_put_back(name: str) -> None:
     assert [getattr(module, n) for n in names] == before
 
 
-def _raise(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _raise(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise RuntimeError("stop")
+
+
+def test_plain_generate_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model("qwen3_next")
+    expected = model.generate(**ROW, max_new_tokens=8, do_sample=False)
+    with monkeypatch.context() as broken, kernels.served_kernels(model):
+        broken.setattr(GatedDelta, "step", _raise)
+        with pytest.raises(RuntimeError, match="stop"):
+            model.generate(**ROW, max_new_tokens=8, assistant=SPEC)
+        # Another thread may still speculate with the functions in their place.
+        assert torch.equal(model.generate(**ROW, max_new_tokens=8, do_sample=False), expected)
 
 
 def test_plain_generate_in_another_thread() -> None:

@@ -119,7 +119,8 @@ class StateLog:
         firsts = [max(start, root) for start, root in zip(starts, self._root.slots, strict=True)]
         for segment in self._segments:
             segment.cut(firsts)
-        self._forget_behind(firsts)
+        if self._latest is not None and not _is_before(self._latest.slots, firsts):
+            self._latest = None
         self._segments.append(_Segment(list(starts), firsts, list(ends), entries))
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
@@ -140,9 +141,6 @@ class StateLog:
         """
         if self._root is None or self._floor is None:
             return
-        for segment in self._segments:
-            segment.cut(roots)
-        self._forget_behind(roots)
         self._root = _Point(list(roots), self.state_at(roots))
         self._latest = None
         if not history:
@@ -163,10 +161,6 @@ class StateLog:
             for name in ("starts", "firsts", "ends"):
                 setattr(segment, name, [getattr(segment, name)[row] for row in kept])
             segment.entries = tuple(values[kept] for values in segment.entries)
-
-    def _forget_behind(self, slots: list[int]) -> None:
-        if self._latest is not None and not _is_before(self._latest.slots, slots):
-            self._latest = None
 
     def _between(self, starts: list[int], ends: list[int]) -> tuple[Entries, torch.Tensor | None]:
         """Entries of the tokens from ``starts`` to before ``ends``, and which of them count ``[b, t]``."""

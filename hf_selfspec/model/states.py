@@ -67,7 +67,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def init_states(self, number_of_states: int, recurrence: type[Recurrence] | None, name: str) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
-        # Models call `update_conv_state` for single tokens too, and never see a state: `has_previous_state` stays false.
+        # Models call `update_conv_state` for single tokens too, and see no state: `has_previous_state` stays false.
         self.record_past = True
         self._recurrence = recurrence
         self._model_name = name
