@@ -431,15 +431,11 @@ def _raise(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise RuntimeError("stop")
 
 
-def test_plain_generate_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model("qwen3_next")
-    expected = model.generate(**ROW, max_new_tokens=8, do_sample=False)
-    with monkeypatch.context() as broken, kernels.served_kernels(model):
-        broken.setattr(GatedDelta, "step", _raise)
-        with pytest.raises(RuntimeError, match="stop"):
-            model.generate(**ROW, max_new_tokens=8, assistant=SPEC)
-        # Another thread may still speculate with the functions in their place.
-        assert torch.equal(model.generate(**ROW, max_new_tokens=8, do_sample=False), expected)
+def test_nothing_is_expected_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatedDelta, "step", _raise)
+    with pytest.raises(RuntimeError, match="stop"):
+        _model("qwen3_next").generate(**ROW, max_new_tokens=8, assistant=SPEC)
+    assert kernels._turn.recurrence is None
 
 
 def test_plain_generate_in_another_thread() -> None:
