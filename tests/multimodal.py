@@ -13,6 +13,8 @@ from architectures import draftable
 from transformers import AutoConfig, PreTrainedModel
 
 IMAGE, VIDEO = 90, 91
+# A placeholder for which there is no embedding.
+OUTSIDE = 120
 VOCABULARY = 97
 
 _TEXT: dict[str, Any] = {
@@ -251,10 +253,10 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
 }
 
 
-def build(name: str) -> PreTrainedModel:
+def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
     """A random model of the type, whose layers are damped so that drafts are right now and then."""
     class_name, settings = MODELS[name]
-    ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO}
+    ids = {"image_token_id": placeholder, "image_token_index": placeholder, "video_token_id": VIDEO}
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -263,7 +265,9 @@ def build(name: str) -> PreTrainedModel:
     return draftable(model, 0.7)
 
 
-def prompt_of(name: str, texts: tuple[int, ...] = (6,), seed: int = 5, sign: float = 1.0) -> dict[str, torch.Tensor]:
+def prompt_of(
+    name: str, texts: tuple[int, ...] = (6,), seed: int = 5, sign: float = 1.0, placeholder: int = IMAGE
+) -> dict[str, torch.Tensor]:
     """Left-padded prompts, each with an image or a sound behind two tokens of text.
 
     Args:
@@ -271,6 +275,7 @@ def prompt_of(name: str, texts: tuple[int, ...] = (6,), seed: int = 5, sign: flo
         texts: for each row the tokens of text, at least three.
         seed: of everything random.
         sign: of the values of images and sounds.
+        placeholder: token in the place of each.
     """
     media = MEDIA[name]
     generator = torch.Generator().manual_seed(seed)
@@ -278,16 +283,16 @@ def prompt_of(name: str, texts: tuple[int, ...] = (6,), seed: int = 5, sign: flo
     ids, mask = (torch.zeros(len(texts), width, dtype=torch.long) for _ in range(2))
     for row, count in enumerate(texts):
         text = torch.randint(3, IMAGE, (count,), generator=generator)
-        line = torch.cat([text[:2], torch.full((media.tokens,), IMAGE), text[2:]])
+        line = torch.cat([text[:2], torch.full((media.tokens,), placeholder), text[2:]])
         ids[row, width - len(line) :], mask[row, width - len(line) :] = line, 1
     values = torch.randn(len(texts) * media.shape[0], *media.shape[1:], generator=generator)
     beside = {key: value.repeat(len(texts), *[1] * (value.dim() - 1)) for key, value in media.beside().items()}
-    return {"input_ids": ids, "attention_mask": mask, media.name: sign * values} | beside | _marks(name, ids)
+    return {"input_ids": ids, "attention_mask": mask, media.name: sign * values} | beside | _marks(name, ids == placeholder)
 
 
-def _marks(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def _marks(name: str, is_media: torch.Tensor) -> dict[str, torch.Tensor]:
     if name in QWEN:
-        return {"mm_token_type_ids": (ids == IMAGE).long()}
+        return {"mm_token_type_ids": is_media.long()}
     if name == "gemma3":
-        return {"token_type_ids": (ids == IMAGE).long()}
-    return {"token_type_ids": torch.zeros_like(ids)} if name == "paligemma" else {}
+        return {"token_type_ids": is_media.long()}
+    return {"token_type_ids": torch.zeros_like(is_media).long()} if name == "paligemma" else {}

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build as build_text
+from conftest import BATCH, tiny_llama
 from multimodal import MODELS, build, prompt_of
 from transformers import PreTrainedModel
 
