@@ -170,7 +170,7 @@ class Generation:
             target=target,
             prompt=prompt,
             prefill=inputs.prefill,
-            text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width),
+            text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
             draft=drafter,
             scorer=scorer,
             stopper=stopper,

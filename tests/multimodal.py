@@ -182,6 +182,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _QWEN_VISION | {"image_size": 8, "spatial_merge_size": 2},
         },
     ),
+    "exaone4_5": (
+        "Exaone4_5_ForConditionalGeneration",
+        {
+            "text_config": _text("exaone4", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
+            "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
+        },
+    ),
     "qwen2_audio": (
         "Qwen2AudioForConditionalGeneration",
         {"text_config": _text("qwen2"), "audio_config": _AUDIO, "audio_token_index": IMAGE},
@@ -239,7 +246,7 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
     "smolvlm": Media(4, (1, 1, *_SIZE)),
     "llama4": Media(1, (1, *_SIZE)),
     "mistral3": Media(4, (1, *_SIZE), beside=lambda: {"image_sizes": torch.tensor([[8, 8]])}),
-    **dict.fromkeys(QWEN, _GRID),
+    **dict.fromkeys((*QWEN, "exaone4_5"), _GRID),
     "qwen2_audio": Media(
         8,
         (1, 8, 32),
@@ -287,7 +294,11 @@ def prompt_of(
         ids[row, width - len(line) :], mask[row, width - len(line) :] = line, 1
     values = torch.randn(len(texts) * media.shape[0], *media.shape[1:], generator=generator)
     beside = {key: value.repeat(len(texts), *[1] * (value.dim() - 1)) for key, value in media.beside().items()}
-    return {"input_ids": ids, "attention_mask": mask, media.name: sign * values} | beside | _marks(name, ids == placeholder)
+    return (
+        {"input_ids": ids, "attention_mask": mask, media.name: sign * values}
+        | beside
+        | _marks(name, ids == placeholder)
+    )
 
 
 def _marks(name: str, is_media: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -24,12 +24,14 @@ class Inputs:
         prompt: the prompts.
         prefill: puts them into the cache.
         following: goes in behind them. An :class:`OwnPrefill` replaces it.
+        fixed: see :class:`Text`.
     """
 
     anatomy: Anatomy
     prompt: Prompt
     prefill: Prefill
     following: Following
+    fixed: list[int] | None = None
 
     @classmethod
     def of(
@@ -59,11 +61,13 @@ class Inputs:
             return cls(anatomy, prompt, text, Following(extra=extra))
         following = Following.of(model, input_ids, arguments, [count - 1 for count in prompt.tokens_of_rows()])
         if not has_tensors(extra) and not prompt.own_positions:
-            return cls(anatomy, prompt, text, Following(following.offsets, extra=extra))
+            # What is in the cache may have been more than text.
+            return cls(anatomy, prompt, text, Following(following.offsets, extra=extra), prompt.cursors)
         if not following.has_positions:
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
             prompt = _prompt(input_ids, arguments, config, ragged=False)
-        return cls(anatomy, prompt, OwnPrefill(input_ids, config, arguments), following)
+        own = OwnPrefill(input_ids, config, arguments)
+        return cls(anatomy, prompt, own, following, prompt.ends())
 
 
 def _prompt(input_ids: torch.Tensor, arguments: dict[str, Any], config: GenerationConfig, ragged: bool) -> Prompt:

@@ -149,11 +149,15 @@ class Prompt:
         """``[b, seen]`` columns of an earlier cache in the order of slots, ``None`` if they are in order."""
         return None if self.valid is None else _front(self.valid[:, :seen])
 
+    def ends(self) -> list[int]:
+        """The slot behind each row's prompt."""
+        return [cursor + length for cursor, length in zip(self.cursors, self.lengths, strict=True)]
+
     def tokens_of_rows(self) -> list[int]:
         """How many tokens each row has in all."""
         if self.padding is not None:
             return self.padding.sum(1).tolist()
-        return [cursor + length for cursor, length in zip(self.cursors, self.lengths, strict=True)]
+        return self.ends()
 
     def aligned(self, values: torch.Tensor) -> torch.Tensor:
         """``[*n, b, s, d]`` of the columns that ``generate`` feeds, as ``tokens`` stand: padding behind each row."""
