@@ -307,3 +307,46 @@ def _marks(name: str, is_media: torch.Tensor) -> dict[str, torch.Tensor]:
     if name == "gemma3":
         return {"token_type_ids": is_media.long()}
     return {"token_type_ids": torch.zeros_like(is_media).long()} if name == "paligemma" else {}
+
+
+# Cross attention to images, which each generated token has a mask for.
+_MLLAMA: dict[str, Any] = {
+    "text_config": _text(
+        "mllama_text_model",
+        cross_attention_layers=[1],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+        "vision_output_dim": 32,
+        "intermediate_layers_indices": [0],
+        "max_num_tiles": 1,
+        "supported_aspect_ratios": [[1, 1]],
+    },
+    "image_token_index": IMAGE,
+}
+
+
+def build_mllama() -> PreTrainedModel:
+    """A random model that looks at images through cross attention."""
+    torch.manual_seed(0)
+    return transformers.MllamaForConditionalGeneration(AutoConfig.for_model("mllama", **_MLLAMA)).eval()
+
+
+def prompt_of_mllama() -> dict[str, torch.Tensor]:
+    """A prompt with an image."""
+    ids = torch.tensor([[5, IMAGE, 7, 9, 11]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(1, 1, 1, 3, 8, 8, generator=torch.Generator().manual_seed(5)),
+        "aspect_ratio_ids": torch.tensor([[1]]),
+        "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+        "cross_attention_mask": torch.ones(1, 5, 1, 1, dtype=torch.long),
+    }

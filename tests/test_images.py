@@ -13,14 +13,15 @@ import torch
 import transformers
 from architectures import build as build_text
 from conftest import BATCH, calls, tiny_llama
-from multimodal import IMAGE, MODELS, OUTSIDE, QWEN, VIDEO, build, prompt_of
+from multimodal import IMAGE, MEDIA, MODELS, OUTSIDE, QWEN, VIDEO, build, build_mllama, prompt_of, prompt_of_mllama
 from packaging import version
 from PIL import Image
 from scipy.stats import chi2_contingency
-from transformers import LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast, pipeline
+from transformers import AutoConfig, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.models.clip import CLIPImageProcessorPil
 
+import hf_selfspec
 from hf_selfspec import (
     Adapter,
     ClosestLayers,
@@ -32,6 +33,7 @@ from hf_selfspec import (
     SelfSpecError,
     SkipLayers,
     TopKTree,
+    UnsupportedModelError,
     UnsupportedOptionError,
 )
 from hf_selfspec.draft.adapter import AdapterDraft
@@ -263,17 +265,17 @@ def _adapter() -> Adapter:
     return Adapter(exit_layer=2, hidden_size=32, num_heads=4).eval()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["paligemma", "qwen2_5_vl"])
-def test_adapters_behind_an_image(name: str, seed: int) -> None:
-    """Rows of which much was accepted are fed again with others that have just begun, down to the last placeholder."""
-    prompt = prompt_of(name, (3, 3, 3, 3), seed)
-    for value in (prompt["input_ids"], prompt.get("token_type_ids"), prompt.get("mm_token_type_ids")):
-        if value is not None:
-            value[:, 2:] = value[:, 2:].roll(1, dims=1)  # the images are what the prompts end with
-    spec = SelfSpec(EarlyExitAdapter(_adapter()), FixedLength(6), tree=TopKTree(((0.9999, 3), (1.0, 2))))
-    expected = _model(name).generate(**prompt, **OPTIONS)
-    assert torch.equal(_model(name).generate(**prompt, **OPTIONS, assistant=spec), expected)
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_adapters_behind_an_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one row's adapter has tokens to catch up with, others are fed again too, at most what was generated."""
+    update, width = AdapterDraft.update, MEDIA[name].tokens + 3
+
+    def forget(self: AdapterDraft, *args: Any) -> None:
+        update(self, *args)
+        self._seen[0] = max(self._seen[0] - 6, width)
+
+    monkeypatch.setattr(AdapterDraft, "update", forget)
+    check(name, SelfSpec(EarlyExitAdapter(_adapter()), FixedLength(6)), (3, 3, 3, 3))
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
@@ -343,6 +345,38 @@ def test_pipeline(place: str, tokenizer: PreTrainedTokenizerFast) -> None:
     assert calls(spec) == 1
 
 
+# Other ways in --------------------------------------------------------------------------------------------------------
+
+
+def test_marks_that_change_the_attention_to_text() -> None:
+    """Zeros make a prefix of PaliGemma's see all of itself."""
+    given = BATCH | {"token_type_ids": torch.zeros_like(BATCH["input_ids"])}
+    expected = _model("paligemma").generate(**given, **OPTIONS)
+    assert not torch.equal(expected, _model("paligemma").generate(**BATCH, **OPTIONS))
+    assert torch.equal(_model("paligemma").generate(**given, **OPTIONS, assistant=SPEC), expected)
+
+
+def test_images_without_the_wrapper() -> None:
+    prompt = prompt_of("qwen2_5_vl", ROWS["ragged"])
+    expected = _model("qwen2_5_vl").generate(**prompt, **OPTIONS)
+    hf_selfspec.uninstall()
+    try:
+        assert torch.equal(_model("qwen2_5_vl").generate(**prompt, **OPTIONS, custom_generate=SPEC), expected)
+    finally:
+        hf_selfspec.install()
+
+
+def test_a_second_tower_of_as_many_layers() -> None:
+    """The decoder's layers are those of the language model."""
+    class_name, settings = MODELS["llava"]
+    vision = settings["vision_config"] | {"num_hidden_layers": 4}
+    config = AutoConfig.for_model("llava", **settings | {"vision_config": vision, "image_token_index": IMAGE})
+    model = getattr(transformers, class_name)(config).eval()
+    assert list(Anatomy.of(model).layers) == list(model.model.language_model.layers)
+    prompt = prompt_of("llava")
+    assert torch.equal(model.generate(**prompt, **OPTIONS, assistant=SPEC), model.generate(**prompt, **OPTIONS))
+
+
 # Refused --------------------------------------------------------------------------------------------------------------
 
 
@@ -369,3 +403,38 @@ def test_tensors_of_models_of_text_alone_are_refused() -> None:
     words = ("tensor argument `token_type_ids`", "without `assistant`")
     refused(build_text("gpt2"), UnsupportedOptionError, words, **BATCH, token_type_ids=torch.zeros(3, 9).long())
     refused(tiny_llama(), UnsupportedOptionError, ("`inputs`",), inputs=torch.zeros(1, 3, 8, 8))
+
+
+def test_cross_attention_is_refused() -> None:
+    model, prompt = build_mllama(), prompt_of_mllama()
+    words = ("MllamaForConditionalGeneration", "`cross_attention_mask`", "without `assistant`")
+    refused(model, UnsupportedModelError, words, **prompt)
+    with hf_selfspec.attach(model, SelfSpec()), pytest.warns(UserWarning, match="`cross_attention_mask`"):
+        ids = model.generate(**prompt, **OPTIONS)
+    assert torch.equal(ids, model.generate(**prompt, **OPTIONS))
+
+
+def test_sound_with_one_placeholder_in_all_is_refused() -> None:
+    """Where the model itself puts many tokens in the place of one, what is drafted would stand elsewhere."""
+    prompt = prompt_of("qwen2_audio", (4, 6))
+    is_media = prompt["input_ids"] == IMAGE
+    kept = ~(is_media & is_media.roll(1, dims=1))
+    for name in ("input_ids", "attention_mask"):
+        prompt[name] = prompt[name][kept].view(2, -1)
+    with pytest.raises(UnsupportedOptionError, match=r"has made 14 tokens of a prompt of 7.*one placeholder for each"):
+        _model("qwen2_audio").generate(**prompt, **OPTIONS, assistant=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config"),
+    [
+        ("WhisperForConditionalGeneration", {"encoder_layers": 1, "decoder_layers": 2, "num_mel_bins": 8}),
+        ("Florence2ForConditionalGeneration", {}),
+    ],
+)
+def test_encoder_decoder_models_are_refused(class_name: str, config: dict[str, Any]) -> None:
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**config))
+    words = (class_name, "is an encoder-decoder model", "needs a decoder-only model")
+    refused(model, UnsupportedModelError, words, input_features=torch.zeros(1, 8, 32))
