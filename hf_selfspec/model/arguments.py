@@ -63,7 +63,9 @@ def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, An
 def takes_text_only(model: PreTrainedModel) -> bool:
     """Whether a model has no input but text."""
     modalities = getattr(model, "input_modalities", "text")
-    return set([modalities] if isinstance(modalities, str) else modalities) <= {"text"}
+    named = set([modalities] if isinstance(modalities, str) else modalities)
+    # Some classes name none, though their configs have a part for the text beside others.
+    return named <= {"text"} and model.config.get_text_config(decoder=True) is model.config
 
 
 def is_nothing(value: Any) -> bool:

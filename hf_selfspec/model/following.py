@@ -34,30 +34,36 @@ class Following:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, input_ids: torch.Tensor, arguments: Mapping[str, Any], slots: Sequence[int]
+        cls,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        arguments: Mapping[str, Any],
+        slots: Sequence[int],
+        output: Mapping[str, Any] | None = None,
     ) -> Following:
         """Prepares one more token as the model's own ``generate`` does, and keeps what is not laid out by us.
 
         Args:
             model: the model.
-            input_ids: ``[b, s]`` the text.
-            arguments: what ``generate`` has for the model's forward.
-            slots: for each row the slot of the token to which the last column of position ids belongs.
+            input_ids: ``[b, s]`` the prompt.
+            arguments: what ``generate`` has for the model's forward over it.
+            slots: for each row the slot of the next token.
+            output: of that forward, ``None`` before it.
 
         Raises:
             UnsupportedModelError: the model takes a tensor that differs from token to token.
         """
+        seen = _NoOutput() if output is None else output
+        later = model._update_model_kwargs_for_generation(seen, dict(arguments), is_encoder_decoder=False)
         text = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
-        prepared = model.prepare_inputs_for_generation(
-            text, next_sequence_length=1, is_first_iteration=False, **arguments
-        )
+        prepared = model.prepare_inputs_for_generation(text, next_sequence_length=1, is_first_iteration=False, **later)
         marks: dict[str, torch.Tensor] = {}
         extra: dict[str, Any] = {}
         for name, value in prepared.items():
             if name in PREPARED or is_nothing(value):
                 continue
-            if name in MARKS and isinstance(value, torch.Tensor) and value.shape == (len(input_ids), 1):
-                marks[name] = value
+            if name in MARKS and isinstance(value, torch.Tensor):
+                marks[name] = value[:, -1:]
             elif not has_tensors(value) or _is_same(value, arguments.get(name)):
                 extra[name] = value
             else:
@@ -81,6 +87,13 @@ class Following:
     def marks_of(self, count: int) -> dict[str, torch.Tensor]:
         """The marks of so many tokens, each ``[b, count]``."""
         return {name: mark.expand(-1, count) for name, mark in self.marks.items()}
+
+
+class _NoOutput(dict[str, Any]):
+    """What a model has returned before its first forward."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _offsets(positions: torch.Tensor, slots: Sequence[int]) -> torch.Tensor | None:

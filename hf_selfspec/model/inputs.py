@@ -59,7 +59,7 @@ class Inputs:
         text = TextPrefill(arguments["past_key_values"], config.prefill_chunk_size)
         if takes_text_only(model):
             return cls(anatomy, prompt, text, Following(extra=extra))
-        following = Following.of(model, input_ids, arguments, [count - 1 for count in prompt.tokens_of_rows()])
+        following = Following.of(model, input_ids, arguments, prompt.tokens_of_rows())
         if not has_tensors(extra) and not prompt.own_positions:
             # What is in the cache may have been more than text.
             return cls(anatomy, prompt, text, Following(following.offsets, extra=extra), prompt.cursors)

@@ -97,8 +97,7 @@ class OwnPrefill:
         target.cache.take_in(past, prompt.past_columns(prompt.width))
         if (observer := target.prefill_observer) is not None:
             observer.observe(prompt.aligned(torch.cat(states, dim=-2)), prompt.cursors, prompt.lengths)
-        later = model._update_model_kwargs_for_generation(output, dict(arguments), is_encoder_decoder=False)
-        target.following = Following.of(model, self.input_ids, later, prompt.tokens_of_rows())
+        target.following = Following.of(model, self.input_ids, arguments, prompt.tokens_of_rows(), output)
         return output.logits[:, -1]
 
 
