@@ -116,24 +116,26 @@ class AdapterDraft(PartialDraft):
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
             starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1)
         self._seen = [cursor + 1 for cursor in cursors]
+        # Rows whose tokens cannot all be fed again have junk behind their last one.
+        ends = [cursor - start for cursor, start in zip(cursors, starts, strict=True)]
         if self.adapter.head is None:
             step = self.target.step(
                 feed,
                 starts,
                 self.plan,
-                keep=1,
+                keep=1 if min(ends) == feed.shape[1] - 1 else 0,
                 head_input_fn=lambda states: self._adapted(states, starts).to(states.dtype),
             )
             assert step.logits is not None
             assert step.exit_state is not None
-            logits, states = step.logits, step.exit_state
+            logits, states = _at(step.logits, ends), _at(step.exit_state, ends)
         else:
             states = self.target.run_layers(feed, starts, 0, self.adapter.exit_layer)
-            hidden = self._adapted(states, starts)[:, -1:]
+            hidden = _at(self._adapted(states, starts), ends)
             head = self.adapter.on(hidden.device).head
             assert head is not None
-            logits = head(hidden)
-        return DraftStep(logits[:, -1], states[:, -1], states[:, -1:])
+            logits, states = head(hidden), _at(states, ends)
+        return DraftStep(logits[:, -1], states[:, -1], states)
 
     def _see_prompt(self, states: torch.Tensor, cursors: list[int], lengths: list[int]) -> None:
         if states.dim() != 3:
@@ -164,3 +166,10 @@ class AdapterDraft(PartialDraft):
         with torch.no_grad():
             hidden: torch.Tensor = self.adapter.on(device)(states, positions, self._cache, mask[:, None])
         return hidden
+
+
+def _at(values: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """``[b, 1, n]`` of values ``[b, s, n]`` what is at each row's place."""
+    if min(places) >= values.shape[1] - 1:
+        return values[:, -1:]
+    return values[torch.arange(len(places)), torch.tensor(places)][:, None]

@@ -309,9 +309,9 @@ def _is_countable(values: torch.Tensor) -> bool:
 def tokens_before(text: Text, slots: list[int], n: int) -> tuple[list[int], torch.Tensor]:
     """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
 
-    Embedded prompts have no ids, so slots before the first id do not count.
+    Behind the tokens of rows that have fewer is junk.
     """
-    starts = [max(0, base, slot - n) for slot, base in zip(slots, text.base, strict=True)]
+    starts = [max(first, slot - n) for slot, first in zip(slots, text.first_slots(), strict=True)]
     columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
     columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
     return starts, text.ids.gather(1, columns.to(text.ids.device))

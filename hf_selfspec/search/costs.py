@@ -114,6 +114,13 @@ class ForwardCosts:
         return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
+def _from(slots: list[int], count: int, ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
+    """``[b, count]`` tokens from each row's slot on, of ``ids`` ``[b, n]``, which begin at other slots."""
+    columns = torch.tensor([slot - start for slot, start in zip(slots, starts, strict=True)])[:, None]
+    columns = (columns + torch.arange(count)).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, columns.to(ids.device))
+
+
 @dataclass
 class Stopwatch:
     """Repeated timings of the forwards from which costs follow, and of drafting a token.
@@ -147,7 +154,8 @@ class Stopwatch:
 
         Args:
             target: the prepared model.
-            ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache.
+            ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache; junk behind
+                them where there are fewer.
             starts: slot of the first of them.
             roots: slot of each row's last token.
             repeats: how often; what the first time takes longer is left out by the shortest one.
@@ -158,11 +166,13 @@ class Stopwatch:
         Returns:
             Whether all was timed.
         """
-        last = ids[:, -1:]
+        last = _from(roots, 1, ids, starts)
+        few_starts = [max(root - FEW + 1, start) for root, start in zip(roots, starts, strict=True)]
+        few = _from(few_starts, FEW, ids, starts)
         runs: dict[str, tuple[int, Callable[[], object]]] = {
             "early": (1, lambda: target.step(last, roots, self.early)),
             "full": (1, lambda: target.step(last, roots)),
-            "few": (FEW, lambda: target.step(ids[:, -FEW:], [root - FEW + 1 for root in roots])),
+            "few": (FEW, lambda: target.step(few, few_starts)),
             "many": (MANY, lambda: target.step(ids, starts)),
         }
         if self.attention is not None:
