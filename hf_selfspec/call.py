@@ -19,8 +19,9 @@ from .errors import UnsupportedOptionError
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
-from .model.cache import cache_for, given_cache, tokens_in
+from .model.cache import cache_for, cache_name, given_cache
 from .model.checkpointing import checkpoints
+from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
@@ -62,15 +63,21 @@ class Request:
         return given_cache(self.model_kwargs)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments for the model, the cache under the name that most models have for it."""
+        return self.model_kwargs | {"past_key_values": self.past}
+
+    @property
     def has_own_cache(self) -> bool:
         """Whether the cache is the caller's."""
         return bool(getattr(self.past, "_is_user_defined", False))
 
     def with_cache(self) -> Request:
         """The same where the model's own configuration does not switch the cache off: the ids are the same."""
-        given = self.past
-        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
-        return replace(self, model_kwargs=self.model_kwargs | {"past_key_values": cache, "use_cache": True})
+        cache = self.past
+        if cache is None:
+            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,10 @@ class Generation:
                 "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
                 "used again. Leave out `past_key_values`."
             )
-        prompt = _prompt(request, anatomy)
-        check_length(request.model, anatomy, prompt, request.generation_config.max_length, request.input_ids.shape[1])
-        decoder = self._start(request, anatomy, prompt, max_new)
+        ids, config = request.input_ids, request.generation_config
+        inputs = Inputs.of(request.model, anatomy, ids, request.arguments, config)
+        check_length(request.model, anatomy, inputs.prompt, config.max_length, ids.shape[1])
+        decoder = self._start(request, inputs, max_new)
         returned = bool(request.generation_config.return_dict_in_generate)
         cache = request.past if whole is None and (has_cache or request.has_own_cache) else None
         return partial(self._decode, decoder, cache, returned, request.has_own_cache)
@@ -129,13 +137,14 @@ class Generation:
         self.source.check(anatomy, max_new)
         return max_new
 
-    def _start(self, request: Request, anatomy: Anatomy, prompt: Prompt, max_new: int | None) -> Decoder:
+    def _start(self, request: Request, inputs: Inputs, max_new: int | None) -> Decoder:
         """Lays out the text and the cache, and starts the drafter.
 
         Raises:
             SelfSpecError: the source cannot draft for this call.
         """
         batch_size, config = len(request.input_ids), request.generation_config
+        anatomy, prompt = inputs.anatomy, inputs.prompt
         scorer = Scorer(request.logits_processor, batch_size, request.do_sample)
         stopper = Stopper(request.stopping_criteria)
         stateful = (*scorer.stateful, *stopper.stateful)
@@ -147,7 +156,7 @@ class Generation:
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            extra_arguments(request.model, request.model_kwargs),
+            inputs.following,
             self.source.whole_model(anatomy),
         )
         session = Session(
@@ -163,23 +172,20 @@ class Generation:
             knowledge=self.knowledge,
         )
         drafter = self.source.start(session)
-        decoder = Decoder(
+        return Decoder(
             target=target,
             prompt=prompt,
-            text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width),
+            prefill=inputs.prefill,
+            text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
             draft=drafter,
             scorer=scorer,
             stopper=stopper,
             record=Record.of(config, batch_size, bool(stateful)),
             pad_token=_pad_token(config),
             streamer=request.streamer,
-            prefill_chunk=config.prefill_chunk_size,
             checks_logits=self.checks_logits,
             keeps_rows=bool(config.return_dict_in_generate) or request.has_own_cache,
         )
-        if seen := tokens_in(request.past):
-            target.cache.take_in(request.past, prompt.past_columns(seen), prompt.cursors)
-        return decoder
 
     def _decode(self, decoder: Decoder, cache: Any, returned: bool, own_cache: bool) -> Any:
         """Generates.
@@ -249,19 +255,6 @@ class Generation:
             "is exact all the same."
         )
         return None
-
-
-def _prompt(request: Request, anatomy: Anatomy) -> Prompt:
-    given = request.model_kwargs
-    return Prompt.of(
-        request.input_ids,
-        given.get("inputs_embeds"),
-        given.get("attention_mask"),
-        given.get("position_ids"),
-        request.past if tokens_in(request.past) else DynamicCache(),
-        getattr(request.generation_config, "_mask_length", None),
-        anatomy.ragged,
-    )
 
 
 def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:

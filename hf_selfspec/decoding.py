@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .draft.source import Drafter
 from .model.layout import TreeLayout
+from .model.prefill import Prefill
 from .model.prompt import Prompt
 from .model.target import Target
 from .types import Draft, GenerationStats, Text, Verdict
@@ -62,6 +63,7 @@ class Decoder:
     Attributes:
         target: the model, prepared.
         prompt: the laid-out prompts.
+        prefill: puts them into the cache.
         text: the ids, growing.
         draft: proposes tokens.
         scorer: logits processors.
@@ -69,13 +71,13 @@ class Decoder:
         record: what is to be returned beside the ids.
         pad_token: id for rows that have ended.
         streamer: gets tokens as all rows have them, or ``None``.
-        prefill_chunk: most tokens of the prompt in one forward, ``None`` for all.
         keeps_rows: rows that have ended stay in the forwards and the cache, which the caller wants back.
         checks_logits: NaN and infinite logits are an error; otherwise they are taken as ``generate`` takes them.
     """
 
     target: Target
     prompt: Prompt
+    prefill: Prefill
     text: Text
     draft: Drafter
     scorer: Scorer
@@ -83,7 +85,6 @@ class Decoder:
     record: Record
     pad_token: int
     streamer: BaseStreamer | None = None
-    prefill_chunk: int | None = None
     checks_logits: bool = True
     keeps_rows: bool = True
     stats: GenerationStats = field(default_factory=GenerationStats)
@@ -141,19 +142,7 @@ class Decoder:
         self.stats.search_seconds += perf_counter() - committed
 
     def _prefill(self) -> torch.Tensor:
-        prompt, logits = self.prompt, None
-        width = prompt.tokens.shape[1]
-        chunk = self.prefill_chunk or width
-        for start in range(0, width, chunk):
-            tokens = prompt.tokens[:, start : start + chunk]
-            lengths = [min(max(length - start, 0), tokens.shape[1]) for length in prompt.lengths]
-            cursors = [cursor + start for cursor in prompt.cursors]
-            piece = self.target.prefill(tokens, cursors, lengths)
-            ends_here = [start < length <= start + chunk for length in prompt.lengths]
-            chosen = torch.tensor(ends_here, device=piece.device)[:, None]
-            logits = piece if logits is None else torch.where(chosen, piece, logits)
-        assert logits is not None
-        logits = logits.to(self.text.ids.device, torch.float32)
+        logits = self.prefill.run(self.target, self.prompt).to(self.text.ids.device, torch.float32)
         self._check(logits)
         return logits
 

@@ -22,6 +22,7 @@ from .errors import SelfSpecError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.arguments import check_inputs
 from .notices import warn_once_ignoring_numbers
+from .pipelines import PIPELINES, with_assistant
 from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
@@ -31,6 +32,8 @@ _OWN_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameter
 
 def install() -> None:
     """Gives ``generate`` of all transformers models the argument ``assistant``, and ``Trainer`` our training callbacks.
+
+    Pipelines pass the argument on, those for images too.
 
     Done when the package is imported. Calls and trainings that use neither are passed on untouched. Calling this again
     changes nothing; :func:`uninstall` takes it back.
@@ -150,7 +153,11 @@ def _without_assistant(config: Any) -> Any:
     return kept
 
 
-_SEAMS = ((GenerationMixin, "generate", _with_assistant), (Trainer, "train", with_model_callbacks))
+_SEAMS = (
+    (GenerationMixin, "generate", _with_assistant),
+    (Trainer, "train", with_model_callbacks),
+    *((pipeline, "_sanitize_parameters", with_assistant) for pipeline in PIPELINES),
+)
 
 
 def _is_synced(model: Any, synced_gpus: bool | None) -> bool:

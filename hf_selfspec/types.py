@@ -21,24 +21,32 @@ class Text:
         lengths: columns that count, for each row.
         base: for each row the cache slot that belongs to column 0 (negative for a padded row).
         prompt_width: columns of the prompts.
+        fixed: for each row how many slots hold what ids do not tell (images), and must not be written again; ``None``
+            for none.
     """
 
     ids: torch.Tensor
     lengths: list[int]
     base: list[int]
     prompt_width: int
+    fixed: list[int] | None = None
 
     @classmethod
-    def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int) -> Text:
+    def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int, fixed: list[int] | None = None) -> Text:
         """The text that starts with ``input_ids`` ``[b, s]``, with ``max_new`` more columns for what follows."""
         b, width = input_ids.shape
         ids = input_ids.new_zeros(b, width + max_new)
         ids[:, :width] = input_ids
-        return cls(ids, [width] * b, list(base), width)
+        return cls(ids, [width] * b, list(base), width, fixed)
 
     @property
     def batch_size(self) -> int:
         return len(self.lengths)
+
+    def first_slots(self) -> list[int]:
+        """The first slot of each row whose token can go through the model again; embedded prompts have no ids."""
+        fixed = self.fixed or [0] * self.batch_size
+        return [max(0, base, count) for base, count in zip(self.base, fixed, strict=True)]
 
     def last_slots(self) -> list[int]:
         """Cache slot of each row's last token, the one that has not been through the whole model yet."""

@@ -98,18 +98,24 @@ def test_a_choice_stays(machine: FakeMachine) -> None:
 
 
 def test_the_time_of_compiling_does_not_count() -> None:
-    times = iter([100.0, 1.0])
+    times = iter([100.0, 1.0, 1.0])
     machine = FakeMachine({"steady": lambda n: 2.0, "compiled": lambda n: next(times)}, compiling=("compiled",))
     assert machine.choice(1, torch.randn(6, 4)) == "compiled"
 
 
 def test_ways_close_to_the_fastest_are_timed_again() -> None:
-    """A disturbed run does not decide between them."""
-    times = iter([1.15, 0.9])
+    """Two disturbed runs do not decide between them."""
+    times = iter([1.15, 1.15, 0.9])
     machine = FakeMachine({"first": lambda n: 1.0, "disturbed": lambda n: next(times), "far": lambda n: 9.0})
     assert machine.choice(1, torch.randn(6, 4)) == "disturbed"
     runs = [name for name, _, _ in machine.runs]
-    assert runs == ["first", "disturbed", "far", "first", "disturbed"]
+    assert runs == ["first", "first", "disturbed", "disturbed", "far", "far", "first", "disturbed"]
+
+
+def test_one_disturbed_run_does_not_decide() -> None:
+    times = iter([50.0, 0.5])
+    machine = FakeMachine({"first": lambda n: 1.0, "disturbed": lambda n: next(times)})
+    assert machine.choice(1, torch.randn(6, 4)) == "disturbed"
 
 
 def test_the_number_of_threads_has_a_choice_of_its_own(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ def test_trees_hold_together(seed: int, branching: bool, costs: VerifyCosts) -> 
     for deepest in (0, 1, 3, 12):
         tree = row.propose(costs, 1.0, deepest, branching)
         assert len(tree) < len(costs.seconds)
-        assert len(tree.reach) == len(tree.keys) == len(tree.tokens) == len(tree.parents)
+        assert len(tree.reach) == len(tree.tokens) == len(tree.parents)
         check(tree, deepest, branching)
         assert list(tree.reach) == sorted(tree.reach, reverse=True)
 
@@ -293,7 +293,7 @@ def test_trees_hold_together(seed: int, branching: bool, costs: VerifyCosts) -> 
 def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
     row = LookupRow(LookupKnowledge())
     row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
-    seed = TokenTree((8, 4), (0, 1), (0.6, 0.3), (-1, -1)) if branching else TokenTree((4,), (0,), (0.9,), (-1,))
+    seed = TokenTree((8, 4), (0, 1), (0.6, 0.3)) if branching else TokenTree((4,), (0,), (0.9,))
     tree = row.propose(FREE, 1.0, 6, branching, seed)
     kept = len(seed)
     assert tree.tokens[:kept] == seed.tokens
@@ -313,7 +313,7 @@ def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
 def test_what_the_seed_has_is_not_drafted_again() -> None:
     row = LookupRow(LookupKnowledge())
     row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
-    tree = row.propose(FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25), (-1, -1)))
+    tree = row.propose(FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25)))
     assert tree.tokens[:3] == (4, 8, 5)
     assert tree.parents[:3] == (0, 0, 1)
     check(tree, 6)
@@ -322,9 +322,9 @@ def test_what_the_seed_has_is_not_drafted_again() -> None:
 def test_a_seed_stays_where_nothing_pays() -> None:
     row = LookupRow(LookupKnowledge())
     row.extend([1, 2, 3, 4, 1, 2, 3])
-    seed = TokenTree((9,), (0,), (0.1,), (-1,))
+    seed = TokenTree((9,), (0,), (0.1,))
     assert row.propose(STEEP, 1.0, 8, True, seed).tokens == (9,)
-    many = TokenTree(tuple(range(40)), tuple(range(40)), (0.5,) * 40, (-1,) * 40)
+    many = TokenTree(tuple(range(40)), tuple(range(40)), (0.5,) * 40)
     assert row.propose(FREE, 1.0, 50, True, many).tokens == many.tokens
 
 
@@ -378,7 +378,7 @@ def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
     knowledge = LookupKnowledge()
     row = LookupRow(knowledge)
     row.extend([1, 2, 3, 4, 1, 2])
-    tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3), (-1, -1, -1))
+    tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3))
     row.learn(tree, [3, 9], [([3], [0.75]), ([9], [0.5]), ([8], [0.25]), ([], [])])
     assert row.own.tokens == [1, 2, 3, 4, 1, 2, 3, 9]
     known = {pair: found.tokens[0] for pair in ((1, 2), (2, 3), (2, 5)) if (found := knowledge.successors.get(*pair))}
@@ -390,7 +390,7 @@ def test_the_text_counts_more_than_a_rejected_node() -> None:
     knowledge = LookupKnowledge()
     row = LookupRow(knowledge)
     row.extend([2, 2])
-    tree = TokenTree((2, 5), (0, 1), (0.5, 0.2), (-1, -1))
+    tree = TokenTree((2, 5), (0, 1), (0.5, 0.2))
     row.learn(tree, [7], [([7], [0.75]), ([8], [0.5]), ([9], [0.25])])
     found = knowledge.successors.get(2, 2)
     assert found is not None

@@ -49,7 +49,7 @@ def test_anatomy_finds_layers_and_blocks(llama: LlamaForCausalLM) -> None:
 
 def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(layers=2)
-    model.other = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model.model.other = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     with pytest.raises(UnsupportedModelError, match=r"2 module lists of num_hidden_layers=2.*register_architecture"):
         Anatomy.of(model)
     monkeypatch.setattr(anatomy_module, "_ARCHITECTURES", dict(anatomy_module._ARCHITECTURES))

@@ -148,10 +148,12 @@ class CandidateDraft(FixedDrafter):
                     f"{name} must return the given ids [1, {ids.shape[1]}] "
                     f"followed by the drafted tokens, got a tensor of shape {list(candidates.shape)}."
                 )
-            self._check(name, candidates[0, ids.shape[1] :], scores)
-            count = min(max_new[row], self.longest, candidates.shape[1] - ids.shape[1])
+            drafted = candidates[0, ids.shape[1] :].to(ids.device)
+            known = self._before_placeholders(drafted, ids[0])
+            self._check(name, drafted[:known], None if scores is None else scores[:, :known])
+            count = min(max_new[row], self.longest, known)
             self._requests[row] = _Request(start, text.lengths[row], count)
-            rows.append(candidates[0, ids.shape[1] : ids.shape[1] + count].to(ids.device))
+            rows.append(drafted[:count])
             logits.append(None if scores is None else scores[0, :count].to(ids.device))
         self.steps += 1
         lengths = [len(tokens) for tokens in rows]
@@ -159,6 +161,14 @@ class CandidateDraft(FixedDrafter):
         for row, drafted in enumerate(rows):
             tokens[row, : len(drafted)] = drafted
         return Draft(tokens=tokens, lengths=lengths, q=self._q(logits, tokens, lengths))
+
+    def _before_placeholders(self, drafted: torch.Tensor, text: torch.Tensor) -> int:
+        """How many tokens come before one that was copied from the text and is none that the model can generate.
+
+        Placeholders of images may have ids beyond the vocabulary.
+        """
+        copied = (drafted >= self.vocabulary) & torch.isin(drafted, text)
+        return int(copied.int().argmax()) if copied.any() else len(drafted)
 
     def _check(self, name: str, drafted: torch.Tensor, scores: torch.Tensor | None) -> None:
         if len(drafted) and not 0 <= int(drafted.min()) <= int(drafted.max()) < self.vocabulary:

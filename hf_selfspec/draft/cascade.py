@@ -220,4 +220,4 @@ def _seed(draft: Draft, row: int, tokens: list[int], rate: float) -> tuple[Token
         seen.add(parent)
         reach.append(reach[parent] * share)
     kept = tuple(tokens[node - 1] for node in places[1:])
-    return TokenTree(kept, tuple(parents), tuple(reach[1:]), (-1,) * len(kept)), places
+    return TokenTree(kept, tuple(parents), tuple(reach[1:])), places

@@ -311,12 +311,13 @@ def tokens_before(text: Text, slots: list[int], n: int, first: list[int]) -> tup
     """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
 
     Args:
-        text: the batch. Embedded prompts have no ids, so slots before the first id do not count.
+        text: the batch; behind the tokens of rows that have fewer is junk.
         slots: for each row the slot behind the tokens.
         n: how many.
         first: for each row the first slot that a forward can begin at.
     """
-    starts = [max(least, base, slot - n) for slot, base, least in zip(slots, text.base, first, strict=True)]
+    least = [max(pair) for pair in zip(text.first_slots(), first, strict=True)]
+    starts = [max(known, slot - n) for slot, known in zip(slots, least, strict=True)]
     columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
     columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
     return starts, text.ids.gather(1, columns.to(text.ids.device))

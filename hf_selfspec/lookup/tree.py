@@ -61,14 +61,12 @@ class TokenTree:
         tokens: of the nodes ``1..n``.
         parents: of each of them; 0 for the row's last token. Parents come before children.
         reach: estimated probability that it is accepted.
-        keys: the evidence for it; -1 for a node of the seed.
         offers: for each node behind which free tokens were looked for, all that were found.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     reach: tuple[float, ...] = ()
-    keys: tuple[int, ...] = ()
     offers: dict[int, list[Offer]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -92,7 +90,7 @@ class TokenTree:
         if size >= len(self):
             return self
         offers = {node: offered for node, offered in self.offers.items() if node <= size}
-        return TokenTree(self.tokens[:size], self.parents[:size], self.reach[:size], self.keys[:size], offers)
+        return TokenTree(self.tokens[:size], self.parents[:size], self.reach[:size], offers)
 
     def walk(self, emitted: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The visited nodes, each with the token that came after it."""
@@ -179,12 +177,11 @@ class _Growth:
     def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree) -> None:
         self.sources, self.deepest, self.branching = sources, deepest, branching
         self.text_tail = sources.own.tokens[-LONGEST_MATCH:]
-        self.heap: list[tuple[float, int, int, int, int]] = []
+        self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
         self.tokens = [self.text_tail[-1] if self.text_tail else SEPARATOR, *seed.tokens]
         self.parents = [-1, *seed.parents]
         self.reach = [1.0, *seed.reach]
-        self.keys = [-1] * len(self.tokens)
         self.offers: dict[int, list[Offer]] = {}
         self.paths: list[list[int]] = [[]]
         drafted: list[dict[int, float]] = [{} for _ in self.tokens]
@@ -197,12 +194,11 @@ class _Growth:
 
     def take_likeliest(self) -> None:
         """Takes the node that is most likely to be accepted."""
-        reach, _, parent, token, key = heappop(self.heap)
+        reach, _, parent, token = heappop(self.heap)
         path = [*self.paths[parent], token]
         self.tokens.append(token)
         self.parents.append(parent)
         self.reach.append(-reach)
-        self.keys.append(key)
         self.paths.append(path)
         if len(path) < self.deepest:
             self.expand(len(self.tokens) - 1, {})
@@ -223,10 +219,10 @@ class _Growth:
             offers = [offer for offer in offers if offer[0] not in drafted]
         if not self.branching and offers:
             offers = [max(offers, key=_probability)]
-        for token, key, probability in offers:
+        for token, _, probability in offers:
             if reach * probability >= LEAST_REACH:
                 self.count += 1
-                heappush(self.heap, (-reach * probability, self.count, node, token, key))
+                heappush(self.heap, (-reach * probability, self.count, node, token))
 
     def offered(self, path: list[int], least: float) -> list[Offer]:
         """All that the sources offer behind ``path``, the surest kind of evidence first.
@@ -293,7 +289,6 @@ class _Growth:
             tuple(self.tokens[1:end]),
             tuple(self.parents[1:end]),
             tuple(self.reach[1:end]),
-            tuple(self.keys[1:end]),
             {node: offers for node, offers in self.offers.items() if node < end},
         )
 

@@ -131,6 +131,7 @@ class Anatomy:
         max_positions: length of the texts that the model was made for, ``None`` if its config does not say.
         position_limit: how many positions there are, ``None`` where they are computed for any place (rotary, ALiBi):
             longer texts are only worse then.
+        takes_positions: whether the model is told where tokens stand.
         tree, ragged, replay, exits: see :class:`Architecture`.
         is_recurrent: it has recurrent states, or inputs of convolutions, that are not keys and values.
     """
@@ -144,6 +145,7 @@ class Anatomy:
     kv_sources: frozenset[int]
     max_positions: int | None
     position_limit: int | None
+    takes_positions: bool
     tree: bool
     ragged: bool
     replay: bool
@@ -181,9 +183,10 @@ class Anatomy:
         kv_sources = _kv_sources(text_config)
         limit = max_positions(text_config)
         alibi = bool(getattr(text_config, "alibi", False))
-        takes_positions = alibi or architecture.tree is False or _takes_position_ids(model)
+        takes_positions = _takes_position_ids(model)
+        has_places = alibi or architecture.tree is False or takes_positions
         # Without attention there are no positions.
-        takes_positions = takes_positions or (is_recurrent and "cache_params" in _forward_parameters(model))
+        has_places = has_places or (is_recurrent and "cache_params" in _forward_parameters(model))
         return cls(
             model_name=name,
             layers=layers,
@@ -194,8 +197,9 @@ class Anatomy:
             kv_sources=kv_sources,
             max_positions=limit,
             position_limit=None if architecture.endless or _is_rotary(text_config) else limit,
-            tree=architecture.tree and not alibi and takes_positions,
-            ragged=architecture.ragged and takes_positions,
+            takes_positions=takes_positions,
+            tree=architecture.tree and not alibi and has_places,
+            ragged=architecture.ragged and has_places,
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
             is_recurrent=is_recurrent,
@@ -236,9 +240,8 @@ def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn
     if architecture.layers is not None:
         return tuple(model.get_submodule(architecture.layers).children())
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
-    # A layer may hold lists of the same length (experts); the decoder's own list is the outermost, found first.
-    outer = [found for found in lists if not any(found is not other and _contains(other, found) for other in lists)]
+    # What encodes images or sound may have as many layers as the decoder.
+    outer = _lists(model.get_decoder(), depth) or _lists(model, depth)
     if len(outer) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} (model_type {model.config.model_type!r}) has {len(outer)} module lists of "
@@ -246,6 +249,12 @@ def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn
             'register_architecture(model_type, Architecture(layers="path.to.layers")).'
         )
     return tuple(outer[0])
+
+
+def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
+    """The outermost module lists of so many entries; a layer may hold such lists, too (experts)."""
+    lists = [found for found in module.modules() if isinstance(found, nn.ModuleList) and len(found) == depth]
+    return [found for found in lists if not any(found is not other and _contains(other, found) for other in lists)]
 
 
 def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:

@@ -11,47 +11,41 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedOptionError
 
 # What is laid out anew for every forward.
-_PREPARED = {
+PREPARED = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
     "output_attentions", "output_hidden_states", "cache_position", "cache_params",
 }  # fmt: skip
 # Which tokens stand for images or sound; zero for text.
-_MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
 def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's own forward arguments, for the prefill and every later forward.
+    """The forward arguments that are not laid out anew: of the user's own, and input beside the text.
 
     Args:
         model: the model.
         arguments: what ``generate`` was given for the model, or has prepared for it.
 
     Raises:
-        UnsupportedOptionError: an argument is input beside the text (images, sound, what an encoder made of them), or a
-            tensor that would have to grow with the text.
+        UnsupportedOptionError: the model takes text only, and an argument is a tensor, which would have to grow with
+            the text.
     """
     extra = {
         name: value
         for name, value in arguments.items()
-        if name not in _PREPARED and not _is_nothing(value) and not _marks_text_only(model, name, value)
+        if name not in PREPARED and not is_nothing(value) and not _marks_text_only(model, name, value)
     }
-    names = ", ".join(f"`{name}`" for name, value in extra.items() if _has_tensors(value))
-    if not names:
-        return extra
-    if _takes_text_only(model):
+    if has_tensors(extra) and takes_text_only(model):
+        names = ", ".join(f"`{name}`" for name, value in extra.items() if has_tensors(value))
         raise UnsupportedOptionError(
             f"the tensor argument {names} is not supported with self-speculative decoding, which feeds the model "
             "tokens in blocks of its own. Leave it out, or call generate without `assistant`."
         )
-    raise UnsupportedOptionError(
-        f"{names}: input of {type(model).__name__} beside the text (images, sound, marks of where they stand) is not "
-        "supported with self-speculative decoding. Prompts of text alone are; for this one call generate without "
-        "`assistant`."
-    )
+    return extra
 
 
 def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks that a prompt is text alone, before transformers encodes anything.
+    """Checks that a model that takes text only gets nothing else.
 
     Args:
         model: the model.
@@ -66,20 +60,23 @@ def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, An
     extra_arguments(model, arguments)
 
 
-def _takes_text_only(model: PreTrainedModel) -> bool:
+def takes_text_only(model: PreTrainedModel) -> bool:
+    """Whether a model has no input but text."""
     modalities = getattr(model, "input_modalities", "text")
-    return set([modalities] if isinstance(modalities, str) else modalities) <= {"text"}
+    named = set([modalities] if isinstance(modalities, str) else modalities)
+    # Some classes name none, though their configs have a part for the text beside others.
+    return named <= {"text"} and model.config.get_text_config(decoder=True) is model.config
 
 
-def _is_nothing(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, (dict, list, tuple)) and all(_is_nothing(part) for part in _parts(value))
-    )
+def is_nothing(value: Any) -> bool:
+    """Whether an argument is ``None``, or holds nothing else."""
+    return value is None or (isinstance(value, (dict, list, tuple)) and all(is_nothing(part) for part in _parts(value)))
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
+    """Whether an argument is a tensor, or holds one."""
     if isinstance(value, (dict, list, tuple)):
-        return any(_has_tensors(part) for part in _parts(value))
+        return any(has_tensors(part) for part in _parts(value))
     return isinstance(value, torch.Tensor)
 
 
@@ -93,7 +90,7 @@ def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
     ``token_type_ids`` have other meanings, too. They are such marks where the model does not take them after the
     prefill, with tokens that it generates.
     """
-    if name not in _MARKS or not isinstance(value, torch.Tensor) or value.any():
+    if name not in MARKS or not isinstance(value, torch.Tensor) or value.any():
         return False
     if name != "token_type_ids":
         return True

@@ -6,6 +6,7 @@ forward writes at a cursor that each row has for itself, and what lies beyond th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -247,7 +248,7 @@ class SpeculativeCache(Cache):
             columns: ``[b, m]`` which of its tokens go to slots ``0..m-1`` of each row, ``None`` for all in order.
             slots: how many tokens each row has in it.
         """
-        length = other.get_seq_length()
+        length = tokens_in(other)
         for state, before in zip(self.layers, other.layers, strict=False):
             if isinstance(state, _RecurrentLayer):
                 state.take_states(before, slots)
@@ -313,6 +314,12 @@ def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cach
     if model.config.model_type in SERVED:
         cache.hold_states(like, SERVED[model.config.model_type], type(model).__name__)
     return cache
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """What a model's forward calls its cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache_params" if "cache_params" in parameters else "past_key_values"
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..errors import SettingError, UnsupportedOptionError
+from .cache import tokens_in
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Prompt:
         valid: ``[b, width]`` which columns hold tokens, ``None`` for all.
         padding: the mask, where rows must stay left-padded (see :class:`Target`).
         holes: masked columns between tokens, ``None`` for none.
+        own_positions: whether ``position_ids`` of several dimensions are others than 0, 1, 2, ... in each.
     """
 
     tokens: torch.Tensor
@@ -64,6 +66,7 @@ class Prompt:
     valid: torch.Tensor | None
     padding: torch.Tensor | None
     holes: Holes | None = None
+    own_positions: bool = False
 
     @classmethod
     def of(
@@ -83,7 +86,7 @@ class Prompt:
             inputs_embeds: ``[b, s, d]`` in place of ids, or ``None``.
             attention_mask: ``[b, m]`` over the whole text, ``None`` for all ones.
             position_ids: ``[b or 1, m]`` as ``generate`` prepared them, or ``[n, b or 1, m]`` for a rotary embedding of
-                several dimensions, which are equal in text; ``None`` for none.
+                several dimensions, which are equal in text and not in images; ``None`` for none.
             past: cache with the text's beginning, possibly empty.
             mask_length: ``m`` where ``generate`` dropped a mask of ones.
             ragged: whether the model takes rows at different lengths.
@@ -93,7 +96,7 @@ class Prompt:
             UnsupportedOptionError: position ids of the user's own.
         """
         b, columns = input_ids.shape
-        seen = past.get_seq_length()
+        seen = tokens_in(past)
         source = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None:
             width = attention_mask.shape[1]
@@ -111,14 +114,16 @@ class Prompt:
                 "the new tokens with an `attention_mask` over the whole text."
             )
         tokens = source[:, -fresh:]
-        _check_positions(position_ids, input_ids.new_ones(1, width) if attention_mask is None else attention_mask)
+        mask = input_ids.new_ones(1, width) if attention_mask is None else attention_mask
+        own_positions = _are_own(position_ids, mask)
         if attention_mask is not None:
             _check_filled(attention_mask[:, seen:])
         if attention_mask is None or (not ragged and b > 1):
             padding = None
             if not ragged and b > 1:
                 padding = input_ids.new_ones(b, width) if attention_mask is None else attention_mask.long()
-            return cls(tokens, [seen] * b, [fresh] * b, [width - columns] * b, width, None, padding)
+            base = [width - columns] * b
+            return cls(tokens, [seen] * b, [fresh] * b, base, width, None, padding, own_positions=own_positions)
         valid = attention_mask.bool()
         if not valid[:, -1].all():
             raise SettingError(
@@ -138,11 +143,29 @@ class Prompt:
             valid=valid,
             padding=None,
             holes=Holes.of(valid),
+            own_positions=own_positions,
         )
 
     def past_columns(self, seen: int) -> torch.Tensor | None:
         """``[b, seen]`` columns of an earlier cache in the order of slots, ``None`` if they are in order."""
         return None if self.valid is None else _front(self.valid[:, :seen])
+
+    def ends(self) -> list[int]:
+        """The slot behind each row's prompt."""
+        return [cursor + length for cursor, length in zip(self.cursors, self.lengths, strict=True)]
+
+    def tokens_of_rows(self) -> list[int]:
+        """How many tokens each row has in all."""
+        if self.padding is not None:
+            return self.padding.sum(1).tolist()
+        return self.ends()
+
+    def aligned(self, values: torch.Tensor) -> torch.Tensor:
+        """``[*n, b, s, d]`` of the columns that ``generate`` feeds, as ``tokens`` stand: padding behind each row."""
+        if self.valid is None:
+            return values
+        order = _front(self.valid[:, -values.shape[-2] :])[:, : max(self.lengths)]
+        return values.take_along_dim(order[..., None].to(values.device), dim=-2)
 
     def slots(self, total: int, generated: list[int]) -> torch.Tensor | None:
         """``[b, total]`` slot of each column of the padded text, -1 where there is none, ``None`` if in order."""
@@ -176,18 +199,19 @@ def _check_filled(mask: torch.Tensor) -> None:
         )
 
 
-def _check_positions(position_ids: torch.Tensor | None, mask: torch.Tensor) -> None:
+def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether positions of several dimensions are others than 0, 1, 2, ... over each row's tokens.
+
+    Raises:
+        UnsupportedOptionError: positions of one dimension are.
+    """
     if position_ids is None:
-        return
+        return False
     columns = position_ids.shape[-1]
     expected = (mask.long().cumsum(1) - 1)[:, -columns:]
-    if not ((position_ids != expected) & mask.bool()[:, -columns:]).any():
-        return
-    if position_ids.dim() == 3:
+    differ = bool(((position_ids != expected) & mask.bool()[:, -columns:]).any())
+    if differ and position_ids.dim() == 2:
         raise UnsupportedOptionError(
-            "`position_ids` that differ between the dimensions of the model's rotary embedding, or go on behind an "
-            "image in the cache, are not supported. Text alone is; for this call generate without `assistant`."
+            "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
         )
-    raise UnsupportedOptionError(
-        "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
-    )
+    return differ

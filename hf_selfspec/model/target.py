@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError
 from .anatomy import Anatomy
-from .cache import SpeculativeCache
+from .cache import SpeculativeCache, cache_name
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
+from .following import Following
 from .kernels import served_kernels, turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, speculative_attention
@@ -68,7 +69,7 @@ class Target:
             take rows at different lengths (``anatomy.ragged`` is false), else ``None``.
         holes: masked columns inside the prompts, ``None`` for none.
         last_positions: for each row the last position that its text can reach, ``None`` if there is no end.
-        extra: the user's own arguments for the model's forward.
+        following: what goes in behind the prompts beside their tokens.
         plan: what plays the whole model, ``None`` for all of it.
 
     Attributes:
@@ -85,7 +86,7 @@ class Target:
         padding: torch.Tensor | None = None,
         holes: Holes | None = None,
         last_positions: list[int] | None = None,
-        extra: dict[str, Any] | None = None,
+        following: Following | None = None,
         plan: LayerPlan | None = None,
     ) -> None:
         self.model = model
@@ -94,13 +95,12 @@ class Target:
         self.padding = padding
         self.holes = holes
         self.last_positions = last_positions
-        self.extra = extra or {}
+        self.following = following or Following()
         self.last_slots = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
-        self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
@@ -122,7 +122,8 @@ class Target:
     @property
     def can_leave(self) -> bool:
         """Whether rows can leave the forwards: nothing that belongs to rows is known outside of this class."""
-        return self.padding is None and self.holes is None and not self.extra
+        following = self.following
+        return self.padding is None and self.holes is None and not following.extra and not following.marks
 
     def is_active(self, row: int) -> bool:
         """Whether forwards run over a row."""
@@ -245,7 +246,7 @@ class Target:
             head_input_fn=head_input_fn,
         )
         # Arguments of the user's own are the whole model's.
-        module = self.model if head or self.extra else self._decoder
+        module = self.model if head or self.following.extra else self._decoder
         logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node, keep=keep)
         return Step(logits if head else None, run.captured, run.exit_state)
 
@@ -271,7 +272,7 @@ class Target:
             ``[b, s, d]`` what enters layer ``stop``, or the one at which it ended.
         """
         run = ForwardPass(self.full_plan, start=start, state=state, stop=stop, capture=stop, stop_fn=stop_fn)
-        module = self.model if self.extra else self._decoder
+        module = self.model if self.following.extra else self._decoder
         _, run = self._call(module, tokens, cursors, self.full_plan, run=run)
         assert run.captured is not None
         return run.captured
@@ -316,11 +317,13 @@ class Target:
             mask = self._padded_mask(cursors[0] + s)
             kwargs["attention_mask"] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
-        if self._takes_positions:
-            kwargs["position_ids"] = self._existing(positions, cursors)
+        if self.anatomy.takes_positions:
+            kept = None if rows is None else rows.kept
+            kwargs["position_ids"] = self.following.positions(self._existing(positions, cursors), kept)
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = keep
-        kwargs.update(self.extra)
+        kwargs.update(self.following.extra)
+        kwargs.update(self.following.marks_of(s))
         begun = perf_counter()
         with obeying(run), at_positions(geometry), turns():
             logits = getattr(module(**kwargs), "logits", None)

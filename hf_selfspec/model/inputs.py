@@ -1,0 +1,82 @@
+"""What one call of ``generate`` has for a model: its prompts laid out, how they go in, and what goes in behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from .anatomy import Anatomy
+from .arguments import extra_arguments, has_tensors, takes_text_only
+from .following import Following
+from .prefill import OwnPrefill, Prefill, TextPrefill
+from .prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The input of one call.
+
+    Attributes:
+        anatomy: the model's parts, with what they can do in this call.
+        prompt: the prompts.
+        prefill: puts them into the cache.
+        following: goes in behind them. An :class:`OwnPrefill` replaces it.
+        fixed: see :class:`Text`.
+    """
+
+    anatomy: Anatomy
+    prompt: Prompt
+    prefill: Prefill
+    following: Following
+    fixed: list[int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        anatomy: Anatomy,
+        input_ids: torch.Tensor,
+        arguments: dict[str, Any],
+        config: GenerationConfig,
+    ) -> Inputs:
+        """Lays out the prompts.
+
+        Args:
+            model: the model.
+            anatomy: its parts.
+            input_ids: ``[b, s]``.
+            arguments: what ``generate`` has for the model's forward.
+            config: of the call.
+
+        Raises:
+            SelfSpecError: there is input that cannot be served; the message names it.
+        """
+        extra = extra_arguments(model, arguments)
+        prompt = _prompt(input_ids, arguments, config, anatomy.ragged)
+        text = TextPrefill(arguments["past_key_values"], config.prefill_chunk_size)
+        if takes_text_only(model):
+            return cls(anatomy, prompt, text, Following(extra=extra))
+        following = Following.of(model, input_ids, arguments, prompt.tokens_of_rows())
+        if not has_tensors(extra) and not prompt.own_positions:
+            # What is in the cache may have been more than text.
+            return cls(anatomy, prompt, text, Following(following.offsets, extra=extra), prompt.cursors)
+        if not following.has_positions:
+            anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
+            prompt = _prompt(input_ids, arguments, config, ragged=False)
+        own = OwnPrefill(input_ids, config, arguments)
+        return cls(anatomy, prompt, own, following, prompt.ends())
+
+
+def _prompt(input_ids: torch.Tensor, arguments: dict[str, Any], config: GenerationConfig, ragged: bool) -> Prompt:
+    return Prompt.of(
+        input_ids,
+        arguments.get("inputs_embeds"),
+        arguments.get("attention_mask"),
+        arguments.get("position_ids"),
+        arguments["past_key_values"],
+        getattr(config, "_mask_length", None),
+        ragged,
+    )

@@ -1,0 +1,117 @@
+"""How prompts go through the model: as tokens that were laid out, or as the model's own ``generate`` has it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+
+from ..errors import UnsupportedOptionError
+from .cache import tokens_in
+from .following import Following
+from .masks import at_positions
+from .partial import ForwardPass, obeying
+from .prompt import Prompt
+from .target import PrefillObserver, Target
+
+
+class Prefill(Protocol):
+    """What puts prompts into the cache."""
+
+    def run(self, target: Target, prompt: Prompt) -> torch.Tensor:
+        """Runs the whole model over the prompts and returns the logits ``[b, v]`` of each row's last token."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextPrefill:
+    """Prompts of text alone.
+
+    Attributes:
+        past: cache with their beginnings, possibly empty.
+        chunk: most tokens in one forward, ``None`` for all.
+    """
+
+    past: Cache
+    chunk: int | None = None
+
+    def run(self, target: Target, prompt: Prompt) -> torch.Tensor:
+        """See :meth:`Prefill.run`."""
+        if seen := tokens_in(self.past):
+            target.cache.take_in(self.past, prompt.past_columns(seen), prompt.cursors)
+        logits = None
+        width = prompt.tokens.shape[1]
+        chunk = self.chunk or width
+        for start in range(0, width, chunk):
+            tokens = prompt.tokens[:, start : start + chunk]
+            lengths = [min(max(length - start, 0), tokens.shape[1]) for length in prompt.lengths]
+            cursors = [cursor + start for cursor in prompt.cursors]
+            piece = target.prefill(tokens, cursors, lengths)
+            ends_here = [start < length <= start + chunk for length in prompt.lengths]
+            chosen = torch.tensor(ends_here, device=piece.device)[:, None]
+            logits = piece if logits is None else torch.where(chosen, piece, logits)
+        assert logits is not None
+        return logits
+
+
+@dataclass(frozen=True)
+class OwnPrefill:
+    """Prompts with images or sound, or with positions of their own: as plain ``generate`` has them, to the last bit.
+
+    The model fills a cache of transformers, padding included; from there the tokens move to their slots.
+
+    Attributes:
+        input_ids: ``[b, s]`` as ``generate`` has them.
+        config: of the call.
+        arguments: what ``generate`` has for the model's forward, the cache included.
+    """
+
+    input_ids: torch.Tensor
+    config: GenerationConfig
+    arguments: dict[str, Any]
+
+    def run(self, target: Target, prompt: Prompt) -> torch.Tensor:
+        """See :meth:`Prefill.run`.
+
+        Raises:
+            UnsupportedOptionError: the model has put another number of tokens in the place of the prompt's.
+            UnsupportedModelError: see :meth:`Following.of`.
+        """
+        model, past = target.model, copy.deepcopy(self.arguments["past_key_values"])
+        arguments = self.arguments | {"past_key_values": past}
+        states: list[torch.Tensor] = []
+        begun = perf_counter()
+        with obeying(_watching(target, states)), at_positions(None):
+            output = model._prefill(self.input_ids, self.config, dict(arguments))
+        target.forward_seconds += perf_counter() - begun
+        if past.get_seq_length() != prompt.width:
+            raise UnsupportedOptionError(
+                f"{target.anatomy.model_name} has made {past.get_seq_length()} tokens of a prompt of {prompt.width}. "
+                "Pass a prompt with one placeholder for each token of an image or sound, as the model's current "
+                "processor makes it, or call generate without `assistant`."
+            )
+        target.cache.take_in(past, prompt.past_columns(prompt.width), prompt.ends())
+        if (observer := target.prefill_observer) is not None:
+            observer.observe(prompt.aligned(torch.cat(states, dim=-2)), prompt.cursors, prompt.lengths)
+        target.following = Following.of(model, self.input_ids, arguments, prompt.tokens_of_rows(), output)
+        return output.logits[:, -1]
+
+
+def _watching(target: Target, states: list[torch.Tensor]) -> ForwardPass:
+    """A forward of the whole model that keeps what the target's observer waits for."""
+    observer: PrefillObserver | None = target.prefill_observer
+    if observer is None:
+        return ForwardPass(target.full_plan)
+    watched = observer.layer
+
+    def keep(layer: int, entered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        if layer == watched:
+            states.append(entered)
+        return left
+
+    return ForwardPass(target.full_plan, after_layer=keep)
