@@ -19,7 +19,7 @@ from .errors import UnsupportedOptionError
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
-from .model.cache import SpeculativeCache
+from .model.cache import cache_for, given_cache
 from .model.checkpointing import checkpoints
 from .model.inputs import Inputs
 from .model.linear import are_faster
@@ -60,7 +60,7 @@ class Request:
     @property
     def past(self) -> Any:
         """The cache that ``generate`` passes."""
-        return self.model_kwargs["past_key_values"]
+        return given_cache(self.model_kwargs)
 
     @property
     def has_own_cache(self) -> bool:
@@ -69,7 +69,7 @@ class Request:
 
     def with_cache(self) -> Request:
         """The same where the model's own configuration does not switch the cache off: the ids are the same."""
-        given = self.model_kwargs.get("past_key_values")
+        given = self.past
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
         return replace(self, model_kwargs=self.model_kwargs | {"past_key_values": cache, "use_cache": True})
 
@@ -146,7 +146,7 @@ class Generation:
         target = Target(
             request.model,
             anatomy,
-            SpeculativeCache(len(request.past.layers), batch_size, prompt.width + new_tokens),
+            cache_for(request.model, batch_size, prompt.width + new_tokens, request.past),
             prompt.padding,
             prompt.holes,
             None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],

@@ -9,7 +9,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
-from .model.cache import check_cache
+from .model.cache import check_cache, given_cache
+from .model.kernels import check_kernels
 from .model.masks import SERVED_ATTENTION
 from .model.prompt import Prompt
 from .settings import check_count
@@ -68,14 +69,14 @@ def check_call(
         UnsupportedOptionError, UnsupportedModelError, SettingError: see the message.
     """
     check_options(model, config)
-    name = type(model).__name__
     if synced_gpus:
         raise UnsupportedOptionError(
             "synced_gpus (DeepSpeed ZeRO-3, FSDP over several processes) needs the same number of forwards on every "
             "process, which drafting does not keep. Call generate without `assistant`."
         )
     _check_prompt_learning(model)
-    check_cache(model_kwargs.get("past_key_values"), name)
+    check_cache(given_cache(model_kwargs), model)
+    check_kernels(model)
     implementation = model.config._attn_implementation
     if implementation is not None and implementation.partition("|")[0] not in SERVED_ATTENTION:
         raise UnsupportedOptionError(

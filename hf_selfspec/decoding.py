@@ -152,7 +152,8 @@ class Decoder:
         tokens = torch.cat([text.last_tokens(), draft.tokens.to(text.ids.device)], dim=1)
         roots = text.last_slots()
         nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents)
-        if draft.states is None:
+        # A sibling would have to find what its ancestors fed into recurrent states below, in another forward.
+        if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
             step = target.step(tokens, roots, nodes=nodes)
         else:
             states, ready = draft.states, draft.states.shape[1]
@@ -215,6 +216,7 @@ class Decoder:
                 self._ended[row] = self.text.lengths[row] - self.text.prompt_width
             self._keep(row, verdict, count, logits)
         self.target.keep_path(moves)
+        self.target.commit(self.text.last_slots())
         self._stream()
         keeps = self.keeps_rows or self._in_step or getattr(self.draft, "needs_ended_rows", False)
         if not keeps and self.target.can_leave:
@@ -306,12 +308,14 @@ class Decoder:
         """Fills the cache that ``generate`` returns: everything but the last token."""
         total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
         counts = [self.generated(row) for row in range(self.text.batch_size)]
+        ends = self.text.last_slots()
         if min(counts) < max(counts) and self.target.padding is None:
             # The last token of a row that ended before others belongs to the cache too; it has not been run yet.
             self.target.step(
                 self.text.last_tokens(), self.text.last_slots(), head=False, capture=self.target.anatomy.num_layers
             )
-        self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total)
+            ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
+        self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total, ends)
 
 
 def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:

@@ -146,6 +146,98 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 4, "attention_heads": 4},
 }
 
+_STATE_SPACE: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_PURE: dict[str, Any] = {"state_size": 8, "conv_kernel": 4, "expand": 2, "use_associative_scan": False}
+_GATED: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_KIMI: dict[str, Any] = _MLA | {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+    "num_local_experts": 4,
+}
+_INKLING: dict[str, Any] = _MOE | {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 8,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "unpadded_vocab_size": VOCABULARY,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "rope_parameters": None,
+}
+
+# Models with recurrent states.
+STATEFUL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _KIMI | {"q_lora_rank": None, "head_dim": 8, "short_conv_kernel_size": 4, "layer_group_size": 2},
+    "bamba": _STATE_SPACE | {"attn_layer_indices": [1, 3]},
+    "falcon_h1": _STATE_SPACE | {"mamba_d_ssm": 64},
+    "falcon_mamba": _PURE,
+    "granitemoehybrid": _STATE_SPACE
+    | _MOE
+    | {"shared_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "inkling2_text": _INKLING | {"n_layers_per_attn_res_block": 2},
+    "inkling_text": _INKLING,
+    "jamba": _MOE
+    | {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_associative_scan": False,
+        "use_mamba_kernels": False,
+    },
+    "kimi_linear": _KIMI | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
+    "lfm2_moe": _MOE | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "sliding_window": 8},
+    "mamba": _PURE,
+    "mamba2": _PURE | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp", "mamba", "attention"],
+        "num_hidden_layers": None,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    "olmo_hybrid": _GATED | {"linear_num_key_heads": 4},
+    "qwen3_5_moe_text": _GATED | _MOE | {"shared_expert_intermediate_size": 16},
+    "qwen3_5_text": _GATED,
+    "qwen3_next": _GATED | _MOE | {"shared_expert_intermediate_size": 16},
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "use_associative_scan": False,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "chunk_size": 8,
+        "num_key_value_heads": 4,
+        "adapter_rank": 4,
+    },
+}
+ARCHITECTURES |= STATEFUL
 
 _EAGER_ONLY = ("gpt_oss", "gemma2", "vaultgemma")
 
@@ -166,6 +258,10 @@ _CHOSEN: dict[str, tuple[int, float]] = {
     "persimmon": (0, 1.0),
     "qwen2": (0, 0.7),
     "vaultgemma": (0, 0.7),
+    "falcon_mamba": (0, 0.7),
+    "jamba": (0, 0.7),
+    "mamba": (0, 0.7),
+    "zamba": (0, 1.0),
 }
 
 

@@ -25,7 +25,7 @@ from conftest import (
     ragged_batch,
     tiny_llama,
 )
-from test_refusals import OPTIONS, tiny_mamba, tiny_t5
+from test_refusals import OPTIONS, tiny_rwkv, tiny_t5
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -298,7 +298,7 @@ def test_more_than_one_reason(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> 
 
 
 @pytest.mark.parametrize(
-    ("build", "words"), [(tiny_t5, "is an encoder-decoder"), (tiny_mamba, "is stateful")], ids=["t5", "mamba"]
+    ("build", "words"), [(tiny_t5, "is an encoder-decoder"), (tiny_rwkv, "is stateful")], ids=["t5", "rwkv"]
 )
 def test_model(build: Callable[[], PreTrainedModel], words: str) -> None:
     assert_plain_with_one_warning(build(), words)

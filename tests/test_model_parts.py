@@ -177,10 +177,11 @@ def test_cache_to_dynamic_cache_and_back(rows: int) -> None:
     values = torch.arange(1.0, 1 + 4 * rows).view(rows, 4)
     write(cache, [0] * rows, values)
     slots = torch.tensor([[-1, 0, 1, 2]] + [[0, 1, 2, 3]] * (rows - 1))
-    cache.hand_back(dynamic, slots, 4)
+    cache.hand_back(dynamic, slots, 4, [3] + [4] * (rows - 1))
     assert dynamic.layers[0].keys[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     again = SpeculativeCache(1, rows, capacity=8)
-    again.take_in(dynamic, torch.tensor([[1, 2, 3, 0]] + [[0, 1, 2, 3]] * (rows - 1)))
+    columns = torch.tensor([[1, 2, 3, 0]] + [[0, 1, 2, 3]] * (rows - 1))
+    again.take_in(dynamic, columns, [3] + [4] * (rows - 1))
     assert again.layers[0].keys[0, 0, :3, 0].tolist() == [1, 2, 3]
 
 

@@ -15,10 +15,10 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedModel,
     QuantizedCache,
+    RwkvConfig,
+    RwkvForCausalLM,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -284,15 +284,15 @@ def tiny_t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(config).eval()
 
 
-def tiny_mamba() -> MambaForCausalLM:
-    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)).eval()
+def tiny_rwkv() -> RwkvForCausalLM:
+    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)).eval()
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (tiny_t5, ("T5ForConditionalGeneration is an encoder-decoder", "needs a decoder-only model")),
-        (tiny_mamba, ("MambaForCausalLM is stateful", "without `assistant`")),
+        (tiny_rwkv, ("RwkvForCausalLM is stateful", "'rwkv'", "not proven", "without `assistant`")),
     ],
 )
 def test_model(refused: Refused, build: Callable[[], PreTrainedModel], words: tuple[str, ...]) -> None:

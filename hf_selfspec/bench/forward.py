@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..model.anatomy import Anatomy
-from ..model.cache import SpeculativeCache
+from ..model.cache import cache_for
 from ..model.target import Target
 from ..search.costs import seconds_of
 
@@ -39,7 +39,7 @@ def forward_seconds(
         cache = DynamicCache(config=model.config)
         model(ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
         anatomy = Anatomy.of(model)
-        target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, ids.shape[1]))
+        target = Target(model, anatomy, cache_for(model, 1, ids.shape[1]))
         with target.prepared():
             target.prefill(ids[:, :context], [0], [context])
 

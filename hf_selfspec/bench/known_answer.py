@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TopKLogitsWarper
 
 from ..draft.skip_layers import SkipLayers
 from ..model.anatomy import Anatomy
-from ..model.cache import SpeculativeCache
+from ..model.cache import cache_for
 from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
 from ..model.target import Target
@@ -191,7 +191,7 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
     ids = model.generate(**prompt, max_new_tokens=_HELD_OUT_TOKENS, **_SAMPLED)
     assert isinstance(ids, torch.Tensor)
     anatomy, (b, s) = Anatomy.of(model), ids.shape
-    target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, b, s + _WINDOW))
+    target = Target(model, anatomy, cache_for(model, b, s + _WINDOW))
     target.last_slots = [s - 1] * b
     warpers = LogitsProcessorList([TopKLogitsWarper(_TOP_K)])
 
@@ -205,7 +205,9 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
 
     found: dict[LayerPlan, float] = {}
     with target.prepared():
-        target.prefill(ids[:, :-1], [0] * b, [s - 1] * b)
+        first = s - 1 - _WINDOW
+        target.prefill(ids[:, :first], [0] * b, [first] * b)
+        target.step(ids[:, first:-1], [first] * b)
         whole = scores(target.full_plan)
         for plan in plans:
             if plan not in found:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..model import anatomy as anatomies
 from ..model.anatomy import Anatomy, Architecture, register_architecture
-from ..model.cache import SpeculativeCache
+from ..model.cache import cache_for
 from ..model.exits import Exits
 from ..model.partial import LayerPlan
 from ..model.target import Target
@@ -189,7 +189,7 @@ def attainable_with(model: PreTrainedModel, plan: LayerPlan, texts: Sequence[tor
     stopwatch = Stopwatch(plan, LayerPlan(plan.num_layers, frozenset(), plan.skipped_mlp))
     for ids in texts:
         last = ids.shape[1] - 1
-        target = Target(model, anatomy, SpeculativeCache(plan.num_layers, 1, last + 2))
+        target = Target(model, anatomy, cache_for(model, 1, last + 2))
         agrees, sure = [], []
         with target.prepared():
             target.prefill(ids[:, :prompt], [0], [prompt])
@@ -234,10 +234,11 @@ def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) 
     """Times forwards of one and of several tokens at the end of ``ids`` ``[1, s]`` (medians, in turn)."""
     anatomy = Anatomy.of(model)
     layers, s = anatomy.num_layers, ids.shape[1]
-    target = Target(model, anatomy, SpeculativeCache(layers, 1, s + 1))
+    target = Target(model, anatomy, cache_for(model, 1, s + 1))
     stopwatch = Stopwatch(LayerPlan.early_exit(layers, max(1, layers // 4)))
     with target.prepared():
-        target.prefill(ids, [0], [s])
+        target.prefill(ids[:, :-MANY], [0], [s - MANY])
+        target.step(ids[:, -MANY:], [s - MANY])
         stopwatch.measure(target, ids[:, -MANY:], [s - MANY], [s - 1], repeats, draft=None)
     return stopwatch.costs(median)
 

@@ -22,6 +22,9 @@ from ..verify.scoring import Scorer
 from .partial import DraftStep, PartialDraft, tokens_before
 from .source import Drafter, DraftSource, Limits, Session
 
+# Tokens, of other sources, that the adapter catches up with where recurrent states have to be known for that.
+_LATE = 32
+
 
 @register("draft")
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class EarlyExitAdapter(DraftSource):
         check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
         draft = AdapterDraft(session.target, plan, limits, session.scorer, self.module)
         draft.reserve(session)
+        session.target.cache.look_back(_LATE)
         return draft
 
 
@@ -114,7 +118,7 @@ class AdapterDraft(PartialDraft):
         late = max(cursor - seen for cursor, seen in zip(cursors, self._seen, strict=True))
         starts = cursors
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
-            starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1)
+            starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1, self.target.first_slots())
         self._seen = [cursor + 1 for cursor in cursors]
         # Rows whose tokens cannot all be fed again have junk behind their last one.
         ends = [cursor - start for cursor, start in zip(cursors, starts, strict=True)]
@@ -169,7 +173,7 @@ class AdapterDraft(PartialDraft):
 
 
 def _at(values: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """``[b, 1, n]`` of values ``[b, s, n]`` what is at each row's place."""
+    """``[b, 1, n]`` of values ``[b, s, n]`` what is at each row's place; all where they are of one place alone."""
     if min(places) >= values.shape[1] - 1:
         return values[:, -1:]
     return values[torch.arange(len(places)), torch.tensor(places)][:, None]

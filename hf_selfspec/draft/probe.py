@@ -85,6 +85,7 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
     exits = Exits(session.target.model)
     draft = ProbingDraft(session.target, limits, session.scorer, settings, exits, study, session.round_seconds)
     draft.reserve(session)
+    session.target.cache.look_back(_WINDOW)
     return draft
 
 
@@ -188,7 +189,7 @@ class ProbingDraft(PartialDraft):
         unseen = self._unseen(text)
         n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
         roots = text.last_slots()
-        starts, tokens = tokens_before(text, roots, n)
+        starts, tokens = tokens_before(text, roots, n, self.target.first_slots())
         # Where in its window the unseen tokens of each row are; short rows have junk behind them.
         new = [
             (max(root - count, start) - start, root - start) if self.target.is_active(row) else (0, 0)

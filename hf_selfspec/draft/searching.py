@@ -78,6 +78,7 @@ def start_search(
     known = session.knowledge.of("skip search", make)
     draft = SearchingDraft(session.target, limits, session.scorer, known, session.stop, session.round_seconds)
     draft.reserve(session, min(search.context_window, session.new_tokens))
+    session.target.cache.look_back(max(search.context_window, MANY))
     return draft
 
 

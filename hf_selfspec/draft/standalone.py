@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from ..errors import SettingTypeError
+from ..errors import SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.target import Target
@@ -36,12 +36,18 @@ def standalone_draft(
 
     Raises:
         SettingTypeError: the source is not an early exit with a stop rule.
+        UnsupportedModelError: the model has recurrent states.
     """
     plan = source.plan(anatomy := Anatomy.of(model)) if isinstance(source, EarlyExit) else None
     if plan is None or stop is None:
         raise SettingTypeError(
             f"only EarlyExit(layer) with a stop rule can draft on its own outside this package's loop, got {source!r} "
             f"and {stop!r}: other drafts read keys and values that only the full model writes."
+        )
+    if anatomy.is_recurrent:
+        raise UnsupportedModelError(
+            f"{anatomy.model_name} has recurrent states, which other loops cannot take back when a draft is rejected. "
+            "Use generate(assistant=...)."
         )
     target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS))
     scorer = Scorer(processors or LogitsProcessorList(), 1, do_sample)

@@ -14,8 +14,11 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from .recurrences import SERVED
 
-_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+_ATTENTION_NAMES = (
+    "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "mixer",
+)  # fmt: skip
 _MLP_NAMES = (
     ("mlp",),
     ("feed_forward",),
@@ -66,6 +69,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "xglm": Architecture(endless=True),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
+    "inkling2_text": Architecture(tree=False, ragged=False, replay=False, exits=False),
+    "inkling_text": Architecture(tree=False, ragged=False),
 }
 
 
@@ -128,6 +133,7 @@ class Anatomy:
             longer texts are only worse then.
         takes_positions: whether the model is told where tokens stand.
         tree, ragged, replay, exits: see :class:`Architecture`.
+        is_recurrent: it has recurrent states, or inputs of convolutions, that are not keys and values.
     """
 
     model_name: str
@@ -144,6 +150,7 @@ class Anatomy:
     ragged: bool
     replay: bool
     exits: bool
+    is_recurrent: bool
 
     @property
     def num_layers(self) -> int:
@@ -163,10 +170,11 @@ class Anatomy:
                 f"{name} is an encoder-decoder model. Self-speculative decoding needs a decoder-only model, such as "
                 "those that AutoModelForCausalLM loads."
             )
-        if getattr(model, "_is_stateful", False):
+        is_recurrent = config.model_type in SERVED
+        if getattr(model, "_is_stateful", False) and not is_recurrent:
             raise UnsupportedModelError(
-                f"{name} is stateful (a recurrent or state-space model): its state cannot be rolled back when a draft "
-                "is rejected. Call generate without `assistant`."
+                f"{name} is stateful, and of model type {config.model_type!r} it is not proven that its recurrent "
+                "state can be rolled back when a draft is rejected. Call generate without `assistant`."
             )
         architecture = _ARCHITECTURES.get(config.model_type, Architecture())
         layers = _find_layers(model, architecture)
@@ -177,6 +185,8 @@ class Anatomy:
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = _takes_position_ids(model)
         has_places = alibi or architecture.tree is False or takes_positions
+        # Without attention there are no positions.
+        has_places = has_places or (is_recurrent and "cache_params" in _forward_parameters(model))
         return cls(
             model_name=name,
             layers=layers,
@@ -192,6 +202,7 @@ class Anatomy:
             ragged=architecture.ragged and has_places,
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
+            is_recurrent=is_recurrent,
         )
 
 
@@ -218,7 +229,11 @@ def _is_rotary(text_config: Any) -> bool:
 
 
 def _takes_position_ids(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+    return "position_ids" in _forward_parameters(model)
+
+
+def _forward_parameters(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(inspect.signature(type(model).forward).parameters)
 
 
 def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn.Module, ...]:

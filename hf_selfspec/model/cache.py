@@ -6,18 +6,39 @@ forward writes at a cursor that each row has for itself, and what lies beyond th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
+from .recurrences import SERVED
+from .recurrences.recurrence import Recurrence
+from .states import Feed, StateLayer
 
 _GROWTH = 1.25
 
 # Layers that read another layer's keys and values have an empty place in newer versions' caches.
 _ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+# Those with recurrent states, whose tokens are taken back for models that this is proven for.
+_RECURRENT = tuple(
+    getattr(cache_utils, name)
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+    if hasattr(cache_utils, name)
+)
 
 
 class _SpeculativeLayer(CacheLayerMixin):
@@ -73,6 +94,20 @@ class _SpeculativeLayer(CacheLayerMixin):
         return -1
 
 
+class _RecurrentLayer(_SpeculativeLayer, StateLayer):
+    """Recurrent states of one layer, with keys and values where it has attention, too."""
+
+    def __init__(
+        self, cache: SpeculativeCache, number_of_states: int, recurrence: type[Recurrence] | None, name: str
+    ) -> None:
+        super().__init__(cache)
+        self.init_states(number_of_states, recurrence, name)
+
+    @property
+    def feed(self) -> Feed:
+        return self._cache.feed
+
+
 class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs.
 
@@ -87,15 +122,55 @@ class SpeculativeCache(Cache):
         self.capacity = self._text_slots = capacity
         self.cursors = [0] * batch_size
         self.max_cursor = 0
+        self.feed = Feed(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._history = 0
+
+    def hold_states(self, like: Cache, recurrence: type[Recurrence] | None, name: str) -> None:
+        """Prepares for the recurrent states that a model keeps in its own cache.
+
+        Args:
+            like: the model's own cache.
+            recurrence: how its states go on, ``None`` for convolutions alone.
+            name: of the model, for messages.
+        """
+        for index, layer in enumerate(like.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                self.layers[index] = _RecurrentLayer(self, layer.number_of_states, recurrence, name)
+
+    @property
+    def _states(self) -> list[_RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, _RecurrentLayer)]
+
+    def look_back(self, slots: int) -> None:
+        """Keeps recurrent states from so many slots before the text's end on, at least those of generated tokens."""
+        self._history = max(self._history, slots)
+
+    def first_slots(self) -> list[int]:
+        """For each row the first slot that a forward can begin at; recurrent states are known from later on."""
+        known = [log.first_slots for layer in self._states for log in layer.logs() if not log.is_empty]
+        return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
+
+    def commit(self, roots: list[int]) -> None:
+        """Makes the text before these slots, one for each row, what recurrent states are made of."""
+        for layer in self._states:
+            for log in layer.logs():
+                log.commit(roots, self._history)
 
     def reserve(self, slots: int) -> None:
         """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
         self.capacity = max(self.capacity, self._text_slots + slots)
 
-    def seek(self, cursors: list[int], new_slots: int) -> None:
-        """Sets where each row's next forward writes, and keeps slots free for ``new_slots`` tokens there."""
+    def seek(self, cursors: list[int], new_slots: int, feed: Feed | None = None) -> None:
+        """Sets where each row's next forward writes, and keeps slots free there.
+
+        Args:
+            cursors: slot of each row's first token.
+            new_slots: number of tokens.
+            feed: what they feed into recurrent states, ``None`` where all count and stand in these slots.
+        """
         self.cursors = cursors
+        self.feed = feed or Feed(cursors)
         self.max_cursor = max(cursors)
         self._places = None
         needed = self.max_cursor + new_slots
@@ -141,6 +216,9 @@ class SpeculativeCache(Cache):
             if layer.is_initialized:
                 rows = torch.tensor(kept, device=layer.keys.device)
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        for state in self._states:
+            for log in state.logs():
+                log.keep_rows(kept)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves accepted tokens' keys and values to where the text continues.
@@ -150,6 +228,9 @@ class SpeculativeCache(Cache):
         """
         if not moves:
             return
+        for state in self._states:
+            for log in state.logs():
+                log.keep_path(moves)
         places = torch.tensor(moves)
         for layer in self.layers:
             if layer.is_initialized:
@@ -158,14 +239,18 @@ class SpeculativeCache(Cache):
                 for buffer in (layer.keys, layer.values):
                     buffer[rows, :, target] = buffer[rows, :, source]
 
-    def take_in(self, other: Cache, columns: torch.Tensor | None) -> None:
+    def take_in(self, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
         """Copies the content of a cache that an earlier ``generate`` returned; the cursors are left alone.
 
         Args:
             other: a ``DynamicCache`` with ``n`` tokens.
             columns: ``[b, m]`` which of its tokens go to slots ``0..m-1`` of each row, ``None`` for all in order.
+            slots: how many tokens each row has in it.
         """
         length = other.get_seq_length()
+        for state, before in zip(self.layers, other.layers, strict=False):
+            if isinstance(state, _RecurrentLayer):
+                state.take_states(before, slots)
         for index, source in enumerate(other.layers):
             if getattr(source, "keys", None) is None:
                 continue
@@ -183,21 +268,24 @@ class SpeculativeCache(Cache):
                     whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
                 buffer[:, :, : whole.shape[2]] = whole
 
-    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int) -> None:
+    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: list[int]) -> None:
         """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
 
         Args:
             other: the cache to fill, replaced as a whole.
             columns: ``[b, length]`` slot of each token, -1 for none (padding); ``None`` for slots ``0..length-1``.
             length: number of tokens.
+            slots: how many tokens each row has.
         """
         other.reset()
         for layer in other.layers:
-            if layer.is_initialized:
+            if getattr(layer, "is_initialized", False):
                 # Older versions' `reset` leaves zeros, to which `update` would append.
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         for index, layer in enumerate(self.layers):
+            if isinstance(layer, _RecurrentLayer):
+                layer.hand_states(other.layers[index], slots)
             if not layer.is_initialized:
                 continue
             pair = []
@@ -205,15 +293,56 @@ class SpeculativeCache(Cache):
                 if columns is None:
                     pair.append(buffer[:, :, :length].clone())
                 else:
-                    slots = columns.to(buffer.device)
+                    places = columns.to(buffer.device)
                     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
-                    picked = buffer[rows, :, slots.clamp(min=0)].transpose(1, 2)
-                    pair.append(picked.masked_fill((slots < 0)[:, None, :, None], 0).contiguous())
+                    picked = buffer[rows, :, places.clamp(min=0)].transpose(1, 2)
+                    pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
             other.update(*pair, layer_idx=index)
 
 
-def check_cache(cache: Any, model_name: str) -> None:
+def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
+    """The cache that a model needs.
+
+    Args:
+        model: the model.
+        batch_size, capacity: see :class:`SpeculativeCache`.
+        like: the model's own cache, ``None`` for a new one.
+    """
+    like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
+    cache = SpeculativeCache(len(like.layers), batch_size, capacity)
+    if model.config.model_type in SERVED:
+        cache.hold_states(like, SERVED[model.config.model_type], type(model).__name__)
+    return cache
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a model's arguments: models without attention have another name for it."""
+    given = arguments.get("past_key_values")
+    return arguments.get("cache_params") if given is None else given
+
+
+def tokens_in(cache: Cache) -> int:
+    """How many tokens the rows of a cache have, padding included.
+
+    Raises:
+        UnsupportedOptionError: it does not tell.
+    """
+    if not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return int(cache.get_seq_length())
+    if any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers):
+        raise UnsupportedOptionError(
+            "a cache of recurrent states alone does not tell how many tokens it holds, so a text cannot go on from it "
+            "with self-speculative decoding. Leave the cache out and pass the whole text."
+        )
+    return 0
+
+
+def check_cache(cache: Any, model: PreTrainedModel) -> None:
     """Checks that ``cache`` is one whose tokens can be taken back.
+
+    Args:
+        cache: what ``generate`` passes.
+        model: the model that it is for.
 
     Raises:
         UnsupportedOptionError: it is static, quantized, offloaded or of an unknown kind.
@@ -225,9 +354,10 @@ def check_cache(cache: Any, model_name: str) -> None:
             f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `past_key_values` and "
             "`cache_implementation`, or pass a DynamicCache."
         )
+    known = _ROLLS_BACK + (_RECURRENT if model.config.model_type in SERVED else ())
     for layer in cache.layers:
-        if type(layer) not in _ROLLS_BACK:
+        if type(layer) not in known:
             raise UnsupportedModelError(
-                f"{model_name} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled back when a "
-                "draft is rejected. Call generate without `assistant`."
+                f"{type(model).__name__} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
+                "back when a draft is rejected. Call generate without `assistant`."
             )

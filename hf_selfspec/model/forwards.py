@@ -23,13 +23,13 @@ class InstanceForwards:
     """
 
     def __init__(self) -> None:
-        self.saved: list[tuple[nn.Module, str, Any]] = []
+        self.saved: list[tuple[Any, str, Any]] = []
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
         """Makes ``forward`` what ``module(...)`` calls."""
         self.set(module, "forward", forward)
 
-    def set(self, module: nn.Module, name: str, value: Any) -> None:
+    def set(self, module: Any, name: str, value: Any) -> None:
         """Gives ``module`` an attribute that is no parameter, buffer or module."""
         self.saved.append((module, name, module.__dict__.get(name, _MISSING)))
         module.__dict__[name] = value
@@ -55,14 +55,14 @@ class SharedChange:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._models: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
 
     @contextmanager
-    def of(self, model: nn.Module, make: Callable[[InstanceForwards], None]) -> Iterator[None]:
+    def of(self, model: Any, make: Callable[[InstanceForwards], None]) -> Iterator[None]:
         """Keeps ``model`` changed, also where another thread leaves first; taken back after an exception, too.
 
         Args:
-            model: the model.
+            model: the model, or a Python module.
             make: makes the change; one that fails half-way is taken back.
         """
         with self._lock:
@@ -79,7 +79,7 @@ class SharedChange:
             with self._lock:
                 self._leave(model, shared)
 
-    def _leave(self, model: nn.Module, shared: _Shared) -> None:
+    def _leave(self, model: Any, shared: _Shared) -> None:
         shared.users -= 1
         if shared.users == 0:
             shared.forwards.restore()

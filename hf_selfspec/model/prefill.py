@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedOptionError
+from .cache import tokens_in
 from .following import Following
 from .masks import at_positions
 from .partial import ForwardPass, obeying
@@ -41,14 +42,14 @@ class TextPrefill:
 
     def run(self, target: Target, prompt: Prompt) -> torch.Tensor:
         """See :meth:`Prefill.run`."""
-        if seen := self.past.get_seq_length():
-            target.cache.take_in(self.past, prompt.past_columns(seen))
+        if seen := tokens_in(self.past):
+            target.cache.take_in(self.past, prompt.past_columns(seen), prompt.cursors)
         logits = None
         width = prompt.tokens.shape[1]
         chunk = self.chunk or width
         for start in range(0, width, chunk):
             tokens = prompt.tokens[:, start : start + chunk]
-            lengths = [min(max(length - start, 1), tokens.shape[1]) for length in prompt.lengths]
+            lengths = [min(max(length - start, 0), tokens.shape[1]) for length in prompt.lengths]
             cursors = [cursor + start for cursor in prompt.cursors]
             piece = target.prefill(tokens, cursors, lengths)
             ends_here = [start < length <= start + chunk for length in prompt.lengths]
@@ -94,7 +95,7 @@ class OwnPrefill:
                 "Pass a prompt with one placeholder for each token of an image or sound, as the model's current "
                 "processor makes it, or call generate without `assistant`."
             )
-        target.cache.take_in(past, prompt.past_columns(prompt.width))
+        target.cache.take_in(past, prompt.past_columns(prompt.width), prompt.ends())
         if (observer := target.prefill_observer) is not None:
             observer.observe(prompt.aligned(torch.cat(states, dim=-2)), prompt.cursors, prompt.lengths)
         target.following = Following.of(model, self.input_ids, arguments, prompt.tokens_of_rows(), output)

@@ -19,11 +19,13 @@ from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
 from .following import Following
+from .kernels import served_kernels, turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
 from .prompt import Holes
 from .rows import ActiveRows
+from .states import Feed
 
 _NO_END = 1 << 62
 
@@ -98,6 +100,7 @@ class Target:
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
@@ -110,6 +113,7 @@ class Target:
             stack.enter_context(partial_forwards(self.model, self.anatomy))
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
+            stack.enter_context(served_kernels(self.model))
             if is_compiled(self.model):
                 # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
                 stack.enter_context(eagerly())
@@ -151,18 +155,31 @@ class Target:
             moves = [(place[row], start, end) for row, start, end in moves]
         self.cache.keep_path(moves)
 
+    def commit(self, roots: list[int]) -> None:
+        """Makes the text before these slots, one for each row, what recurrent states are made of."""
+        self.cache.commit(roots if self.active_rows is None else self.active_rows.of_list(roots))
+
+    def first_slots(self) -> list[int]:
+        """For each row the first slot that a forward can begin at; recurrent states are known from later on."""
+        known = self.cache.first_slots()
+        if self.active_rows is None:
+            return known
+        rows = dict(zip(self.active_rows.kept, known, strict=True))
+        return [rows.get(row, 0) for row in range(self.active_rows.total)]
+
     def prefill(self, tokens: torch.Tensor, cursors: list[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 
         Args:
             tokens: ``[b, s]`` ids, or ``[b, s, d]`` embeddings; rows start left and may have junk on the right.
             cursors: slot of each row's first token.
-            lengths: number of real tokens in each row.
+            lengths: number of real tokens in each row. Of a row without any, what is returned is junk.
 
         Returns:
             ``[b, v]``.
         """
-        width = tokens.shape[1]
+        width, counts = tokens.shape[1], lengths
+        lengths = [max(length, 1) for length in lengths]
         ragged = min(lengths) < width
         ends = torch.tensor(sorted({length - 1 for length in lengths}), device=tokens.device)
         keep = ends if ragged else 1
@@ -170,7 +187,9 @@ class Target:
         simple = not ragged and max(cursors) == 0 and self.holes is None
         observer = self.prefill_observer
         run = None if observer is None else ForwardPass(self.full_plan, capture=observer.layer)
-        logits, run = self._call(self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple)
+        logits, run = self._call(
+            self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple, counts=counts
+        )
         assert logits is not None
         if observer is not None:
             assert run.captured is not None
@@ -270,6 +289,7 @@ class Target:
         first_node: int = 0,
         keep: int | torch.Tensor = 0,
         simple: bool = False,
+        counts: list[int] | None = None,
     ) -> tuple[torch.Tensor | None, ForwardPass]:
         """Logits, or what the module returns for them, and what the forward left behind."""
         run, rows = ForwardPass(plan) if run is None else run, self.active_rows
@@ -278,9 +298,9 @@ class Target:
             run = rows.enter(run)
         s = tokens.shape[1]
         cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
-        self.cache.seek(cursors, s)
+        self.cache.seek(cursors, s, _feed(cursors, counts, nodes))
         device = tokens.device
-        kwargs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
         geometry = None
         if self.padding is None:
@@ -305,7 +325,7 @@ class Target:
         kwargs.update(self.following.extra)
         kwargs.update(self.following.marks_of(s))
         begun = perf_counter()
-        with obeying(run), at_positions(geometry):
+        with obeying(run), at_positions(geometry), turns():
             logits = getattr(module(**kwargs), "logits", None)
         self.forward_seconds += perf_counter() - begun
         if rows is not None:
@@ -352,3 +372,13 @@ class Target:
         if missing <= 0:
             return self.padding[:, :length]
         return torch.cat([self.padding, self.padding.new_ones(self.padding.shape[0], missing)], dim=1)
+
+
+def _feed(cursors: list[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
+    """What a forward feeds into recurrent states."""
+    if nodes is None:
+        return Feed(cursors, counts)
+    if nodes.hidden:
+        # A line that is in the text already: it begins where its first token stands.
+        return Feed([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
+    return Feed(cursors, nodes=nodes)

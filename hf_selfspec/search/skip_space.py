@@ -12,6 +12,8 @@ from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
 
 _BLOCKS = ("attention", "mlp")
+# A layer that is skipped as a whole or not at all.
+_LAYER = "layer"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class SkipSpace:
 
     Attributes:
         num_layers: ``L``.
-        blocks: ``(layer, "attention" or "mlp")`` of each block that may be skipped, by layer.
+        blocks: ``(layer, "attention" or "mlp")`` of each block that may be skipped, by layer, and ``(layer, "layer")``
+            for layers of hybrids that do not have both.
     """
 
     num_layers: int
@@ -42,9 +45,7 @@ class SkipSpace:
                 f"{anatomy.num_layers}. Use SkipLayers() without a search."
             )
         inner = range(1, anatomy.num_layers - 1)
-        blocks = tuple(
-            (layer, name) for layer in inner for name in _BLOCKS if name == "mlp" or layer not in anatomy.kv_sources
-        )
+        blocks = tuple((layer, name) for layer in inner for name in _blocks(anatomy, layer))
         space = cls(anatomy.num_layers, blocks)
         for index in range(len(blocks)):
             check_plan(space.plan([index]), anatomy)
@@ -52,15 +53,19 @@ class SkipSpace:
 
     @property
     def whole_layers(self) -> tuple[int, ...]:
-        """Layers both blocks of which may be skipped."""
-        attention, mlp = ({layer for layer, block in self.blocks if block == name} for name in _BLOCKS)
-        return tuple(sorted(attention & mlp))
+        """Layers that may be skipped as a whole."""
+        attention, mlp, both = ({layer for layer, block in self.blocks if block == name} for name in (*_BLOCKS, _LAYER))
+        return tuple(sorted(attention & mlp | both))
 
-    def timed_plans(self) -> tuple[LayerPlan, LayerPlan]:
-        """Plans from whose times the costs of blocks follow: without every second layer, and without MLP blocks."""
+    def timed_plans(self) -> tuple[LayerPlan, LayerPlan | None]:
+        """Plans from whose times the costs of blocks follow: without every second layer, and without MLP blocks.
+
+        ``None`` for the latter where no MLP block can be skipped alone.
+        """
         some = frozenset(self.whole_layers[::2])
         mlp = frozenset(layer for layer, block in self.blocks if block == "mlp")
-        return LayerPlan(self.num_layers, some, some), LayerPlan(self.num_layers, frozenset(), mlp)
+        without = LayerPlan(self.num_layers, frozenset(), mlp) if mlp else None
+        return LayerPlan(self.num_layers, some, some), without
 
     def count(self, ratio: float) -> int:
         """How many blocks a skip ratio stands for, at least one."""
@@ -71,12 +76,13 @@ class SkipSpace:
         skipped: dict[str, set[int]] = {name: set() for name in _BLOCKS}
         for place in chosen:
             layer, name = self.blocks[place]
-            skipped[name].add(layer)
+            for block in _BLOCKS if name == _LAYER else (name,):
+                skipped[block].add(layer)
         return LayerPlan(self.num_layers, frozenset(skipped["attention"]), frozenset(skipped["mlp"]))
 
     def places(self, plan: LayerPlan) -> frozenset[int]:
         """Places of the blocks that ``plan`` skips."""
-        skipped = {"attention": plan.skipped_attention, "mlp": plan.skipped_mlp}
+        skipped = {"attention": plan.skipped_attention, "mlp": plan.skipped_mlp, _LAYER: plan.skipped_layers}
         return frozenset(place for place, (layer, name) in enumerate(self.blocks) if layer in skipped[name])
 
     def row(self, plan: LayerPlan) -> np.ndarray:
@@ -93,3 +99,10 @@ class SkipSpace:
     def random(self, rng: np.random.Generator, ratio: float) -> LayerPlan:
         """A set drawn uniformly among those of this ratio."""
         return self.highest(rng.random(len(self.blocks)), ratio)
+
+
+def _blocks(anatomy: Anatomy, layer: int) -> tuple[str, ...]:
+    """The blocks of a layer that may be skipped."""
+    if anatomy.is_recurrent and not (anatomy.attention[layer] and anatomy.mlp[layer]):
+        return (_LAYER,)
+    return _BLOCKS if layer not in anatomy.kv_sources else ("mlp",)

@@ -1,0 +1,136 @@
+"""Transformers' functions for recurrences, which leave to the cache what a state is while it is ours.
+
+A model's file calls its recurrence, and its convolutions, by the name of a function. While a model speculates, that
+name stands for a function that hands the call to the state whose turn it is in this thread; without one it is the
+original.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.nn as nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from .forwards import InstanceForwards, SharedChange
+from .recurrences import SERVED
+
+# Takes the original function and the arguments of a call, and returns what the function would.
+Run = Callable[..., Any]
+
+CONVOLUTION = "causal_conv1d_fn"
+_FIRST_OF_CONVOLUTION = ("hidden_states", "weight", "bias")
+
+
+class _Turn(threading.local):
+    """What serves the next calls of this thread: those of a recurrence until it ends, one of a convolution."""
+
+    recurrence: Run | None = None
+    calls = 0
+    convolution: Run | None = None
+
+
+_turn = _Turn()
+_served = SharedChange()
+
+
+def expect_recurrence(run: Run) -> None:
+    """Makes ``run`` what serves this thread's next calls of recurrences."""
+    _turn.recurrence, _turn.calls = run, 0
+
+
+def recurrence_calls() -> int:
+    """Ends that, and returns how many calls there were."""
+    _turn.recurrence = None
+    return _turn.calls
+
+
+def expect_convolution(run: Run) -> None:
+    """Makes ``run`` what serves this thread's next call of a convolution."""
+    assert _turn.convolution is None, "the model has computed a convolution in a way that is not known"
+    _turn.convolution = run
+
+
+@contextmanager
+def turns() -> Iterator[None]:
+    """A forward: whatever happens inside, calls behind it go to the original functions."""
+    try:
+        yield
+        assert _turn.convolution is None, "the model has computed a convolution in a way that is not known"
+    finally:
+        _turn.recurrence = _turn.convolution = None
+
+
+@contextmanager
+def served_kernels(model: PreTrainedModel) -> Iterator[None]:
+    """Puts the functions on, for all threads that use them, and takes them off again."""
+    with ExitStack() as stack:
+        if model.config.model_type in SERVED:
+            recurrence = SERVED[model.config.model_type]
+            for module in _modules(model, CONVOLUTION):
+                stack.enter_context(_served.of(module, functools.partial(_serve, module, recurrence)))
+        yield
+
+
+def check_kernels(model: PreTrainedModel) -> None:
+    """Checks that the file of a model with recurrent states has the functions that we know, as we know them.
+
+    Raises:
+        UnsupportedModelError: it has not.
+    """
+    if model.config.model_type not in SERVED:
+        return
+    recurrence = SERVED[model.config.model_type]
+    modules = _modules(model, CONVOLUTION)
+    first = _FIRST_OF_CONVOLUTION
+    known = len(modules) == 1 and _parameters(modules[0], CONVOLUTION)[: len(first)] == first
+    if known and recurrence is not None:
+        known = _parameters(modules[0], recurrence.kernel) == recurrence.parameters
+    if not known:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its recurrent states in a way that is not known here: this version of "
+            "transformers has other functions for it, or such with other parameters. So they cannot be taken back when "
+            "a draft is rejected. Call generate without `assistant`."
+        )
+
+
+def _modules(model: nn.Module, name: str) -> list[Any]:
+    """The Python modules of the model's parts that have a function of that name."""
+    names = {type(part).__module__ for part in model.modules()}
+    found = (sys.modules.get(module) for module in sorted(names))
+    return [module for module in found if callable(getattr(module, name, None))]
+
+
+def _parameters(module: Any, name: str) -> tuple[str, ...]:
+    found = getattr(module, name, None)
+    return () if found is None else tuple(inspect.signature(found).parameters)
+
+
+def _serve(module: Any, recurrence: Any, forwards: InstanceForwards) -> None:
+    convolution = getattr(module, CONVOLUTION)
+
+    @functools.wraps(convolution)
+    def convolve(*args: Any, **kwargs: Any) -> Any:
+        run, _turn.convolution = _turn.convolution, None
+        return convolution(*args, **kwargs) if run is None else run(convolution, *args, **kwargs)
+
+    forwards.set(module, CONVOLUTION, convolve)
+    if recurrence is None:
+        return
+    kernel = getattr(module, recurrence.kernel)
+
+    @functools.wraps(kernel)
+    def recur(*args: Any, **kwargs: Any) -> Any:
+        if _turn.recurrence is None:
+            return kernel(*args, **kwargs)
+        _turn.calls += 1
+        return _turn.recurrence(kernel, *args, **kwargs)
+
+    forwards.set(module, recurrence.kernel, recur)

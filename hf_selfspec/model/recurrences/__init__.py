@@ -1,0 +1,33 @@
+"""Recurrent states of hybrid and state-space models: which are served, and how each goes on."""
+
+from __future__ import annotations
+
+from .gated_delta import GatedDelta, KimiDelta
+from .recurrence import Recurrence
+from .selective_scan import SelectiveScan
+from .state_space import StateSpace
+
+# Model types whose states are proven to be taken back exactly, each with its recurrence; None for convolutions alone.
+SERVED: dict[str, type[Recurrence] | None] = {
+    "bailing_hybrid": KimiDelta,
+    "bamba": StateSpace,
+    "falcon_h1": StateSpace,
+    "falcon_mamba": SelectiveScan,
+    "granitemoehybrid": StateSpace,
+    "inkling2_text": None,
+    "inkling_text": None,
+    "jamba": SelectiveScan,
+    "kimi_linear": KimiDelta,
+    "lfm2": None,
+    "lfm2_moe": None,
+    "lfm3": None,
+    "mamba": SelectiveScan,
+    "mamba2": StateSpace,
+    "nemotron_h": StateSpace,
+    "olmo_hybrid": GatedDelta,
+    "qwen3_5_moe_text": GatedDelta,
+    "qwen3_5_text": GatedDelta,
+    "qwen3_next": GatedDelta,
+    "zamba": SelectiveScan,
+    "zamba2": StateSpace,
+}

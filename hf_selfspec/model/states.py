@@ -1,0 +1,197 @@
+"""The layer of our cache that holds recurrent states, and the inputs of convolutions, as it holds keys and values."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ..errors import UnsupportedModelError
+from . import kernels
+from .layout import TreeLayout
+from .recurrences.convolution import Convolution
+from .recurrences.recurrence import Recurrence
+from .state_log import StateLog
+
+
+@dataclass
+class Feed:
+    """Which tokens the running forward feeds.
+
+    Attributes:
+        starts: for each row the slot of the first token.
+        counts: for each row the tokens of a prompt that count, ``None`` where all do and may be taken back.
+        nodes: how they hang together, ``None`` for a line.
+        is_scratch: nothing of it is kept.
+    """
+
+    starts: list[int]
+    counts: list[int] | None = None
+    nodes: TreeLayout | None = None
+    is_scratch: bool = False
+
+    def kept(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
+        if self.counts is None or min(self.counts) == length:
+            return None
+        return torch.arange(length, device=device) < torch.tensor(self.counts, device=device)[:, None]
+
+    def begin(self, log: StateLog) -> list[int]:
+        """For each row the slot of its first token in a log; a row with none goes on where it is."""
+        if self.counts is None or log.is_empty:
+            return self.starts
+        return [
+            start if count else slot for start, count, slot in zip(self.starts, self.counts, log.slots, strict=True)
+        ]
+
+    def ends(self, starts: list[int], length: int) -> list[int]:
+        """For each row the slot behind its tokens."""
+        counts = [length] * len(starts) if self.counts is None else self.counts
+        return [start + count for start, count in zip(starts, counts, strict=True)]
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """Recurrent states of one layer, to be combined with a layer for keys and values.
+
+    Args:
+        number_of_states: states of each kind.
+        recurrence: how recurrent states go on, ``None`` for convolutions alone.
+        name: of the model, for messages.
+    """
+
+    is_compileable = False
+
+    def init_states(self, number_of_states: int, recurrence: type[Recurrence] | None, name: str) -> None:
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+        # Models call `update_conv_state` for single tokens too, and see no state: `has_previous_state` stays false.
+        self.record_past = True
+        self._recurrence = recurrence
+        self._model_name = name
+        self._convolutions: dict[int, tuple[Convolution, StateLog]] = {}
+        # A function may be called several times for one state.
+        self._recurrent: dict[int, list[tuple[Recurrence, StateLog]]] = {}
+        self._has_parts = False
+        self._given: dict[int, tuple[list[int], torch.Tensor]] = {}
+
+    @property
+    def feed(self) -> Feed:
+        """What the running forward feeds."""
+        raise NotImplementedError
+
+    def logs(self) -> list[StateLog]:
+        """The logs of all states."""
+        recurrent = (log for states in self._recurrent.values() for _, log in states)
+        return [*(log for _, log in self._convolutions.values()), *recurrent]
+
+    # Caches of transformers -----------------------------------------------------------------------------------------
+
+    def take_states(self, source: Any, slots: list[int]) -> None:
+        """Takes in the states of a layer that an earlier ``generate`` returned, each row's before its slot."""
+        for index, inputs in source.conv_states.items():
+            if inputs is not None and source.has_previous_state[index]:
+                convolution = Convolution(source.conv_kernel_size[index] or inputs.shape[2])
+                log = StateLog(convolution.advance)
+                log.restart(slots, inputs[:, :, -convolution.width :].clone())
+                self._convolutions[index] = convolution, log
+        for index, state in source.recurrent_states.items():
+            if state is not None and source.has_previous_state[index]:
+                self._given[index] = list(slots), state.clone()
+
+    def hand_states(self, target: Any, slots: list[int]) -> None:
+        """Fills an empty layer with the states before these slots."""
+        for index, (convolution, log) in self._convolutions.items():
+            target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width)
+        for index, states in self._recurrent.items():
+            stored = [recurrence.store(log.state_at(slots)) for recurrence, log in states]
+            whole = torch.stack(stored, 1) if self._has_parts else stored[0]
+            target.update_recurrent_state(whole, state_idx=index)
+
+    # What models call ----------------------------------------------------------------------------------------------
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Inputs of a convolution ``[b, c, s]`` with those before them; the recurrence behind it comes next."""
+        if self._recurrence is not None:
+            calls = itertools.count()
+            kernels.expect_recurrence(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
+        feed, width = self.feed, conv_kernel_size or 0
+        if not width:
+            raise UnsupportedModelError(
+                f"{self._model_name} keeps inputs of convolutions without their number, so they cannot be taken back. "
+                "Call generate without `assistant`."
+            )
+        if state_idx not in self._convolutions:
+            convolution = Convolution(width)
+            self._convolutions[state_idx] = convolution, StateLog(convolution.advance)
+        convolution, log = self._convolutions[state_idx]
+        length = conv_states.shape[2]
+        starts, kept = feed.begin(log), feed.kept(length, conv_states.device)
+        if log.is_empty:
+            log.restart(feed.ends(starts, length), convolution.prefill(conv_states, kept))
+            return conv_states
+        state = log.state_at(starts)
+        if feed.counts is not None:
+            log.restart(feed.ends(starts, length), convolution.advance(state, (conv_states,), kept))
+        elif not feed.is_scratch:
+            log.add(starts, feed.ends(starts, length), (conv_states,))
+        if feed.nodes is not None:
+            windows = convolution.windows(state, conv_states, feed.nodes)
+            kernels.expect_convolution(functools.partial(_at_windows, windows, len(conv_states)))
+        return torch.cat([state, conv_states], 2)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """The model has computed a state; it is known already.
+
+        Raises:
+            UnsupportedModelError: it has done so in a way that is not known.
+        """
+        states = self._recurrent.get(state_idx, [])
+        if not states or kernels.recurrence_calls() != len(states):
+            raise UnsupportedModelError(
+                f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
+                "of its own, so they cannot be taken back. Call generate without `assistant`."
+            )
+        self._has_parts = recurrent_states.dim() > states[0][1].state.dim()
+        return recurrent_states
+
+    def _run(self, state_idx: int, part: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+        feed = self.feed
+        recurrence, log = self._state(state_idx, part)
+        length, device = args[0].shape[recurrence.token_dim], args[0].device
+        starts, kept = feed.begin(log), feed.kept(length, device)
+        state = None if log.is_empty else log.state_at(starts)
+        if state is None or (feed.counts is not None and recurrence.continues):
+            output, state = recurrence.prefill(original, state, kept, *args, **kwargs)
+            log.restart(feed.ends(starts, length), state)
+            return output, state
+        output, entries = recurrence.step(state, feed.nodes, *args, **kwargs)
+        if feed.counts is not None:
+            log.restart(feed.ends(starts, length), recurrence.advance(state, entries, kept))
+        elif not feed.is_scratch:
+            log.add(starts, feed.ends(starts, length), entries)
+        return output, state
+
+    def _state(self, state_idx: int, part: int) -> tuple[Recurrence, StateLog]:
+        states = self._recurrent.setdefault(state_idx, [])
+        if part == len(states):
+            assert self._recurrence is not None
+            recurrence = self._recurrence()
+            log = StateLog(recurrence.advance)
+            if state_idx in self._given:
+                slots, state = self._given[state_idx]
+                log.restart(slots, recurrence.load(state, part))
+            states.append((recurrence, log))
+        return states[part]
+
+
+def _at_windows(
+    windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """What a convolution gives at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
+    output = original(windows, *args, **kwargs)[:, :, -1]
+    return output.unflatten(0, (rows, -1)).transpose(1, 2)
