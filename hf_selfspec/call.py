@@ -19,8 +19,8 @@ from .errors import UnsupportedOptionError
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
-from .model.cache import cache_for, given_cache
 from .model.checkpointing import checkpoints
+from .model.given_cache import cache_for, given_cache
 from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.prompt import Prompt, is_right_padded

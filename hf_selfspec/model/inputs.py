@@ -10,8 +10,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .anatomy import Anatomy
 from .arguments import extra_arguments, has_tensors, takes_text_only
-from .cache import given_cache, tokens_in
 from .following import Following
+from .given_cache import given_cache, tokens_in
 from .prefill import OwnPrefill, Prefill, TextPrefill
 from .prompt import Prompt
 
