@@ -19,8 +19,8 @@ from .errors import UnsupportedOptionError
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
-from .model.cache import cache_for, cache_name, given_cache
 from .model.checkpointing import checkpoints
+from .model.given_cache import cache_for, given_cache
 from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.prompt import Prompt, is_right_padded
@@ -63,21 +63,15 @@ class Request:
         return given_cache(self.model_kwargs)
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments for the model, the cache under the name that most models have for it."""
-        return self.model_kwargs | {"past_key_values": self.past}
-
-    @property
     def has_own_cache(self) -> bool:
         """Whether the cache is the caller's."""
         return bool(getattr(self.past, "_is_user_defined", False))
 
     def with_cache(self) -> Request:
         """The same where the model's own configuration does not switch the cache off: the ids are the same."""
-        cache = self.past
-        if cache is None:
-            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
+        given = self.past
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
+        return replace(self, model_kwargs=self.model_kwargs | {"past_key_values": cache, "use_cache": True})
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ class Generation:
                 "used again. Leave out `past_key_values`."
             )
         ids, config = request.input_ids, request.generation_config
-        inputs = Inputs.of(request.model, anatomy, ids, request.arguments, config)
+        inputs = Inputs.of(request.model, anatomy, ids, request.model_kwargs, config)
         check_length(request.model, anatomy, inputs.prompt, config.max_length, ids.shape[1])
         decoder = self._start(request, inputs, max_new)
         returned = bool(request.generation_config.return_dict_in_generate)

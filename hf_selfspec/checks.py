@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
-from .model.cache import check_cache, given_cache
+from .model.given_cache import check_cache, given_cache
 from .model.kernels import check_kernels
 from .model.masks import SERVED_ATTENTION
 from .model.prompt import Prompt

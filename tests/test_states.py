@@ -28,7 +28,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.model import kernels
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import cache_for
+from hf_selfspec.model.given_cache import cache_for
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.recurrences import SERVED
 from hf_selfspec.model.recurrences.convolution import Convolution

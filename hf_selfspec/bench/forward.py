@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..model.anatomy import Anatomy
-from ..model.cache import cache_for
+from ..model.given_cache import cache_for
 from ..model.target import Target
 from ..search.costs import seconds_of
 

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TopKLogitsWarper
 
 from ..draft.skip_layers import SkipLayers
 from ..model.anatomy import Anatomy
-from ..model.cache import cache_for
+from ..model.given_cache import cache_for
 from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
 from ..model.target import Target

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..model import anatomy as anatomies
 from ..model.anatomy import Anatomy, Architecture, register_architecture
-from ..model.cache import cache_for
 from ..model.exits import Exits
+from ..model.given_cache import cache_for
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.choice import ExitChoice, LayerArm, replayed_arm

@@ -173,7 +173,7 @@ class AdapterDraft(PartialDraft):
 
 
 def _at(values: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """``[b, 1, n]`` of values ``[b, s, n]`` what is at each row's place."""
+    """``[b, 1, n]`` of values ``[b, s, n]`` what is at each row's place; all where they are of one place alone."""
     if min(places) >= values.shape[1] - 1:
         return values[:, -1:]
     return values[torch.arange(len(places)), torch.tensor(places)][:, None]

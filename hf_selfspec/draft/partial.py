@@ -310,14 +310,16 @@ def _is_countable(values: torch.Tensor) -> bool:
 def tokens_before(text: Text, slots: list[int], n: int, first: list[int]) -> tuple[list[int], torch.Tensor]:
     """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
 
+    Behind the tokens of rows that have fewer is junk.
+
     Args:
-        text: the batch; behind the tokens of rows that have fewer is junk.
+        text: the batch.
         slots: for each row the slot behind the tokens.
         n: how many.
         first: for each row the first slot that a forward can begin at.
     """
-    least = [max(pair) for pair in zip(text.first_slots(), first, strict=True)]
-    starts = [max(known, slot - n) for slot, known in zip(slots, least, strict=True)]
+    known = zip(slots, text.first_slots(), first, strict=True)
+    starts = [max(given, least, slot - n) for slot, given, least in known]
     columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
     columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
     return starts, text.ids.gather(1, columns.to(text.ids.device))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import replace
 from time import perf_counter
 
@@ -28,6 +27,7 @@ from ..stop.rules import StopRule, confidence
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import CostTree
+from .last_logits import LastLogits
 from .partial import PartialDraft
 from .source import Limits, RoundSeconds, Session
 
@@ -134,7 +134,7 @@ class SearchingDraft(PartialDraft):
         self._looked = 0
         self._behind = 0
         self._timed = self._tried = False
-        self._last_logits = _LastLogits(self._window) if scorer.do_sample else None
+        self._last_logits = LastLogits(self._window) if scorer.do_sample else None
         self._budget = Budget(search.settings.budget)
         self._clock = perf_counter()
         self._tree = limits.tree
@@ -316,40 +316,3 @@ class SearchingDraft(PartialDraft):
             known = [min(count, seen) for count, seen in zip(known, self._last_logits.counts(), strict=True)]
         known = [count if self.target.is_active(row) else 0 for row, count in enumerate(known)]
         return [found.part(row, window - count, window) for row, count in enumerate(known) if count]
-
-
-class _LastLogits:
-    """The full model's logits behind the last tokens of each row; a drawn token does not show them."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._rows: list[deque[torch.Tensor]] = []
-        self._lengths: list[int] = []
-
-    def add(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Takes in the last verification's logits ``[b, nodes, v]``, after its tokens were added to the text."""
-        if not self._rows:
-            self._rows = [deque(maxlen=self._window) for _ in verdicts]
-            self._lengths = [length - len(v.tokens) for length, v in zip(text.lengths, verdicts, strict=True)]
-        for row, verdict in enumerate(verdicts):
-            # Where all rows advance by the shortest acceptance, a verdict's first tokens are kept.
-            for source in verdict.sources[: text.lengths[row] - self._lengths[row]]:
-                self._rows[row].append(logits[row, source].clone())
-        self._lengths = list(text.lengths)
-
-    def forget(self) -> None:
-        """Begins anew: some tokens' logits are left out."""
-        self._rows = []
-
-    def counts(self) -> list[int]:
-        """For each row how many are known."""
-        return [len(row) for row in self._rows]
-
-    def of(self, like: torch.Tensor) -> torch.Tensor:
-        """``[b, n, v]`` like the given tensor; what is not known, at the left, is zero."""
-        found = torch.zeros_like(like)
-        for row, known in enumerate(self._rows):
-            if known:
-                last = torch.stack(list(known)[-like.shape[1] :])
-                found[row, -len(last) :] = last
-        return found

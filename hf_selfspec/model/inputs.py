@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .anatomy import Anatomy
 from .arguments import extra_arguments, has_tensors, takes_text_only
 from .following import Following
+from .given_cache import given_cache, tokens_in
 from .prefill import OwnPrefill, Prefill, TextPrefill
 from .prompt import Prompt
 
@@ -56,7 +57,7 @@ class Inputs:
         """
         extra = extra_arguments(model, arguments)
         prompt = _prompt(input_ids, arguments, config, anatomy.ragged)
-        text = TextPrefill(arguments["past_key_values"], config.prefill_chunk_size)
+        text = TextPrefill(given_cache(arguments), config.prefill_chunk_size)
         if takes_text_only(model):
             return cls(anatomy, prompt, text, Following(extra=extra))
         following = Following.of(model, input_ids, arguments, prompt.tokens_of_rows())
@@ -71,12 +72,13 @@ class Inputs:
 
 
 def _prompt(input_ids: torch.Tensor, arguments: dict[str, Any], config: GenerationConfig, ragged: bool) -> Prompt:
+    past = given_cache(arguments)
     return Prompt.of(
         input_ids,
         arguments.get("inputs_embeds"),
         arguments.get("attention_mask"),
         arguments.get("position_ids"),
-        arguments["past_key_values"],
+        past if tokens_in(past) else DynamicCache(),
         getattr(config, "_mask_length", None),
         ragged,
     )

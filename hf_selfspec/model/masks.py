@@ -18,6 +18,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import grouped_attention
+from .layout import TreeLayout
+from .prompt import Holes
 
 
 @dataclass
@@ -36,6 +38,22 @@ class Geometry:
     visible: torch.Tensor | None = None
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, positions: torch.Tensor, cursors: list[int], nodes: TreeLayout | None, first_node: int, holes: Holes | None
+    ) -> Geometry:
+        """Where tokens at positions ``[b, s]`` stand, which may be nodes of a tree; see :meth:`Target.step`."""
+        device = positions.device
+        length = max(cursors) + positions.shape[1]
+        keys, visible = torch.arange(length, device=device)[None], None
+        if nodes is not None:
+            # Slots of the tree: from each row's first node on, one for each node in order.
+            slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(nodes.size, device=device)
+            keys, visible = nodes.keys(slots, length, first_node)
+        if holes is not None:
+            positions, keys = holes.at(positions), holes.at(keys)
+        return cls(positions, keys, visible)
+
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line, additive.
 
@@ -49,6 +67,14 @@ class Geometry:
             # The mask itself is kept too: another one would get its id once it is freed.
             self.grouped[key] = mask, additive.repeat(1, 1, group, 1)
         return self.grouped[key][1]
+
+
+def padded_mask(padding: torch.Tensor, length: int) -> torch.Tensor:
+    """``[b, length]`` attention mask of left-padded prompts ``[b, m]`` with all tokens behind them."""
+    missing = length - padding.shape[1]
+    if missing <= 0:
+        return padding[:, :length]
+    return torch.cat([padding, padding.new_ones(padding.shape[0], missing)], dim=1)
 
 
 class _Current(threading.local):

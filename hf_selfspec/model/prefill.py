@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedOptionError
-from .cache import tokens_in
 from .following import Following
+from .given_cache import tokens_in
 from .masks import at_positions
 from .partial import ForwardPass, obeying
 from .prompt import Prompt

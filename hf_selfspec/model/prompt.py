@@ -8,7 +8,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..errors import SettingError, UnsupportedOptionError
-from .cache import tokens_in
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Prompt:
             UnsupportedOptionError: position ids of the user's own.
         """
         b, columns = input_ids.shape
-        seen = tokens_in(past)
+        seen = past.get_seq_length()
         source = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None:
             width = attention_mask.shape[1]

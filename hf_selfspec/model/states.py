@@ -34,6 +34,16 @@ class Feed:
     nodes: TreeLayout | None = None
     is_scratch: bool = False
 
+    @classmethod
+    def of(cls, cursors: list[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
+        """What a forward feeds: a prompt, of which some tokens count, a line, or a tree."""
+        if nodes is None:
+            return cls(cursors, counts)
+        if nodes.hidden:
+            # A line that is in the text already: it begins where its first token stands.
+            return cls([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
+        return cls(cursors, nodes=nodes)
+
     def kept(self, length: int, device: torch.device) -> torch.Tensor | None:
         """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
         if self.counts is None or min(self.counts) == length:

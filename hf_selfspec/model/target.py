@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError
 from .anatomy import Anatomy
-from .cache import SpeculativeCache, cache_name
+from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
 from .following import Following
 from .kernels import served_kernels, turns
 from .layout import TreeLayout
-from .masks import Geometry, at_positions, speculative_attention
+from .masks import Geometry, at_positions, padded_mask, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
 from .prompt import Holes
 from .rows import ActiveRows
@@ -100,7 +100,7 @@ class Target:
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._cache_name = cache_name(model)
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
@@ -298,7 +298,7 @@ class Target:
             run = rows.enter(run)
         s = tokens.shape[1]
         cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
-        self.cache.seek(cursors, s, _feed(cursors, counts, nodes))
+        self.cache.seek(cursors, s, Feed.of(cursors, counts, nodes))
         device = tokens.device
         kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
@@ -312,9 +312,9 @@ class Target:
             positions = torch.tensor(starts, device=device)[:, None] + offsets
             positions = positions.expand(tokens.shape[0], s)
             if not simple:
-                geometry = self._geometry(positions, cursors, nodes, first_node)
+                geometry = Geometry.of(positions, cursors, nodes, first_node, self.holes)
         else:
-            mask = self._padded_mask(cursors[0] + s)
+            mask = padded_mask(self.padding, cursors[0] + s)
             kwargs["attention_mask"] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
         if self.anatomy.takes_positions:
@@ -334,10 +334,8 @@ class Target:
         return logits, run
 
     def _existing(self, positions: torch.Tensor, cursors: list[int]) -> torch.Tensor:
-        """Positions for which an embedding exists: rows that ride along may be behind the end of their text.
-
-        A row's root is a real token, wherever it is; drafted ones stay within ``anatomy.position_limit``.
-        """
+        """Positions that have an embedding: rows that ride along may be behind the end of their text."""
+        # A row's root is a real token, wherever it is; drafted ones stay within `anatomy.position_limit`.
         s = positions.shape[1]
         rows = range(len(cursors)) if self.active_rows is None else self.active_rows.kept
         last = [self._last_position(row) for row in rows]
@@ -349,36 +347,3 @@ class Target:
         reachable = _NO_END if self.last_positions is None else self.last_positions[row]
         limit = self.anatomy.position_limit
         return reachable if limit is None else max(min(reachable, limit - 1), self.last_slots[row])
-
-    def _geometry(
-        self, positions: torch.Tensor, cursors: list[int], nodes: TreeLayout | None, first_node: int
-    ) -> Geometry:
-        device = positions.device
-        length = max(cursors) + positions.shape[1]
-        keys = torch.arange(length, device=device)[None]
-        if nodes is None:
-            return Geometry(self._coordinates(positions), self._coordinates(keys))
-        # Slots of the tree: from each row's first node on, one for each node in order.
-        slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(nodes.size, device=device)
-        keys, visible = nodes.keys(slots, length, first_node)
-        return Geometry(self._coordinates(positions), self._coordinates(keys), visible)
-
-    def _coordinates(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions if self.holes is None else self.holes.at(positions)
-
-    def _padded_mask(self, length: int) -> torch.Tensor:
-        assert self.padding is not None
-        missing = length - self.padding.shape[1]
-        if missing <= 0:
-            return self.padding[:, :length]
-        return torch.cat([self.padding, self.padding.new_ones(self.padding.shape[0], missing)], dim=1)
-
-
-def _feed(cursors: list[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
-    """What a forward feeds into recurrent states."""
-    if nodes is None:
-        return Feed(cursors, counts)
-    if nodes.hidden:
-        # A line that is in the text already: it begins where its first token stands.
-        return Feed([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
-    return Feed(cursors, nodes=nodes)

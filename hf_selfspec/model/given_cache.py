@@ -1,0 +1,89 @@
+"""The caches that ``generate`` passes, and the one that takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel, cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import UnsupportedModelError, UnsupportedOptionError
+from .cache import SpeculativeCache
+from .recurrences import SERVED
+
+# Layers that read another layer's keys and values have an empty place in newer versions' caches.
+_ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+# Those with recurrent states, whose tokens are taken back for models that this is proven for.
+_RECURRENT = tuple(
+    getattr(cache_utils, name)
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+    if hasattr(cache_utils, name)
+)
+
+
+def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
+    """The cache that a model needs.
+
+    Args:
+        model: the model.
+        batch_size, capacity: see :class:`SpeculativeCache`.
+        like: the model's own cache, ``None`` for a new one.
+    """
+    like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
+    cache = SpeculativeCache(len(like.layers), batch_size, capacity)
+    if model.config.model_type in SERVED:
+        cache.hold_states(like, SERVED[model.config.model_type], type(model).__name__)
+    return cache
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a model's arguments: models without attention have another name for it."""
+    given = arguments.get("past_key_values")
+    return arguments.get("cache_params") if given is None else given
+
+
+def tokens_in(cache: Cache) -> int:
+    """How many tokens the rows of a cache have, padding included.
+
+    Raises:
+        UnsupportedOptionError: it does not tell.
+    """
+    if not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return int(cache.get_seq_length())
+    if any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers):
+        raise UnsupportedOptionError(
+            "a cache of recurrent states alone does not tell how many tokens it holds, so a text cannot go on from it "
+            "with self-speculative decoding. Leave the cache out and pass the whole text."
+        )
+    return 0
+
+
+def check_cache(cache: Any, model: PreTrainedModel) -> None:
+    """Checks that ``cache`` is one whose tokens can be taken back.
+
+    Args:
+        cache: what ``generate`` passes.
+        model: the model that it is for.
+
+    Raises:
+        UnsupportedOptionError: it is static, quantized, offloaded or of an unknown kind.
+        UnsupportedModelError: the model keeps states in it that cannot be rolled back.
+    """
+    if not isinstance(cache, DynamicCache) or cache.offloading:
+        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
+        raise UnsupportedOptionError(
+            f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `past_key_values` and "
+            "`cache_implementation`, or pass a DynamicCache."
+        )
+    known = _ROLLS_BACK + (_RECURRENT if model.config.model_type in SERVED else ())
+    for layer in cache.layers:
+        if type(layer) not in known:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
+                "back when a draft is rejected. Call generate without `assistant`."
+            )
