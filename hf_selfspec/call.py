@@ -20,7 +20,7 @@ from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
 from .model.checkpointing import checkpoints
-from .model.given_cache import cache_for, given_cache
+from .model.given_cache import cache_for, cache_name, given_cache
 from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.prompt import Prompt, is_right_padded
@@ -71,7 +71,7 @@ class Request:
         """The same where the model's own configuration does not switch the cache off: the ids are the same."""
         given = self.past
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
-        return replace(self, model_kwargs=self.model_kwargs | {"past_key_values": cache, "use_cache": True})
+        return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
 @dataclass(frozen=True)

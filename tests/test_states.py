@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -500,6 +501,19 @@ def test_cache_without_a_length() -> None:
     assert all(layer.has_previous_state[0] for layer in cache.layers)
     with pytest.raises(UnsupportedOptionError, match="does not tell how many tokens it holds"):
         model.generate(**ROW, max_new_tokens=4, cache_params=cache, assistant=SPEC)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_cache_that_the_config_leaves_off(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """Padded on the right, prompts are left to transformers' loop, which takes the cache under the model's own name."""
+    model = _model("mamba")
+    monkeypatch.setattr(model.generation_config, "use_cache", False)
+    inputs = BATCH if side == "left" else {name: values.flip(1) for name, values in BATCH.items()}
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*padded on the right")
+        found = model.generate(**inputs, max_new_tokens=6, do_sample=False, assistant=SPEC)
+    assert torch.equal(found, expected)
 
 
 def test_draft_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,12 @@ def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cach
     if model.config.model_type in SERVED:
         cache.hold_states(like, SERVED[model.config.model_type], type(model).__name__)
     return cache
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """What the forward of a model calls its cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache_params" if "cache_params" in parameters else "past_key_values"
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
