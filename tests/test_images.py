@@ -38,6 +38,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.adapter import AdapterDraft
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.following import Following
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -254,11 +255,15 @@ def test_scores_and_logits() -> None:
         assert torch.allclose(torch.stack(getattr(plain, name)), torch.stack(getattr(ours, name)), atol=1e-4)
 
 
-def test_rows_that_end_leave() -> None:
+def test_rows_that_end_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[list[int]] = []
+    keep_rows = SpeculativeCache.keep_rows
+    monkeypatch.setattr(SpeculativeCache, "keep_rows", lambda self, rows: (kept.append(rows), keep_rows(self, rows))[1])
     prompt = prompt_of("qwen2_5_vl", ROWS["ragged"])
     plain = _model("qwen2_5_vl").generate(**prompt, **OPTIONS)
     end = int(plain[0, prompt["input_ids"].shape[1] + 4])
     check("qwen2_5_vl", SPEC, ROWS["ragged"], eos_token_id=end)
+    assert kept
 
 
 def _adapter() -> Adapter:

@@ -29,6 +29,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.model import kernels
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.given_cache import cache_for
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.recurrences import SERVED
@@ -292,13 +293,63 @@ def test_tree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_end_and_leave(name: str) -> None:
+def test_rows_end_and_leave(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(name)
     plain = model.generate(**BATCH, max_new_tokens=30, do_sample=False)
     eos = int(plain[1, 9 + 5])
     options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
     expected = model.generate(**BATCH, **options)
+    kept: list[list[int]] = []
+    keep_rows = SpeculativeCache.keep_rows
+    monkeypatch.setattr(SpeculativeCache, "keep_rows", lambda self, rows: (kept.append(rows), keep_rows(self, rows))[1])
     assert torch.equal(model.generate(**BATCH, **options, assistant=SPEC), expected)
+    assert bool(kept) == Anatomy.of(model).ragged
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_masked_columns_inside_a_prompt(name: str) -> None:
+    """They go into recurrent states, and into the inputs of convolutions, as zeros."""
+    mask = torch.ones_like(ROW["input_ids"])
+    mask[0, 3:5] = 0
+    with pytest.raises(UnsupportedOptionError, match="masked columns inside a prompt"):
+        _model(name).generate(ROW["input_ids"], attention_mask=mask, max_new_tokens=8, assistant=SPEC)
+
+
+@pytest.mark.parametrize("history", [0, 4])
+def test_a_log_does_not_grow_where_a_row_has_ended(history: int) -> None:
+    """A state that is the sum of what was fed."""
+
+    def advance(state: torch.Tensor, entries: tuple[torch.Tensor, ...], kept: torch.Tensor | None) -> torch.Tensor:
+        fed = entries[0][:, 0]
+        return state + (fed if kept is None else fed * kept).sum(1)
+
+    log = StateLog(advance)
+    log.restart([0, 0], torch.zeros(2))
+    for slot in range(60):
+        starts = [slot, min(slot, 5)]
+        log.add(starts, [start + 1 for start in starts], (torch.tensor([[[1.0]], [[100.0]]]),))
+        log.commit([slot + 1, min(slot + 1, 5)], history)
+        assert log.state.tolist() == [slot + 1, 100.0 * min(slot + 1, 5)]
+        assert len(log._segments) <= 2 * history + 6
+    assert log.first_slots[0] >= 60 - 2 * history
+    assert log.state_at([60 - history, 5]).tolist() == [60 - history, 500.0]
+
+
+@pytest.mark.parametrize("name", ["zamba2", "nemotron_h"])
+def test_last_piece_of_one_token_is_not_clamped(name: str) -> None:
+    """Plain generate updates the state by its one-token rule there, which knows no limit of the time step."""
+    model = _model(name)
+    before = [(layer, layer.time_step_limit) for layer in model.modules() if hasattr(layer, "time_step_limit")]
+    assert before
+    try:
+        for layer, _ in before:
+            layer.time_step_limit = (0.5, float("inf"))
+        options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": 3}
+        prompt = ragged_batch((10,))
+        assert torch.equal(model.generate(**prompt, **options, assistant=SPEC), model.generate(**prompt, **options))
+    finally:
+        for layer, limit in before:
+            layer.time_step_limit = limit
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -364,8 +415,6 @@ def test_second_look(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "mamba"])
 def test_sampling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("architectures.VOCABULARY", 5)
-    settings = STATEFUL[name]
-    monkeypatch.setitem(STATEFUL, name, settings)
     monkeypatch.setitem(importlib.import_module("architectures")._COMMON, "vocab_size", 5)
     model = build(name, factor=1.0)
     with torch.no_grad():
@@ -490,7 +539,7 @@ def test_types_that_are_not_proven(name: str) -> None:
         "zaya": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **common, **own[name])).eval()
-    with pytest.raises((UnsupportedModelError, UnsupportedOptionError)):
+    with pytest.raises(UnsupportedModelError, match=type(model).__name__):
         model.generate(**ROW, max_new_tokens=4, eos_token_id=None, pad_token_id=0, assistant=SPEC)
 
 

@@ -79,8 +79,13 @@ def check_cache(cache: Any, model: PreTrainedModel) -> None:
 
     Raises:
         UnsupportedOptionError: it is static, quantized, offloaded or of an unknown kind.
-        UnsupportedModelError: the model keeps states in it that cannot be rolled back.
+        UnsupportedModelError: the model has none of ours, or keeps states in it that cannot be rolled back.
     """
+    if cache is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} makes a cache of its own, whose tokens cannot be taken back when a draft is "
+            "rejected. Call generate without `assistant`."
+        )
     if not isinstance(cache, DynamicCache) or cache.offloading:
         kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
         raise UnsupportedOptionError(

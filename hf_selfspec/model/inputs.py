@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from ..errors import UnsupportedOptionError
 from .anatomy import Anatomy
 from .arguments import extra_arguments, has_tensors, takes_text_only
 from .following import Following
@@ -57,6 +58,12 @@ class Inputs:
         """
         extra = extra_arguments(model, arguments)
         prompt = _prompt(input_ids, arguments, config, anatomy.ragged)
+        if anatomy.is_recurrent and prompt.holes is not None:
+            raise UnsupportedOptionError(
+                f"{anatomy.model_name} has recurrent states, into which masked columns inside a prompt go as well: "
+                "padding between the turns of a batched chat, for example. Pass prompts that are padded on the left "
+                "alone, or call generate without `assistant`."
+            )
         text = TextPrefill(given_cache(arguments), config.prefill_chunk_size)
         if takes_text_only(model):
             return cls(anatomy, prompt, text, Following(extra=extra))

@@ -46,16 +46,28 @@ def expect_recurrence(run: Run) -> None:
     _turn.recurrence, _turn.calls = run, 0
 
 
-def recurrence_calls() -> int:
-    """Ends that, and returns how many calls there were."""
+def end_recurrence() -> int:
+    """Has further calls go to the original function, and returns how many calls there were."""
     _turn.recurrence = None
     return _turn.calls
 
 
 def expect_convolution(run: Run) -> None:
-    """Makes ``run`` what serves this thread's next call of a convolution."""
-    assert _turn.convolution is None, "the model has computed a convolution in a way that is not known"
+    """Makes ``run`` what serves this thread's next call of a convolution.
+
+    Raises:
+        UnsupportedModelError: there was none since the last time.
+    """
+    _check_convolution()
     _turn.convolution = run
+
+
+def _check_convolution() -> None:
+    if _turn.convolution is not None:
+        raise UnsupportedModelError(
+            "the model computes a convolution in a way that is not known here, such as a kernel of its own, so drafted "
+            "siblings cannot be told apart. Call generate without `assistant`."
+        )
 
 
 @contextmanager
@@ -63,7 +75,7 @@ def turns() -> Iterator[None]:
     """A forward: whatever happens inside, calls behind it go to the original functions."""
     try:
         yield
-        assert _turn.convolution is None, "the model has computed a convolution in a way that is not known"
+        _check_convolution()
     finally:
         _turn.recurrence = _turn.convolution = None
 

@@ -91,7 +91,7 @@ class StateLog:
         self._segments = []
 
     def state_at(self, slots: list[int]) -> torch.Tensor:
-        """The state before the tokens at these slots; before the first one that the log knows where they are older."""
+        """The state before the tokens at these slots; of slots older than the log, before its first one."""
         assert self._floor is not None
         assert self._root is not None
         slots = [max(slot, first) for slot, first in zip(slots, self._floor.slots, strict=True)]
@@ -137,7 +137,7 @@ class StateLog:
 
         Args:
             roots: for each row the slot of its last token, which has not been through the model.
-            history: how many slots before the roots stay in the log, at least; as many as there are of fewer.
+            history: how many slots before the roots stay in the log, at least; all where it has fewer.
         """
         if self._root is None or self._floor is None:
             return
@@ -146,10 +146,13 @@ class StateLog:
         if not history:
             self._floor, self._segments = self._root, []
             return
-        if all(root - floor >= 2 * history for root, floor in zip(roots, self._floor.slots, strict=True)):
-            first = [root - history for root in roots]
+        # A row that has ended stays where it is, while the others go on.
+        first = [
+            root - history if root - floor >= 2 * history else floor
+            for root, floor in zip(roots, self._floor.slots, strict=True)
+        ]
+        if first != self._floor.slots:
             self._floor = _Point(first, self.state_at(first))
-        first = self._floor.slots
         self._segments = [segment for segment in self._segments if segment.reaches(first)]
 
     def keep_rows(self, kept: list[int]) -> None:

@@ -161,7 +161,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             UnsupportedModelError: it has done so in a way that is not known.
         """
         states = self._recurrent.get(state_idx, [])
-        if not states or kernels.recurrence_calls() != len(states):
+        if not states or kernels.end_recurrence() != len(states):
             raise UnsupportedModelError(
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
                 "of its own, so they cannot be taken back. Call generate without `assistant`."
@@ -175,7 +175,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         length, device = args[0].shape[recurrence.token_dim], args[0].device
         starts, kept = feed.begin(log), feed.kept(length, device)
         state = None if log.is_empty else log.state_at(starts)
-        if state is None or (feed.counts is not None and recurrence.continues):
+        if state is None or (feed.counts is not None and recurrence.continues and length > 1):
             output, state = recurrence.prefill(original, state, kept, *args, **kwargs)
             log.restart(feed.ends(starts, length), state)
             return output, state

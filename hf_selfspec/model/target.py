@@ -19,6 +19,7 @@ from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
 from .following import Following
+from .given_cache import cache_name
 from .kernels import served_kernels, turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, padded_mask, speculative_attention
@@ -100,7 +101,7 @@ class Target:
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
