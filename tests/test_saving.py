@@ -687,14 +687,17 @@ from conftest import tiny_llama
 from test_saving import endless, generate, prompt
 from pathlib import Path
 folder, chance = Path(sys.argv[2]), random.Random(0)
+def versions():
+    return [os.stat(path).st_mtime_ns for path in folder.rglob("*.json")]
 for turn in range(8):
+    before = versions()
     child = os.fork()
     if child == 0:
         model, spec = tiny_llama(6, factor=0.6), endless(folder)
         while True:
             generate(model, prompt(), 40, assistant=spec)
     until = time.monotonic() + 20
-    while not list(folder.rglob("*.json")) and time.monotonic() < until:
+    while versions() == before and time.monotonic() < until:
         time.sleep(0.001)
     time.sleep(0.15 + 0.2 * chance.random())
     os.kill(child, signal.SIGKILL)
