@@ -61,11 +61,11 @@ def test_first_guesses_of_batches() -> None:
     """Rows share what a forward costs beside its tokens, but their tokens add up."""
     one, four, many = (RoundClock(True, rows).costs.seconds for rows in (1, 4, 40))
     assert four[0] == many[0] == 1.0
-    assert four[1] == pytest.approx(one[7] / one[3])
-    assert four[7] == pytest.approx(one[31] / one[3])
+    assert four[1] == pytest.approx(1 + 2 * (one[7] / one[3] - 1))
+    assert four[7] == pytest.approx(1 + 2 * (one[31] / one[3] - 1))
     assert four[31] > 2 * one[31]
-    assert many[3] == pytest.approx((6.4 + 0.1 * (160 - 64)) / 6.4)
-    assert RoundClock(False, 4).costs.seconds[7] < 1.2 < 2.0 < RoundClock(False, 64).costs.seconds[7]
+    assert many[3] == pytest.approx(1 + 2 * ((6.4 + 0.1 * (160 - 64)) / 6.4 - 1))
+    assert RoundClock(False, 4).costs.seconds[7] < 1.3 < 2.0 < RoundClock(False, 64).costs.seconds[7]
 
 
 def test_costs_of_other_rows_are_a_start() -> None:
