@@ -67,10 +67,7 @@ class GatedDelta:
             query, key = (x.repeat_interleave(group, dim=1) for x in (query, key))
         decay = g if g.dim() == 4 else g[..., None]
         inputs = (query, key, value, decay, beta)
-        if nodes is None:
-            output, entries = in_blocks(self._outputs, advance, state, inputs)
-        else:
-            output, entries = self._outputs(state, inputs, nodes)
+        output, entries = in_blocks(self._outputs, advance, state, inputs, nodes)
         return output.transpose(1, 2).contiguous().to(dtype), entries
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
@@ -86,7 +83,7 @@ class GatedDelta:
         return state
 
     @staticmethod
-    def _outputs(state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None) -> tuple[torch.Tensor, Entries]:
+    def _outputs(state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
         query, key, value, decay, beta = inputs
         output, known = attend(state, query, key, value, decay, beta, nodes)
         return output, (key, known, decay)

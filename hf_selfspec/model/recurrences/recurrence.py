@@ -13,8 +13,8 @@ from ..layout import TreeLayout
 Entries = tuple[torch.Tensor, ...]
 # (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
 Advance = Callable[[torch.Tensor, Entries, torch.Tensor | None], torch.Tensor]
-# (state, inputs of a block) to its output and entries.
-Outputs = Callable[[torch.Tensor, Entries], tuple[torch.Tensor, Entries]]
+# (state, inputs of a block, how its tokens hang together) to its output and entries.
+Outputs = Callable[[torch.Tensor, Entries, TreeLayout | None], tuple[torch.Tensor, Entries]]
 # Tokens that a step takes at a time: what it computes for pairs of tokens stays small.
 BLOCK = 32
 
@@ -77,20 +77,23 @@ class Recurrence(Protocol):
 
 
 def in_blocks(
-    outputs_of: Outputs, advance: Advance, state: torch.Tensor, inputs: Entries
+    outputs_of: Outputs, advance: Advance, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None
 ) -> tuple[torch.Tensor, Entries]:
-    """Output and entries of a line of any length, a block at a time.
+    """Output and entries of a tree, or of a line of any length, a block at a time.
 
     Args:
         outputs_of: of a block.
         advance: see :meth:`Recurrence.advance`.
         state: ``[b, ...]``.
         inputs: tensors whose third dimension is that of the tokens.
+        nodes: how they hang together, ``None`` for a line.
     """
+    if nodes is not None:
+        return outputs_of(state, inputs, nodes)
     count = inputs[0].shape[2]
     outputs, found = [], []
     for start in range(0, count, BLOCK):
-        output, entries = outputs_of(state, tuple(x[:, :, start : start + BLOCK] for x in inputs))
+        output, entries = outputs_of(state, tuple(x[:, :, start : start + BLOCK] for x in inputs), None)
         outputs.append(output)
         found.append(entries)
         if start + BLOCK < count:

@@ -64,10 +64,7 @@ class SelectiveScan:
         self._a = a.float()
         dt = _steps(dt, delta_bias, delta_softplus).float()
         inputs = (dt, dt * hidden_states.float(), b.float(), c.float())
-        if nodes is None:
-            output, entries = in_blocks(self._outputs, self.advance, state, inputs)
-        else:
-            output, entries = self._outputs(state, inputs, nodes)
+        output, entries = in_blocks(self._outputs, self.advance, state, inputs, nodes)
         if (direct := options.get("D")) is not None:
             output = output + hidden_states * direct[:, None]
         if z is not None:
@@ -92,9 +89,7 @@ class SelectiveScan:
         """See :meth:`Recurrence.store`."""
         return state
 
-    def _outputs(
-        self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None
-    ) -> tuple[torch.Tensor, Entries]:
+    def _outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
         # One token after the other, since a state is small.
         dt, x, b, c = inputs
         left, added = self._terms(dt, x, b)

@@ -68,10 +68,7 @@ class StateSpace:
         dt = _steps(dt, dt_bias, dt_softplus).float().transpose(1, 2)[..., None]
         query, key = (y.transpose(1, 2).float().repeat_interleave(group, dim=1) for y in (c, b))
         inputs = (query, key, dt * x, dt * a.float()[:, None, None])
-        if nodes is None:
-            output, entries = in_blocks(self._outputs, advance, state, inputs)
-        else:
-            output, entries = self._outputs(state, inputs, nodes)
+        output, entries = in_blocks(self._outputs, advance, state, inputs, nodes)
         if (direct := options.get("D")) is not None:
             output = output + x * direct[:, None, None]
         return output.transpose(1, 2).contiguous().to(hidden_states.dtype), entries
@@ -89,7 +86,7 @@ class StateSpace:
         return state.transpose(2, 3).contiguous()
 
     @staticmethod
-    def _outputs(state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None = None) -> tuple[torch.Tensor, Entries]:
+    def _outputs(state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
         query, key, value, decay = inputs
         output, _ = attend(state, query, key, value, decay, None, nodes)
         return output, (key, value, decay)
