@@ -201,7 +201,7 @@ def test_texts_are_those_of_the_file(tmp_path: Path) -> None:
     assert texts(str(tmp_path / "a.txt")) == ["ü\n"]
 
 
-class Elsewhere(HfHubHTTPError.__bases__[0]):  # type: ignore[name-defined, misc]
+class Elsewhere(HfHubHTTPError.__bases__[0]):
     """As the Hub's HTTP library raises it where there is no network."""
 
 
