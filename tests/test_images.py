@@ -240,7 +240,10 @@ def test_several_answers_to_one_image() -> None:
     check("llava", SPEC, ROWS["ragged"], **options)
 
 
-@pytest.mark.skipif(version.parse(transformers.__version__) < version.parse("5.23"), reason="transformers before 5.23 cannot prefill images in chunks")
+@pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"),
+    reason="transformers before 5.23 cannot prefill images in chunks",
+)
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_prefill_in_chunks(name: str) -> None:
     check(name, SPEC, (9,), prefill_chunk_size=5)

@@ -8,7 +8,6 @@ import pytest
 from conftest import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import LlamaForCausalLM
 
-import hf_selfspec.call
 from hf_selfspec import (
     ClosestLayers,
     CostTree,
@@ -21,6 +20,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.model import given_cache
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.types import Text
 
@@ -47,7 +47,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ensure(self, columns)
         found.append(self.ids.shape[1])
 
-    monkeypatch.setattr(hf_selfspec.call, "SpeculativeCache", Watched)
+    monkeypatch.setattr(given_cache, "SpeculativeCache", Watched)
     monkeypatch.setattr(Text, "ensure", watched)
     return found
 
