@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import Protocol
 
 from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
 from .successors import Found, Successors
@@ -18,6 +19,8 @@ LEAST_REACH = 0.004
 _WHOLE = 1.001
 # A shorter match in earlier texts is no better than chance.
 SHORTEST_STORED = 4
+# In the place of the evidence for a token that was drafted by others, or is certain.
+_NO_KEY = -1
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class TokenTree:
         tokens: of the nodes ``1..n``.
         parents: of each of them; 0 for the row's last token. Parents come before children.
         reach: estimated probability that it is accepted.
-        keys: the evidence for it; -1 for a node of the seed.
+        keys: the evidence for it; -1 for a node of the seed, or one that is certain.
         offers: for each node behind which free tokens were looked for, all that were found.
     """
 
@@ -126,6 +129,16 @@ class Sources:
     text: int = 0
 
 
+class Guide(Protocol):
+    """What may follow in a row, where a grammar knows it."""
+
+    def only(self, path: Sequence[int]) -> int | None:
+        """The token that has to follow the drafted tokens ``path``, ``None`` where there are several or none."""
+
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        """Whether ``token`` may follow them."""
+
+
 def grow(
     sources: Sources,
     costs: VerifyCosts,
@@ -133,6 +146,7 @@ def grow(
     deepest: int,
     branching: bool = True,
     seed: TokenTree | None = None,
+    guide: Guide | None = None,
 ) -> TokenTree:
     """Grows the tree that is expected to bring most tokens for its time.
 
@@ -147,8 +161,9 @@ def grow(
         deepest: the longest path.
         branching: whether a node may have several children.
         seed: nodes that are drafted already. They come first and stay; free ones are added.
+        guide: forbids tokens, and tells which is certain.
     """
-    growth = _Growth(sources, deepest, branching, seed or TokenTree())
+    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
     pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
     prices = [pace * seconds for seconds in costs.seconds]
@@ -176,15 +191,17 @@ class _Growth:
     Entries of the heap: minus the probability that the node is accepted, a running number, parent, token, key.
     """
 
-    def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree) -> None:
-        self.sources, self.deepest, self.branching = sources, deepest, branching
+    def __init__(
+        self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Guide | None = None
+    ) -> None:
+        self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
         self.text_tail = sources.own.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int, int]] = []
         self.count = 0
         self.tokens = [self.text_tail[-1] if self.text_tail else SEPARATOR, *seed.tokens]
         self.parents = [-1, *seed.parents]
         self.reach = [1.0, *seed.reach]
-        self.keys = [-1] * len(self.tokens)
+        self.keys = [_NO_KEY] * len(self.tokens)
         self.offers: dict[int, list[Offer]] = {}
         self.paths: list[list[int]] = [[]]
         drafted: list[dict[int, float]] = [{} for _ in self.tokens]
@@ -214,8 +231,12 @@ class _Growth:
             node: the parent.
             drafted: its children in the seed, and the probability of each.
         """
-        reach = self.reach[node]
-        offers = self.offers[node] = self.offered(self.paths[node], LEAST_REACH / max(reach, LEAST_REACH))
+        reach, path = self.reach[node], self.paths[node]
+        if self.guide is not None and (forced := self.guide.only(path)) is not None:
+            if forced not in drafted:
+                self.push(reach, node, forced, _NO_KEY)
+            return
+        offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
             # Free tokens share what the drafted ones leave.
             free = 1.0 - sum(probability for token, _, probability in offers if token in drafted)
@@ -225,8 +246,20 @@ class _Growth:
             offers = [max(offers, key=_probability)]
         for token, key, probability in offers:
             if reach * probability >= LEAST_REACH:
-                self.count += 1
-                heappush(self.heap, (-reach * probability, self.count, node, token, key))
+                self.push(reach * probability, node, token, key)
+
+    def push(self, reach: float, node: int, token: int, key: int) -> None:
+        """Makes a token behind ``node`` one that could come next."""
+        self.count += 1
+        heappush(self.heap, (-reach, self.count, node, token, key))
+
+    def allowed(self, path: list[int], offers: list[Offer]) -> list[Offer]:
+        """The offers that the guide allows behind ``path``; they share what forbidden ones leave."""
+        if self.guide is None or not offers:
+            return offers
+        kept = [offer for offer in offers if self.guide.allows(path, offer[0])]
+        scale = 1.0 - sum(map(_probability, offers)) + sum(map(_probability, kept))
+        return [(token, key, probability / max(scale, probability)) for token, key, probability in kept]
 
     def offered(self, path: list[int], least: float) -> list[Offer]:
         """All that the sources offer behind ``path``, the surest kind of evidence first.
