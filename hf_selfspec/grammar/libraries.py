@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +13,11 @@ import torch
 from ..errors import UnsupportedOptionError
 
 
-class _Refusal(UnsupportedOptionError):
-    def __init__(self, library: str, token: int) -> None:
-        super().__init__(
-            f"a grammar of {library} does not allow token {token}, which was generated all the same: plain generate "
-            "fails here, too. Another logits processor forbids all tokens that the grammar allows, or forces one."
-        )
+def _refusal(library: str, token: int) -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        f"a grammar of {library} does not allow token {token}, which was generated all the same: plain generate fails "
+        "here, too. Another logits processor forbids all tokens that the grammar allows, or forces one."
+    )
 
 
 def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tensor:
@@ -27,6 +27,13 @@ def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tenso
     if len(found) == vocabulary:
         return found
     return torch.cat([found, torch.full((vocabulary - len(found),), beyond)])
+
+
+def _longest(tokens: Sequence[int], texts: Sequence[Any]) -> int | None:
+    """The token that holds the most of what has to come next, ``None`` where different texts may come next."""
+    longest = max(tokens, key=lambda token: len(texts[token]))
+    text = texts[longest]
+    return longest if all(text.startswith(texts[token]) for token in tokens) else None
 
 
 class _Matching:
@@ -63,11 +70,16 @@ class _Matching:
 
 
 class XGrammar(_Matching):
-    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask."""
+    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask.
 
-    def __init__(self, matcher: Any, bitmask: torch.Tensor, row: int) -> None:
+    Args:
+        matcher, bitmask, row: see above.
+        texts: of all tokens; empty where it is not to find out what is expected.
+    """
+
+    def __init__(self, matcher: Any, bitmask: torch.Tensor, row: int, texts: Sequence[bytes] = ()) -> None:
         super().__init__()
-        self.matcher, self.bitmask, self.row = matcher, bitmask, row
+        self.matcher, self.bitmask, self.row, self.texts = matcher, bitmask, row, texts
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """As its processors apply it: behind its end it stays as it was before the last token."""
@@ -79,12 +91,21 @@ class XGrammar(_Matching):
             self.matcher.accept_token(self.taken[-1])
         return _unpacked(self.bitmask[self.row], vocabulary, beyond=True)
 
+    def expected(self) -> int | None:
+        """The longest token that begins the text that has to come next."""
+        if self.matcher.is_terminated() or not self.texts:
+            return None
+        text = self.matcher.find_jump_forward_string().encode()
+        texts = {token: bytes(self.texts[token]) for token in self.mask(len(self.texts)).nonzero()[:, 0].tolist()}
+        found = [token for token in texts if texts[token] and text.startswith(texts[token])]
+        return max(found, key=lambda token: len(texts[token]), default=None)
+
     def takes(self, token: int) -> bool:
         return not self.matcher.is_terminated()
 
     def take(self, token: int) -> None:
         if not self.matcher.accept_token(token):
-            raise _Refusal("xgrammar", token)
+            raise _refusal("xgrammar", token)
 
     def take_back(self, count: int) -> None:
         self.matcher.rollback(count)
@@ -99,7 +120,9 @@ class LLGuidance(_Matching):
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """As its processors apply it."""
-        return _unpacked(torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32), vocabulary, False)
+        return _unpacked(
+            torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32), vocabulary, False
+        )
 
     def takes(self, token: int) -> bool:
         return not self.matcher.is_stopped() or self.matcher.validate_tokens([token]) == 1
@@ -107,19 +130,18 @@ class LLGuidance(_Matching):
     def take(self, token: int) -> None:
         # Unlike ``consume_token`` this leaves the matcher as it is where the token is not allowed.
         if not self.matcher.try_consume_tokens([token]):
-            raise _Refusal("llguidance", token)
+            raise _refusal("llguidance", token)
 
     def take_back(self, count: int) -> None:
         self.matcher.rollback(count)
 
 
 class OutlinesCore(_Matching):
-    """A ``Guide`` of outlines-core, which is one of a list."""
+    """A ``Guide`` of outlines-core, which is one of a list, and its ``Index``."""
 
-    def __init__(self, guides: list[Any], row: int) -> None:
+    def __init__(self, guides: list[Any], row: int, index: Any) -> None:
         super().__init__()
-        self.guides, self.row = guides, row
-        self.words: torch.Tensor | None = None
+        self.guides, self.row, self.index = guides, row, index
         # A guide that goes on with a text cannot be begun again.
         self.begun = copy.copy(guides[row]) if guides[row].get_allowed_rollback() else None
 
@@ -133,12 +155,24 @@ class OutlinesCore(_Matching):
         self.guide.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
         return _unpacked(words, vocabulary, beyond=False)
 
+    def expected(self) -> int | None:
+        """The token that leads furthest: to where most of the others can lead with one token more."""
+        index, state = self.index, self.guide.get_state()
+        ends = {token: index.get_next_state(state, token) for token in index.get_allowed_tokens(state)}
+        before: Counter[int] = Counter()
+        for end in set(ends.values()):
+            further = index.get_allowed_tokens(end) or []
+            before.update({index.get_next_state(end, token) for token in further} - {end})
+        furthest = max(before[end] for end in ends.values())
+        found = [token for token, end in ends.items() if before[end] == furthest]
+        return found[0] if len(found) == 1 else None
+
     def takes(self, token: int) -> bool:
         return not self.guide.is_finished() or self.guide.accepts_tokens([token])
 
     def take(self, token: int) -> None:
         if not self.guide.accepts_tokens([token]):
-            raise _Refusal("outlines-core", token)
+            raise _refusal("outlines-core", token)
         self.guide.advance(token, return_tokens=False)
 
     def take_back(self, count: int) -> None:
@@ -169,6 +203,11 @@ class FormatEnforcer:
         found[self.allowed.allowed_tokens] = True
         return found
 
+    def expected(self) -> int | None:
+        """The longest token where all that may come next begin one text."""
+        texts, tokens = self.enforcer.tokenizer_tree.tokens_to_strs, self.allowed.allowed_tokens
+        return _longest(tokens, texts) if all(token in texts for token in tokens) else None
+
     def advance(self, token: int) -> None:
         """Takes in the next token."""
         self.ids.append(token)
@@ -188,12 +227,23 @@ class FormatEnforcer:
             self.ids.pop()
 
 
+def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> Sequence[XGrammar]:
+    texts = _texts_of(grammar.tokenizer_info)
+    return [XGrammar(matcher, bitmask, row, texts) for row, matcher in enumerate(matchers)]
+
+
+def _texts_of(info: Any) -> Sequence[bytes]:
+    """The texts of all tokens, which xgrammar's own list makes one by one as they are read."""
+    texts = info._handle.decoded_vocab if hasattr(info, "_handle") else ()
+    return texts() if callable(texts) else texts
+
+
 def _xgrammar(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
-    return [XGrammar(matcher, processor.token_bitmask, row) for row, matcher in enumerate(processor.matchers)]
+    return _xgrammars(processor.matchers, processor.token_bitmask, processor.compiled_grammars[0])
 
 
 def _xgrammar_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
-    return [XGrammar(matcher, processor._bitmask, row) for row, matcher in enumerate(processor._matchers)]
+    return _xgrammars(processor._matchers, processor._bitmask, processor.compiled_grammar)
 
 
 def _llguidance_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[LLGuidance]:
@@ -201,7 +251,7 @@ def _llguidance_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence
 
 
 def _outlines_core(processor: Any, input_ids: torch.Tensor) -> Sequence[OutlinesCore]:
-    return [OutlinesCore(processor._guides, row) for row in range(len(input_ids))]
+    return [OutlinesCore(processor._guides, row, processor.index) for row in range(len(input_ids))]
 
 
 def _lm_format_enforcer(function: Any, input_ids: torch.Tensor) -> Sequence[FormatEnforcer]:

@@ -19,12 +19,16 @@ _registered: dict[type, Adapter] = {}
 
 
 class Grammar(Protocol):
-    """What may follow in one row of a batch, and can go back."""
+    """What may follow in one row of a batch, and can go back.
+
+    A grammar may have more: ``expected()`` returns the token that most likely comes next where there is hardly a choice
+    (a key of an object, which can be split into tokens in several ways), or ``None``.
+    """
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """A BoolTensor ``[vocabulary]`` on the CPU, true for the tokens that may come next.
+        """A BoolTensor ``[vocabulary]`` on the CPU, true for the tokens that may come next; the state stays.
 
-        It does not change the state. With a single true token, that token is drafted without a forward.
+        A single true token is drafted without a forward.
         """
 
     def advance(self, token: int) -> None:
@@ -41,8 +45,8 @@ def register_grammar(kind: type, adapter: Adapter) -> None:
     ``adapter(processor, input_ids)``, with the ``input_ids`` ``[b, s]`` of that call, returns for each row an object
     with ``mask(vocabulary)``, ``advance(token)`` and ``rollback(count)``, see :class:`Grammar`. These work on the state
     of the processor itself: at the end of the generation they have taken in all new tokens but the last one, so that
-    the processor is as plain ``generate`` leaves it. Processors of xgrammar, outlines (with outlines-core, llguidance or
-    xgrammar) and lm-format-enforcer are known.
+    the processor is as plain ``generate`` leaves it. Processors of xgrammar, outlines (with outlines-core, llguidance
+    or xgrammar) and lm-format-enforcer are known.
 
     Args:
         kind: the class itself; subclasses are registered on their own. Also the class of a function that is passed as

@@ -19,7 +19,7 @@ LEAST_REACH = 0.004
 _WHOLE = 1.001
 # A shorter match in earlier texts is no better than chance.
 SHORTEST_STORED = 4
-# In the place of the evidence for a token that was drafted by others, or is certain.
+# In the place of the evidence for a token that was drafted by others, or that a guide named.
 _NO_KEY = -1
 
 
@@ -64,7 +64,7 @@ class TokenTree:
         tokens: of the nodes ``1..n``.
         parents: of each of them; 0 for the row's last token. Parents come before children.
         reach: estimated probability that it is accepted.
-        keys: the evidence for it; -1 for a node of the seed, or one that is certain.
+        keys: the evidence for it; -1 for a node of the seed, or one that a guide named.
         offers: for each node behind which free tokens were looked for, all that were found.
     """
 
@@ -132,8 +132,8 @@ class Sources:
 class Guide(Protocol):
     """What may follow in a row, where a grammar knows it."""
 
-    def only(self, path: Sequence[int]) -> int | None:
-        """The token that has to follow the drafted tokens ``path``, ``None`` where there are several or none."""
+    def likely(self, path: Sequence[int]) -> tuple[int, float] | None:
+        """The token that follows the drafted tokens ``path`` where there is hardly a choice, and its probability."""
 
     def allows(self, path: Sequence[int], token: int) -> bool:
         """Whether ``token`` may follow them."""
@@ -161,7 +161,7 @@ def grow(
         deepest: the longest path.
         branching: whether a node may have several children.
         seed: nodes that are drafted already. They come first and stay; free ones are added.
-        guide: forbids tokens, and tells which is certain.
+        guide: forbids tokens, and names those that have to come next.
     """
     growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
@@ -232,9 +232,9 @@ class _Growth:
             drafted: its children in the seed, and the probability of each.
         """
         reach, path = self.reach[node], self.paths[node]
-        if self.guide is not None and (forced := self.guide.only(path)) is not None:
-            if forced not in drafted:
-                self.push(reach, node, forced, _NO_KEY)
+        likely = self.guide.likely(path) if self.guide is not None and not drafted else None
+        if likely is not None:
+            self.push(reach * likely[1], node, likely[0], _NO_KEY)
             return
         offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
