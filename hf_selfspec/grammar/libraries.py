@@ -37,27 +37,28 @@ def _longest(tokens: Sequence[int], texts: Sequence[Any]) -> int | None:
 
 
 class _Matching:
-    """A matcher that takes no further tokens once it has ended, as processors do that skip it then."""
+    """A matcher that does not take in some tokens, behind its end, as processors skip it then."""
 
     def __init__(self) -> None:
+        # Of each token whether it was taken in, and those that were.
+        self.steps: list[bool] = []
         self.taken: list[int] = []
-        self.ignored = 0
 
     def advance(self, token: int) -> None:
         """Takes in the next token."""
-        if self.takes(token):
+        takes = self.takes(token)
+        if takes:
             self.take(token)
             self.taken.append(token)
-        else:
-            self.ignored += 1
+        self.steps.append(takes)
 
     def rollback(self, count: int) -> None:
         """Takes back the last tokens."""
-        ignored = min(count, self.ignored)
-        self.ignored -= ignored
-        if count > ignored:
-            self.take_back(count - ignored)
-            del self.taken[ignored - count :]
+        taken = sum(self.steps[-count:])
+        del self.steps[-count:]
+        if taken:
+            self.take_back(taken)
+            del self.taken[-taken:]
 
     def takes(self, token: int) -> bool:
         raise NotImplementedError
@@ -157,15 +158,19 @@ class OutlinesCore(_Matching):
 
     def expected(self) -> int | None:
         """The token that leads furthest: to where most of the others can lead with one token more."""
-        index, state = self.index, self.guide.get_state()
-        ends = {token: index.get_next_state(state, token) for token in index.get_allowed_tokens(state)}
+        ends = self._ends(self.guide.get_state())
         before: Counter[int] = Counter()
         for end in set(ends.values()):
-            further = index.get_allowed_tokens(end) or []
-            before.update({index.get_next_state(end, token) for token in further} - {end})
-        furthest = max(before[end] for end in ends.values())
+            before.update(set(self._ends(end).values()) - {end})
+        furthest = max((before[end] for end in ends.values()), default=0)
         found = [token for token, end in ends.items() if before[end] == furthest]
         return found[0] if len(found) == 1 else None
+
+    def _ends(self, state: int) -> dict[int, int]:
+        """The tokens that are allowed in a state, each with the state that it leads to."""
+        index = self.index
+        ends = {token: index.get_next_state(state, token) for token in index.get_allowed_tokens(state) or ()}
+        return {token: end for token, end in ends.items() if end is not None}
 
     def takes(self, token: int) -> bool:
         return not self.guide.is_finished() or self.guide.accepts_tokens([token])
