@@ -29,7 +29,7 @@ class DraftStep:
     Attributes:
         logits: ``[b, v]``.
         state: ``[b, d]`` the state behind them, for stop rules.
-        prefix_state: ``[b, n, d]`` the states from which verification of the tokens can start, ``None`` where it cannot.
+        prefix_state: ``[b, n, d]`` the states from which verification can start, ``None`` where it cannot.
         is_sure: for each row whether it proposes a token; all do by default.
     """
 
