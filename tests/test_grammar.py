@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from test_sampling import SPECS as SAMPLED
 from test_sampling import VOCABULARY as FEW
 from test_sampling import check_exact, exact_joint, sample
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LogitsProcessor, PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 import hf_selfspec
 from hf_selfspec import (
@@ -228,21 +229,32 @@ def test_without_an_end_of_text_rows_go_on_as_in_plain_generate(
 
 
 @libraries_warn
+@pytest.mark.parametrize("regex", ["(ab|ba){40}", "ab{1,4}"])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_long_drafts_can_be_taken_back(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Outlines-core's guides take back 32 tokens at most."""
-    options = LIBRARIES[library](tokenizer, None, "(ab|ba){40}")
-    inputs = ragged_batch((12,), seed=3)
-    (processor,) = with_grammars(_processors(options))
-    processor.begin(inputs["input_ids"], torch.zeros(1, VOCABULARY))
+def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Outlines-core's guides take back 32 tokens at most; xgrammar's matchers have no masks behind their end."""
     a, b = (tokenizer.convert_tokens_to_ids(token) for token in "ab")
-    short, long = (a, b, b), (a, b) * 30
-    expected = {path: processor.allowed(0, path).clone() for path in (short, long[:59])}
-    processor._rows[0]._masks.clear()
-    for path in (long[:59], short, long[:59], short):
-        assert torch.equal(processor.allowed(0, path), expected[path])
+    texts = (
+        [(a,), (a, b), (a, b, a, b), (a, b) * 30] if "40" in regex else [(a,), (a, b), (a, b, tokenizer.eos_token_id)]
+    )
+
+    def begun() -> Any:
+        (processor,) = with_grammars(_processors(LIBRARIES[library](tokenizer, None, regex)))
+        processor.begin(ragged_batch((12,), seed=3)["input_ids"], torch.zeros(1, VOCABULARY))
+        return processor
+
+    def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
         processor._rows[0]._masks.clear()
-    assert not torch.equal(expected[short], expected[long[:59]])
+        return processor.allowed(0, text).tolist()
+
+    expected = []
+    for text in texts:
+        fresh = begun()
+        expected.append([mask_of(fresh, text[:count]) for count in range(len(text) + 1)][-1])
+    walker = begun()
+    for one, other in product(range(len(texts)), repeat=2):
+        for place in (one, other):
+            assert mask_of(walker, texts[place]) == expected[place]
 
 
 def _processors(options: dict[str, Any]) -> Any:
@@ -304,16 +316,24 @@ class Automaton:
         del self.states[-count:]
 
 
+class Expecting(Automaton):
+    """Expects the first token where there are few."""
+
+    def expected(self) -> int | None:
+        allowed = self.table[self.states[-1]]
+        return allowed[0] if len(allowed) < 4 else None
+
+
 class Own(LogitsProcessor):
     """A processor of a user, with an automaton for each row."""
 
-    def __init__(self, table: list[list[int]]) -> None:
-        self.table, self.rows, self.calls = table, [], 0
+    def __init__(self, table: list[list[int]], kind: type[Automaton] = Automaton) -> None:
+        self.table, self.kind, self.rows, self.calls = table, kind, [], 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if not self.rows:
-            self.rows = [Automaton(self.table) for _ in scores]
+            self.rows = [self.kind(self.table) for _ in scores]
         else:
             for row, token in zip(self.rows, input_ids[:, -1].tolist(), strict=True):
                 row.advance(token)
@@ -344,6 +364,51 @@ def test_a_grammar_of_ones_own(spec: str, lengths: tuple[int, ...], registered: 
     assert found[0] == found[1], "the same tokens, and the same state behind them"
     assert processor.calls == 1
     assert ours.stats.together_for == ""
+    assert ours.stats.accepted > 0
+
+
+class UntilSeven(StoppingCriteria):
+    """Ends a row with a token."""
+
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == 7
+
+
+def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back(registered: None) -> None:
+    found = []
+    for spec in (None, SPECS["exit"](), SelfSpec()):
+        processor = Own([[5], [6], [7], [8]])
+        options = {"logits_processor": [processor], "stopping_criteria": [UntilSeven()]}
+        ids = MODEL.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, **options, assistant=spec)
+        found.append((ids.tolist(), processor.rows[0].states))
+    assert found[0] == found[1] == found[2]
+
+
+class Counted(LogitsProcessor):
+    """Has a memory that cannot go back: what it favours follows from how often it was called."""
+
+    calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        favoured = torch.full((len(scores), 1), 2 + 5 * self.calls % 24)
+        return scores.scatter_add(1, favoured, torch.full((len(scores), 1), 0.5))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_beside_another_memory_rows_advance_together(spec: str, registered: None) -> None:
+    ours, inputs = SPECS[spec](), ragged_batch((4, 9, 6), seed=11)
+    found = []
+    for assistant in (None, ours):
+        processors = [Own(TABLE), Counted()]
+        ids = MODEL.generate(
+            **inputs, max_new_tokens=30, do_sample=False, logits_processor=processors, assistant=assistant
+        )
+        found.append((ids.tolist(), [row.states for row in processors[0].rows], processors[1].calls))
+    assert found[0] == found[1]
+    assert ours.stats.together_for == "Counted"
     assert ours.stats.accepted > 0
 
 
@@ -438,10 +503,11 @@ class ByText(LogitsProcessor):
         return found
 
 
+@pytest.mark.parametrize("kind", [Automaton, Expecting])
 @pytest.mark.parametrize("spec", SAMPLED)
-def test_drawn_tokens_are_exact(spec: str, registered: None) -> None:
+def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton], registered: None) -> None:
     table = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
-    sampled = sample(SAMPLED[spec], logits_processor=[Own(table)])
+    sampled = sample(SAMPLED[spec], logits_processor=[Own(table, kind)])
     check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
 
 
