@@ -379,7 +379,7 @@ class UntilSeven(StoppingCriteria):
 def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back(registered: None) -> None:
     found = []
     for spec in (None, SPECS["exit"](), SelfSpec()):
-        processor = Own([[5], [6], [7], [8]])
+        processor = Own([[5], [7], [8], [9]])
         options = {"logits_processor": [processor], "stopping_criteria": [UntilSeven()]}
         ids = MODEL.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, **options, assistant=spec)
         found.append((ids.tolist(), processor.rows[0].states))
@@ -509,6 +509,19 @@ def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton], registered: No
     table = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
     sampled = sample(SAMPLED[spec], logits_processor=[Own(table, kind)])
     check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
+
+
+def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) -> None:
+    """With one row, since a layer draft passes over a token where all rows expect one."""
+    table, spec = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))], SAMPLED["early exit"]
+    sequences, accepted, drafted, steps = [], 0, 0, 0
+    for seed in range(400):
+        drawn, _ = sample(spec, rows=1, seed=seed, logits_processor=[Own(table, Expecting)])
+        sequences.append(drawn)
+        accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
+        steps += spec.stats.draft_steps
+    assert steps < drafted
+    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(sampled_model(), [ByText(table)]))
 
 
 def sampled_model() -> Any:
