@@ -18,9 +18,9 @@ from .protocol import Grammar, find_adapter
 # Masks that a row keeps: those of one draft and its verification.
 _KEPT = 64
 
-# With at most so many allowed tokens it is looked for one that is expected, and how likely that one is thought to be:
-# SmolLM2 took 9 of 10 in JSON objects.
-_NARROW, _LIKELY = 32, 0.9
+# With at most so many allowed tokens one is looked for that is expected, and how likely that one is: SmolLM2-135M took
+# 203 of 302 such tokens in ten JSON objects, where the others were shorter pieces of the same text.
+_NARROW, _LIKELY = 32, 0.67
 
 Path = tuple[int, ...]
 

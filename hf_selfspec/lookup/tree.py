@@ -233,15 +233,16 @@ class _Growth:
         """
         reach, path = self.reach[node], self.paths[node]
         likely = self.guide.likely(path) if self.guide is not None and not drafted else None
-        if likely is not None:
-            self.push(reach * likely[1], node, likely[0], _NO_KEY)
-            return
+        if likely is not None and likely[1] == 1.0:
+            return self.push(reach, node, likely[0], _NO_KEY)
         offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
             # Free tokens share what the drafted ones leave.
             free = 1.0 - sum(probability for token, _, probability in offers if token in drafted)
             reach *= max(1.0 - sum(drafted.values()), 0.0) / max(free, LEAST_REACH)
             offers = [offer for offer in offers if offer[0] not in drafted]
+        if likely is not None:
+            offers = _with_likely(offers, *likely)
         if not self.branching and offers:
             offers = [max(offers, key=_probability)]
         for token, key, probability in offers:
@@ -336,6 +337,13 @@ def _share(found: Found | None, token: int) -> float | None:
     if found is None:
         return None
     return found.probabilities[found.tokens.index(token)] if token in found.tokens else 0.0
+
+
+def _with_likely(offers: list[Offer], token: int, probability: float) -> list[Offer]:
+    """The offers with one more token that has this probability where none of them is right."""
+    left = max(1.0 - sum(map(_probability, offers)), 0.0) * probability
+    known = next((offer for offer in offers if offer[0] == token), (token, _NO_KEY, 0.0))
+    return [(token, known[1], known[2] + left), *(offer for offer in offers if offer[0] != token)]
 
 
 def _probability(offer: Offer) -> float:
