@@ -27,6 +27,7 @@ from .errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from .grammar import Grammar, register_grammar
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .parts import Adapter, ExitHeads, LinearProbe
@@ -77,6 +78,7 @@ __all__ = [
     "FixedLength",
     "GenerationStats",
     "Gradual",
+    "Grammar",
     "LayerDropout",
     "LinearProbe",
     "Lookup",
@@ -108,6 +110,7 @@ __all__ = [
     "install",
     "register",
     "register_architecture",
+    "register_grammar",
     "register_stateless",
     "tune",
     "uninstall",

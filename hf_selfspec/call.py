@@ -14,8 +14,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from .checks import check_call, check_length
 from .decoding import Decoder, Record
+from .draft.constrained import ConstrainedDrafter
 from .draft.source import DraftSource, Session
 from .errors import UnsupportedOptionError
+from .grammar.rows import Constraint, with_grammars
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
@@ -139,9 +141,10 @@ class Generation:
         """
         batch_size, config = len(request.input_ids), request.generation_config
         anatomy, prompt = inputs.anatomy, inputs.prompt
-        scorer = Scorer(request.logits_processor, batch_size, request.do_sample)
+        scorer = Scorer(with_grammars(request.logits_processor), batch_size, request.do_sample)
         stopper = Stopper(request.stopping_criteria)
         stateful = (*scorer.stateful, *stopper.stateful)
+        constraint = Constraint(scorer.grammars, stopper.eos_tokens)
         new_tokens = FIRST_SLOTS if max_new is None else min(max_new, FIRST_SLOTS)
         target = Target(
             request.model,
@@ -162,8 +165,9 @@ class Generation:
             eos_tokens=stopper.eos_tokens,
             new_tokens=new_tokens,
             max_new=max_new,
-            stateful=stateful,
+            stateful=(*stateful, *(grammar.name for grammar in scorer.grammars)),
             knowledge=self.knowledge,
+            constraint=constraint,
         )
         drafter = self.source.start(session)
         return Decoder(
@@ -171,7 +175,7 @@ class Generation:
             prompt=prompt,
             prefill=inputs.prefill,
             text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
-            draft=drafter,
+            draft=ConstrainedDrafter(drafter, constraint) if constraint else drafter,
             scorer=scorer,
             stopper=stopper,
             record=Record.of(config, batch_size, bool(stateful)),

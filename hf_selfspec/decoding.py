@@ -107,6 +107,7 @@ class Decoder:
         nothing = Draft.none(self.text)
         logits = self._prefill()
         self.stats.prefill_seconds = perf_counter() - started
+        self.scorer.begin(self.text.ids[:, : self.text.prompt_width].clone(), logits)
         self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
         with _optimized_for_decode(self.target.model):
             while not all(self._is_done(row) for row in range(self.text.batch_size)):
@@ -116,6 +117,7 @@ class Decoder:
                 self.streamer.end()
             ids = self._output_ids()
             ended = perf_counter()
+            self.scorer.finish(self._seen_by_processors(ids))
             self.draft.finish(self.text)
             self.stats.search_seconds += perf_counter() - ended
         self.stats.draft_steps = self.draft.steps
@@ -285,6 +287,13 @@ class Decoder:
         while self._streamed < ready:
             self.streamer.put(torch.stack([self._column(row, self._streamed) for row in rows]))
             self._streamed += 1
+
+    def _seen_by_processors(self, ids: torch.Tensor) -> list[list[int]]:
+        """Of each row of the output the new tokens that processors get to see, which the last one is not."""
+        last, start = ids.shape[1] - 1, self.text.prompt_width
+        return [
+            ids[row, start : min(start + self.generated(row), last)].tolist() for row in range(self.text.batch_size)
+        ]
 
     def _output_ids(self) -> torch.Tensor:
         text = self.text

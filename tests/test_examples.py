@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,3 +70,13 @@ def test_measuring_script_prints_all_ways(tmp_path: Path) -> None:
         assert way in printed
     run("measure_demo_model.py", *settings, "--plot", str(tmp_path / "exits.png"))
     assert (tmp_path / "exits.png").stat().st_size > 1000
+
+
+def test_grammar_script_prints_all_ways(tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar", reason="xgrammar is a test extra that not all platforms have")
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "demo_model")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(vocabulary=4096).save_pretrained(tmp_path)
+    printed = run("measure_grammar.py", "--model", str(tmp_path), "--prompts", "2", "--max-new-tokens", "24")
+    assert [line.split()[1] for line in printed.splitlines()[-3:]] == ["plain", "kept", "fresh"]

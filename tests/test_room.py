@@ -22,6 +22,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.model import given_cache
 from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.states import Feed
 from hf_selfspec.types import Text
 
 PROMPT, NEW, LAYERS = 9, 10, 6
@@ -37,8 +38,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(capacity)
             super().__init__(num_layers, batch_size, capacity)
 
-        def seek(self, cursors: list[int], room: int) -> None:
-            super().seek(cursors, room)
+        def seek(self, cursors: list[int], new_slots: int, feed: Feed | None = None) -> None:
+            super().seek(cursors, new_slots, feed)
             found.append(self.capacity)
 
     ensure = Text.ensure

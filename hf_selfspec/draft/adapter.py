@@ -88,6 +88,8 @@ class AdapterDraft(PartialDraft):
         adapter: what is behind the exit.
     """
 
+    skips_forced = False
+
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, adapter: Adapter) -> None:
         super().__init__(target, plan, limits, scorer)
         self.adapter = adapter

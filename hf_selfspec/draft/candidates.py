@@ -206,4 +206,6 @@ class CandidateDraft(FixedDrafter):
             if request is not None:
                 ids = text.prefix(row)[:, request.start :]
                 scores = self.scorer.roughly(logits[row : row + 1, : request.drafted + 1])
-                generator.update_candidate_strategy(ids, scores, text.lengths[row] - request.length - 1)
+                # What a grammar forced behind an empty draft is not the generator's.
+                kept = min(text.lengths[row] - request.length - 1, request.drafted)
+                generator.update_candidate_strategy(ids, scores, kept)

@@ -16,6 +16,7 @@ from ..lookup import TokenTree
 from ..notices import warn_once
 from ..registry import register
 from ..types import Draft, GenerationStats, Text, Verdict
+from .constrained import allowed
 from .lookup import Lookup, LookupDrafter
 from .source import Drafter, DraftSource, Session
 
@@ -100,6 +101,7 @@ class CascadeDrafter:
         self.others = others
         self._rates = session.knowledge.of("cascade", lambda _: RatesFindings())
         self._takes_trees = session.takes_trees
+        self._constraint = session.constraint
         self._begun = 0.0
         self._used: str | None = None
         self._size = self._drafted = 0
@@ -116,7 +118,7 @@ class CascadeDrafter:
         self._used = fastest(self._arms(trees, max_new)).source
         if self._used is None:
             return self.lookup.draft(text, trees)
-        draft = self.others[self._used].propose(text, max_new)
+        draft = allowed(text, self.others[self._used].propose(text, max_new), self._constraint)
         self._size, self._drafted = draft.size, sum(draft.lengths)
         if not draft.size:
             self._used = None

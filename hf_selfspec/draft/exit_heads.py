@@ -121,6 +121,8 @@ class HeadsDraft(PartialDraft):
         settings: heads and thresholds.
     """
 
+    skips_forced = False
+
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, settings: DynamicExit) -> None:
         super().__init__(target, plan, limits, scorer)
         self.reuse_from = sys.maxsize

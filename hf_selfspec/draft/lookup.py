@@ -11,6 +11,7 @@ import torch
 
 from ..control.clock import SIZES, RoundClock
 from ..control.shared import LookupFindings
+from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree, VerifyCosts
 from ..registry import register
 from ..settings import check_count
@@ -81,6 +82,7 @@ class LookupDrafter:
         self._branching = session.takes_trees
         self._max_draft = session.max_draft
         self._is_frozen = session.is_tensor_parallel
+        self._constraint = session.constraint
         self._kind = "sampled" if session.scorer.do_sample else "greedy"
         self._vocabulary = session.vocabulary
         self.findings = session.knowledge.of_all_kinds(NAME, lambda _: settings.findings(session.vocabulary))
@@ -106,14 +108,20 @@ class LookupDrafter:
         pace = clock.pace
         with self.findings.lock:
             trees = [
-                row.propose(costs, pace / rows, min(count, self._max_draft), self._branching) if count else TokenTree()
-                for row, count in zip(self._rows, max_new, strict=True)
+                known.propose(costs, pace / rows, min(count, self._max_draft), self._branching, guide=guide)
+                if count
+                else TokenTree()
+                for known, count, guide in zip(self._rows, max_new, self._guides(text), strict=True)
             ]
         return self._cut(trees, [0] * len(trees), rows)
 
     def round_seconds(self) -> Sequence[float]:
         """Seconds of the latest kind of rounds with 0, 1, 2, ... drafted tokens, empty before any was timed."""
         return self.clock.costs.seconds if self.clock.is_measured else ()
+
+    def _guides(self, text: Text) -> list[Spot | None]:
+        """What grammars allow behind each row."""
+        return [self._constraint.at(text, row) if self._constraint else None for row in range(text.batch_size)]
 
     def _clock_of(self, text: Text, rows: int) -> RoundClock:
         """The clock of rounds over so many rows."""
@@ -145,8 +153,10 @@ class LookupDrafter:
         clock, rows = self.clock, sum(count > 0 for count in max_new)
         with self.findings.lock:
             trees = [
-                row.propose(clock.costs, clock.pace / rows, min(count, self._max_draft), True, seed) if count else seed
-                for row, count, (seed, _) in zip(self._rows, max_new, seeds, strict=True)
+                known.propose(clock.costs, clock.pace / rows, min(count, self._max_draft), True, seed, guide)
+                if count
+                else seed
+                for known, count, (seed, _), guide in zip(self._rows, max_new, seeds, self._guides(text), strict=True)
             ]
         return self._cut(trees, [len(seed) for seed, _ in seeds], rows)
 

@@ -10,6 +10,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..errors import SettingTypeError
+from ..grammar.rows import Constraint
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
@@ -28,7 +29,7 @@ class DraftStep:
     Attributes:
         logits: ``[b, v]``.
         state: ``[b, d]`` the state behind them, for stop rules.
-        prefix_state: ``[b, 1, d]`` the state from which verification can start, ``None`` where it cannot.
+        prefix_state: ``[b, n, d]`` the states from which verification can start, ``None`` where it cannot.
         is_sure: for each row whether it proposes a token; all do by default.
     """
 
@@ -52,14 +53,18 @@ class PartialDraft(CandidateGenerator):
 
     Attributes:
         plan, limits: as given.
+        skips_forced: tokens that grammars force are drafted without a step, so that the next one takes several.
         reuse_from: drafted tokens from which on verification starts from their states behind the exact prefix.
     """
+
+    skips_forced = True
 
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer) -> None:
         self.target = target
         self.plan = plan
         self.limits = limits
         self.scorer = scorer
+        self.constraint = Constraint(scorer.grammars, limits.eos_tokens)
         self.steps = 0
         self.reuse_from = 0
         self._seen: list[int] = []
@@ -108,7 +113,7 @@ class PartialDraft(CandidateGenerator):
         drafting = [count > 0 for count in max_new]
         lengths = [0] * b
         self._rule(b).begin()
-        feed = text.last_tokens()
+        waiting = [text.last_tokens()]  # what the part has not seen yet
         line: list[torch.Tensor] = []
         beside: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
@@ -116,7 +121,16 @@ class PartialDraft(CandidateGenerator):
         reach = torch.ones(b, device=text.ids.device)
         while len(line) < limit and any(drafting):
             depth = len(line)
-            step = self._step(text, feed, [root + depth for root in roots], drafting)
+            if (forced := self._forced(text, depth, drafting, qs)) is not None:
+                lengths = [length + on for length, on in zip(lengths, drafting, strict=True)]
+                text.write_draft(forced[:, 0], depth)
+                line.append(forced[:, 0])
+                beside.append(forced[:, 1:])
+                waiting.append(forced)
+                drafting = [on and depth + 1 < wanted for on, wanted in zip(drafting, max_new, strict=True)]
+                continue
+            first = depth + 1 - len(waiting)
+            step = self._step(text, torch.cat(waiting, dim=1), [root + first for root in roots], drafting)
             self.steps += 1
             logits = step.logits.to(text.ids.device, torch.float32)
             # A draft that overflows (float16) has nothing to say; the full model goes on from there.
@@ -144,7 +158,7 @@ class PartialDraft(CandidateGenerator):
             if prefix:
                 assert step.prefix_state is not None
                 states.append(step.prefix_state)
-            feed = picks[:, :1]
+            waiting = [picks[:, :1]]
             ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), depth)
             drafting = [
                 on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, max_new, strict=True)
@@ -157,8 +171,8 @@ class PartialDraft(CandidateGenerator):
 
         Args:
             text: the batch.
-            feed: ``[b, 1]`` the tokens.
-            cursors: their slots.
+            feed: ``[b, 1]`` the tokens; ``[b, n]`` where those before were forced, see :attr:`skips_forced`.
+            cursors: the slots of the first of them.
             drafting: rows whose drafts go on; the others ride along.
         """
         prefix = self.plan.first_altered if self.target.anatomy.replay else -1
@@ -166,6 +180,18 @@ class PartialDraft(CandidateGenerator):
         assert step.logits is not None
         assert step.exit_state is not None
         return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)
+
+    def _forced(self, text: Text, depth: int, drafting: list[bool], qs: list[torch.Tensor]) -> torch.Tensor | None:
+        """``[b, 1]`` the tokens at one depth where grammars force all rows, which then need no step; else ``None``."""
+        tokens = self.constraint.forced(text, depth, drafting) if self.skips_forced else None
+        if tokens is None:
+            return None
+        forced = torch.tensor(tokens, device=text.ids.device)[:, None]
+        if self.scorer.do_sample:
+            qs.append(
+                torch.zeros(len(tokens), self.constraint.vocabulary, device=forced.device).scatter_(1, forced, 1.0)
+            )
+        return forced
 
     def _pick(self, scores: torch.Tensor, width: int, qs: list[torch.Tensor]) -> torch.Tensor:
         """``[b, width]`` tokens for one depth, the one to extend first."""
@@ -235,8 +261,9 @@ class PartialDraft(CandidateGenerator):
         """
         ends = [root + 1 for root in text.last_slots()]
         starts, ids = tokens_before(text, ends, MANY, self.target.first_slots())
-        steps, usual = self.steps, (self.plan, self.limits)
+        steps, usual = self.steps, (self.plan, self.limits, self.constraint)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
+        self.constraint = Constraint()  # steps are to be timed
         devices = [] if ids.device.type == "cpu" else [ids.device]
         with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
             complete = stopwatch.measure(
@@ -248,7 +275,7 @@ class PartialDraft(CandidateGenerator):
                 lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
                 may_run,
             )
-        self.steps, self._drafted, (self.plan, self.limits) = steps, [], usual
+        self.steps, self._drafted, (self.plan, self.limits, self.constraint) = steps, [], usual
         return complete
 
     # Transformers' own loops -------------------------------------------------------------------------------------

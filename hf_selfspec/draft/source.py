@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from ..findings import Findings
+from ..grammar.rows import Constraint
 from ..model.anatomy import Anatomy, is_tensor_parallel
 from ..model.fingerprint import Fingerprint
 from ..model.partial import LayerPlan
@@ -150,6 +151,7 @@ class Session:
         knowledge: from earlier calls.
         in_cascade: other sources draft where this one does not.
         round_seconds: the cost curve as rounds of other sources were timed; empty where there are none.
+        constraint: what grammars say about drafts; false where there are none. What they forbid is cut from any draft.
     """
 
     target: Target
@@ -164,6 +166,7 @@ class Session:
     knowledge: KnowledgeOfModel
     in_cascade: bool = False
     round_seconds: RoundSeconds = tuple
+    constraint: Constraint = field(default_factory=Constraint)
 
     @property
     def anatomy(self) -> Anatomy:

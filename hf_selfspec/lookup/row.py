@@ -11,7 +11,7 @@ import numpy as np
 from .rates import Rates
 from .successors import Successors
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
-from .tree import Sources, TokenTree, VerifyCosts, grow
+from .tree import Guide, Sources, TokenTree, VerifyCosts, grow
 
 # The likeliest next tokens of a position, the likeliest first, and their probabilities.
 Top = tuple[Sequence[int], Sequence[float]]
@@ -144,11 +144,12 @@ class LookupRow:
         deepest: int,
         branching: bool = True,
         seed: TokenTree | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         """The draft for the next round; see :func:`grow`."""
         known = self.knowledge
         sources = Sources(self.own, known.store, known.successors, self._rates, self._text)
-        return grow(sources, costs, pace, deepest, branching, seed)
+        return grow(sources, costs, pace, deepest, branching, seed, guide)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
         """Takes in a round and appends what it emitted.

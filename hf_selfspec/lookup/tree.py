@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import Protocol
 
 from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
 from .successors import Found, Successors
@@ -18,6 +19,8 @@ LEAST_REACH = 0.004
 _WHOLE = 1.001
 # A shorter match in earlier texts is no better than chance.
 SHORTEST_STORED = 4
+# In the place of the evidence for a token that a guide named.
+_NO_KEY = -1
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,16 @@ class Sources:
     text: int = 0
 
 
+class Guide(Protocol):
+    """What may follow in a row, where a grammar knows it."""
+
+    def likely(self, path: Sequence[int]) -> tuple[int, float] | None:
+        """The token that follows the drafted tokens ``path`` where there is hardly a choice, and its probability."""
+
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        """Whether ``token`` may follow them."""
+
+
 def grow(
     sources: Sources,
     costs: VerifyCosts,
@@ -131,6 +144,7 @@ def grow(
     deepest: int,
     branching: bool = True,
     seed: TokenTree | None = None,
+    guide: Guide | None = None,
 ) -> TokenTree:
     """Grows the tree that is expected to bring most tokens for its time.
 
@@ -145,8 +159,9 @@ def grow(
         deepest: the longest path.
         branching: whether a node may have several children.
         seed: nodes that are drafted already. They come first and stay; free ones are added.
+        guide: forbids tokens, and names those that have to come next.
     """
-    growth = _Growth(sources, deepest, branching, seed or TokenTree())
+    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
     pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
     prices = [pace * seconds for seconds in costs.seconds]
@@ -171,11 +186,13 @@ def grow(
 class _Growth:
     """A tree while it grows, and a heap of the nodes that could come next.
 
-    Entries of the heap: minus the probability that the node is accepted, a running number, parent, token, key.
+    Entries of the heap: minus the probability that the node is accepted, a running number, parent, token.
     """
 
-    def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree) -> None:
-        self.sources, self.deepest, self.branching = sources, deepest, branching
+    def __init__(
+        self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Guide | None = None
+    ) -> None:
+        self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
         self.text_tail = sources.own.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
@@ -210,19 +227,36 @@ class _Growth:
             node: the parent.
             drafted: its children in the seed, and the probability of each.
         """
-        reach = self.reach[node]
-        offers = self.offers[node] = self.offered(self.paths[node], LEAST_REACH / max(reach, LEAST_REACH))
+        reach, path = self.reach[node], self.paths[node]
+        likely = self.guide.likely(path) if self.guide is not None and not drafted else None
+        if likely is not None and likely[1] == 1.0:
+            return self.push(reach, node, likely[0])
+        offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
             # Free tokens share what the drafted ones leave.
             free = 1.0 - sum(probability for token, _, probability in offers if token in drafted)
             reach *= max(1.0 - sum(drafted.values()), 0.0) / max(free, LEAST_REACH)
             offers = [offer for offer in offers if offer[0] not in drafted]
+        if likely is not None:
+            offers = _with_likely(offers, *likely)
         if not self.branching and offers:
             offers = [max(offers, key=_probability)]
         for token, _, probability in offers:
             if reach * probability >= LEAST_REACH:
-                self.count += 1
-                heappush(self.heap, (-reach * probability, self.count, node, token))
+                self.push(reach * probability, node, token)
+
+    def push(self, reach: float, node: int, token: int) -> None:
+        """Makes a token behind ``node`` one that could come next."""
+        self.count += 1
+        heappush(self.heap, (-reach, self.count, node, token))
+
+    def allowed(self, path: list[int], offers: list[Offer]) -> list[Offer]:
+        """The offers that the guide allows behind ``path``; they share what forbidden ones leave."""
+        if self.guide is None or not offers:
+            return offers
+        kept = [offer for offer in offers if self.guide.allows(path, offer[0])]
+        scale = 1.0 - sum(map(_probability, offers)) + sum(map(_probability, kept))
+        return [(token, key, probability / max(scale, probability)) for token, key, probability in kept]
 
     def offered(self, path: list[int], least: float) -> list[Offer]:
         """All that the sources offer behind ``path``, the surest kind of evidence first.
@@ -298,6 +332,13 @@ def _share(found: Found | None, token: int) -> float | None:
     if found is None:
         return None
     return found.probabilities[found.tokens.index(token)] if token in found.tokens else 0.0
+
+
+def _with_likely(offers: list[Offer], token: int, probability: float) -> list[Offer]:
+    """The offers with one more token that has this probability where none of them is right."""
+    left = max(1.0 - sum(map(_probability, offers)), 0.0) * probability
+    known = next((offer for offer in offers if offer[0] == token), (token, _NO_KEY, 0.0))
+    return [(token, known[1], known[2] + left), *(offer for offer in offers if offer[0] != token)]
 
 
 def _probability(offer: Offer) -> float:

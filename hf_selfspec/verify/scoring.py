@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from transformers.generation import logits_process as lp
 
 from ..errors import NumericalError
+from ..grammar.rows import GrammarMask
 from ..types import Text
 from .stateless import is_stateless, stateful
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # These look at the scores alone, so that any number of positions can be processed in one call.
 _PREFIX_FREE = (
@@ -33,6 +38,7 @@ _ROW_BLIND = (
     lp.SequenceBiasLogitsProcessor,
     lp.ForcedEOSTokenLogitsProcessor,
     lp.PrefixConstrainedLogitsProcessor,
+    GrammarMask,
 )
 
 
@@ -48,6 +54,7 @@ class Scorer:
         stateful: names of processors that may keep a state; with any, all are called by :meth:`in_step` alone.
         prefix_free: no processor looks at the text, so any number of positions can be processed at once.
         repairs: NaN and infinite logits are repaired.
+        grammars: those of the processors that are grammars; they have to begin before scores are wanted.
     """
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
@@ -55,6 +62,7 @@ class Scorer:
         self.stateful = stateful(processors)
         self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
+        self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
         self._empty = len(processors) == 0
         self._all = processors
         self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
@@ -68,6 +76,16 @@ class Scorer:
             return self
         stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)
+
+    def begin(self, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """Has grammars begin behind the prompts ``input_ids`` ``[b, s]``, where the logits are ``[b, v]``."""
+        for grammar in self.grammars:
+            grammar.begin(input_ids, logits)
+
+    def finish(self, texts: Sequence[Sequence[int]]) -> None:
+        """Leaves grammars as plain ``generate`` does, see :meth:`GrammarMask.finish`."""
+        for grammar in self.grammars:
+            grammar.finish(texts)
 
     def in_step(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as plain ``generate`` does."""
@@ -105,17 +123,18 @@ class Scorer:
 
 
 def _for_row(processors: lp.LogitsProcessorList, row: int, batch_size: int) -> lp.LogitsProcessorList:
-    """The processors for one row at a time: a prefix function must not be asked about copies in other rows."""
-    if batch_size == 1 or not any(isinstance(p, lp.PrefixConstrainedLogitsProcessor) for p in processors):
-        return processors
-    return lp.LogitsProcessorList(
-        lp.PrefixConstrainedLogitsProcessor(
-            lambda _, ids, allowed=processor._prefix_allowed_tokens_fn: allowed(row, ids), num_beams=1
-        )
-        if isinstance(processor, lp.PrefixConstrainedLogitsProcessor)
-        else processor
-        for processor in processors
-    )
+    """The processors for one row at a time, which know the row."""
+    return lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
+
+
+def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
+    if isinstance(processor, GrammarMask):
+        return lambda input_ids, scores: processor.of_row(row, input_ids[0], scores)
+    if batch_size == 1 or not isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
+        return processor
+    # A prefix function must not be asked about copies in other rows.
+    allowed = processor._prefix_allowed_tokens_fn
+    return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
 def check_logits(logits: torch.Tensor, whose: str) -> None:

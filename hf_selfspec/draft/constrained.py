@@ -1,0 +1,123 @@
+"""Drafts under grammars: what they forbid is cut, and where nothing is drafted, what they force is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..grammar.rows import Constraint, Spot
+from ..types import Draft, GenerationStats, Text, Verdict
+from .source import Drafter
+
+# Tokens that are drafted at once where the text is forced: verification of so many costs hardly more than of 8.
+_MOST_FORCED = 16
+
+
+class ConstrainedDrafter:
+    """What another drafter proposes, as far as grammars allow it, and what they force where it proposes nothing.
+
+    Args:
+        drafter: any.
+        constraint: the grammars.
+    """
+
+    def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
+        self._drafter, self._constraint = drafter, constraint
+        self._own = Draft(torch.zeros(0, 0), [])
+        self.needs_ended_rows: bool = getattr(drafter, "needs_ended_rows", False)
+
+    @property
+    def steps(self) -> int:
+        """Forwards of the draft."""
+        return self._drafter.steps
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """See :meth:`Drafter.propose`."""
+        self._own = self._drafter.propose(text, max_new)
+        return with_forced(text, allowed(text, self._own, self._constraint), self._constraint, max_new)
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
+        """See :meth:`Drafter.update`; what was accepted of forced tokens is not the drafter's."""
+        observe = getattr(self._drafter, "observe", None)
+        if observe is not None and not self._own.size and logits.shape[1] > 1:
+            observe(text, verdicts, logits)
+            return
+        lasts = [self._own.size if self._own.is_tree else length for length in self._own.lengths]
+        own = [
+            replace(verdict, nodes=[node if node <= last else -1 for node in verdict.nodes])
+            for verdict, last in zip(verdicts, lasts, strict=True)
+        ]
+        self._drafter.update(text, own, logits)
+
+    def finish(self, text: Text) -> None:
+        """See :meth:`Drafter.finish`."""
+        self._drafter.finish(text)
+
+    def report(self, stats: GenerationStats) -> None:
+        """See :meth:`Drafter.report`."""
+        self._drafter.report(stats)
+
+
+def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
+    """The draft without what grammars forbid; its nodes keep their numbers."""
+    if not constraint or not draft.size:
+        return draft
+    spots = [constraint.at(text, row) for row in range(text.batch_size)]
+    tokens = draft.tokens.tolist()
+    if draft.parents is None:
+        drafted = zip(spots, tokens, draft.lengths, strict=True)
+        return replace(draft, lengths=[_allowed_length(spot, row[:length]) for spot, row, length in drafted])
+    parents = [_allowed_parents(*row) for row in zip(spots, tokens, draft.parents, strict=True)]
+    return replace(draft, parents=parents, lengths=[_depth(row) for row in parents])
+
+
+def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[int]) -> Draft:
+    """The draft, with the tokens that have to come next in rows for which it has none; trees are left as they are."""
+    if draft.is_tree or draft.states is not None:
+        return draft
+    forced = [
+        constraint.at(text, row).forced(min(count, _MOST_FORCED)) if count and not length else ()
+        for row, (count, length) in enumerate(zip(max_new, draft.lengths, strict=True))
+    ]
+    lengths = [length or len(new) for length, new in zip(draft.lengths, forced, strict=True)]
+    tokens = draft.tokens.new_zeros(len(lengths), max(lengths))
+    kept = min(draft.size, tokens.shape[1])
+    tokens[:, :kept] = draft.tokens[:, :kept]
+    q = draft.q
+    if q is not None:
+        q = torch.cat([q[:, :kept], q.new_zeros(len(lengths), tokens.shape[1] - kept, q.shape[-1])], dim=1)
+    for row, new in enumerate(forced):
+        if new:
+            certain = torch.tensor(new, device=tokens.device)
+            tokens[row, : len(new)] = certain
+            if q is not None:
+                q[row, : len(new)] = 0.0
+                q[row, : len(new)].scatter_(1, certain[:, None], 1.0)
+    return replace(draft, tokens=tokens, lengths=lengths, q=q)
+
+
+def _allowed_length(spot: Spot, tokens: list[int]) -> int:
+    """How many tokens of a line are allowed."""
+    return next((at for at, token in enumerate(tokens) if not spot.allows(tokens[:at], token)), len(tokens))
+
+
+def _allowed_parents(spot: Spot, tokens: list[int], parents: list[int]) -> list[int]:
+    """The parents of a tree's nodes, -1 for those that are forbidden, or behind one that is."""
+    paths: list[list[int] | None] = [[]]
+    kept = []
+    for token, parent in zip(tokens, parents, strict=True):
+        before = paths[parent] if parent >= 0 else None
+        stays = before is not None and spot.allows(before, token)
+        paths.append([*before, token] if before is not None and stays else None)
+        kept.append(parent if stays else -1)
+    return kept
+
+
+def _depth(parents: list[int]) -> int:
+    """Tokens on the longest path."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return max(depths)

@@ -1,0 +1,16 @@
+"""Grammars that can go back: their masks apply to drafts as well, and tokens that they force are drafted for free."""
+
+from .libraries import FormatEnforcer, LLGuidance, OutlinesCore, XGrammar
+from .protocol import Grammar, register_grammar
+from .rows import Constraint, GrammarMask
+
+__all__ = [
+    "Constraint",
+    "FormatEnforcer",
+    "Grammar",
+    "GrammarMask",
+    "LLGuidance",
+    "OutlinesCore",
+    "XGrammar",
+    "register_grammar",
+]

@@ -1,0 +1,272 @@
+"""Grammars of libraries, found by the names of their classes, so that none of them is imported here."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import UnsupportedOptionError
+
+
+def _refusal(library: str, token: int) -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        f"a grammar of {library} does not allow token {token}, which was generated all the same: plain generate fails "
+        "here, too. Another logits processor forbids all tokens that the grammar allows, or forces one."
+    )
+
+
+def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tensor:
+    """A BoolTensor ``[vocabulary]`` of the bits of int32 ``words``; tokens ``beyond`` them are allowed or not."""
+    bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little", count=min(vocabulary, 32 * len(words)))
+    found = torch.from_numpy(bits.view(np.bool_))
+    if len(found) == vocabulary:
+        return found
+    return torch.cat([found, torch.full((vocabulary - len(found),), beyond)])
+
+
+def _longest(tokens: Sequence[int], texts: Sequence[Any]) -> int | None:
+    """The token that holds the most of what has to come next, ``None`` where different texts may come next."""
+    longest = max(tokens, key=lambda token: len(texts[token]))
+    text = texts[longest]
+    return longest if all(text.startswith(texts[token]) for token in tokens) else None
+
+
+class _Matching:
+    """A matcher that does not take in some tokens, behind its end, as processors skip it then."""
+
+    def __init__(self) -> None:
+        # Of each token whether it was taken in, and those that were.
+        self.steps: list[bool] = []
+        self.taken: list[int] = []
+
+    def advance(self, token: int) -> None:
+        """Takes in the next token."""
+        takes = self.takes(token)
+        if takes:
+            self.take(token)
+            self.taken.append(token)
+        self.steps.append(takes)
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last tokens."""
+        taken = sum(self.steps[-count:])
+        del self.steps[-count:]
+        if taken:
+            self.take_back(taken)
+            del self.taken[-taken:]
+
+    def takes(self, token: int) -> bool:
+        raise NotImplementedError
+
+    def take(self, token: int) -> None:
+        raise NotImplementedError
+
+    def take_back(self, count: int) -> None:
+        raise NotImplementedError
+
+
+class XGrammar(_Matching):
+    """A ``GrammarMatcher`` of xgrammar and its row of the processor's bitmask.
+
+    Args:
+        matcher, bitmask, row: see above.
+        texts: of all tokens; empty where it is not to find out what is expected.
+    """
+
+    def __init__(self, matcher: Any, bitmask: torch.Tensor, row: int, texts: Sequence[bytes] = ()) -> None:
+        super().__init__()
+        self.matcher, self.bitmask, self.row, self.texts = matcher, bitmask, row, texts
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        """As its processors apply it: behind its end it stays as it was before the last token."""
+        if not self.matcher.is_terminated():
+            self.matcher.fill_next_token_bitmask(self.bitmask, self.row)
+        elif self.taken:
+            self.matcher.rollback(1)
+            self.matcher.fill_next_token_bitmask(self.bitmask, self.row)
+            self.matcher.accept_token(self.taken[-1])
+        return _unpacked(self.bitmask[self.row], vocabulary, beyond=True)
+
+    def expected(self) -> int | None:
+        """The longest token that begins the text that has to come next."""
+        if self.matcher.is_terminated() or not self.texts:
+            return None
+        text = self.matcher.find_jump_forward_string().encode()
+        texts = {token: bytes(self.texts[token]) for token in self.mask(len(self.texts)).nonzero()[:, 0].tolist()}
+        found = [token for token in texts if texts[token] and text.startswith(texts[token])]
+        return max(found, key=lambda token: len(texts[token]), default=None)
+
+    def takes(self, token: int) -> bool:
+        return not self.matcher.is_terminated()
+
+    def take(self, token: int) -> None:
+        if not self.matcher.accept_token(token):
+            raise _refusal("xgrammar", token)
+
+    def take_back(self, count: int) -> None:
+        self.matcher.rollback(count)
+
+
+class LLGuidance(_Matching):
+    """An ``LLMatcher`` of llguidance."""
+
+    def __init__(self, matcher: Any) -> None:
+        super().__init__()
+        self.matcher = matcher
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        """As its processors apply it."""
+        return _unpacked(
+            torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32), vocabulary, False
+        )
+
+    def takes(self, token: int) -> bool:
+        return not self.matcher.is_stopped() or self.matcher.validate_tokens([token]) == 1
+
+    def take(self, token: int) -> None:
+        # Unlike ``consume_token`` this leaves the matcher as it is where the token is not allowed.
+        if not self.matcher.try_consume_tokens([token]):
+            raise _refusal("llguidance", token)
+
+    def take_back(self, count: int) -> None:
+        self.matcher.rollback(count)
+
+
+class OutlinesCore(_Matching):
+    """A ``Guide`` of outlines-core, which is one of a list, and its ``Index``."""
+
+    def __init__(self, guides: list[Any], row: int, index: Any) -> None:
+        super().__init__()
+        self.guides, self.row, self.index = guides, row, index
+        # A guide that goes on with a text cannot be begun again.
+        self.begun = copy.copy(guides[row]) if guides[row].get_allowed_rollback() else None
+
+    @property
+    def guide(self) -> Any:
+        return self.guides[self.row]
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        """As its processor applies it."""
+        words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32)
+        self.guide.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
+        return _unpacked(words, vocabulary, beyond=False)
+
+    def expected(self) -> int | None:
+        """The token that leads furthest: to where most of the others can lead with one token more."""
+        ends = self._ends(self.guide.get_state())
+        before: Counter[int] = Counter()
+        for end in set(ends.values()):
+            before.update(set(self._ends(end).values()) - {end})
+        furthest = max((before[end] for end in ends.values()), default=0)
+        found = [token for token, end in ends.items() if before[end] == furthest]
+        return found[0] if len(found) == 1 else None
+
+    def _ends(self, state: int) -> dict[int, int]:
+        """The tokens that are allowed in a state, each with the state that it leads to."""
+        index = self.index
+        ends = {token: index.get_next_state(state, token) for token in index.get_allowed_tokens(state) or ()}
+        return {token: end for token, end in ends.items() if end is not None}
+
+    def takes(self, token: int) -> bool:
+        return not self.guide.is_finished() or self.guide.accepts_tokens([token])
+
+    def take(self, token: int) -> None:
+        if not self.guide.accepts_tokens([token]):
+            raise _refusal("outlines-core", token)
+        self.guide.advance(token, return_tokens=False)
+
+    def take_back(self, count: int) -> None:
+        if count <= self.guide.get_allowed_rollback():
+            self.guide.rollback_state(count)
+            return
+        if self.begun is None:
+            self.guide.reset()
+        else:
+            self.guides[self.row] = copy.copy(self.begun)
+        for token in self.taken[:-count]:
+            self.guide.advance(token, return_tokens=False)
+
+
+class FormatEnforcer:
+    """A row of a ``TokenEnforcer`` of lm-format-enforcer, which keeps a state for each text that it has seen."""
+
+    def __init__(self, enforcer: Any, ids: list[int]) -> None:
+        self.enforcer, self.ids = enforcer, ids
+        self.allowed = enforcer.get_allowed_tokens(ids)
+        # For each token that was taken in, what was allowed before it, and whether its text was new.
+        self.before: list[tuple[Any, bool]] = []
+        self.taken_back: dict[tuple[int, ...], Any] = {}
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        """As ``prefix_allowed_tokens_fn`` applies it."""
+        found = torch.zeros(vocabulary, dtype=torch.bool)
+        found[self.allowed.allowed_tokens] = True
+        return found
+
+    def expected(self) -> int | None:
+        """The longest token where all that may come next begin one text."""
+        texts, tokens = self.enforcer.tokenizer_tree.tokens_to_strs, self.allowed.allowed_tokens
+        return _longest(tokens, texts) if all(token in texts for token in tokens) else None
+
+    def advance(self, token: int) -> None:
+        """Takes in the next token."""
+        self.ids.append(token)
+        text, states = tuple(self.ids), self.enforcer.prefix_states
+        self.before.append((self.allowed, text not in states))
+        if text in self.taken_back:
+            states.setdefault(text, self.taken_back.pop(text))
+        self.allowed = self.enforcer.get_allowed_tokens(self.ids)
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last tokens: what was drafted leaves no text behind."""
+        for _ in range(count):
+            self.allowed, was_new = self.before.pop()
+            text = tuple(self.ids)
+            if was_new:
+                self.taken_back[text] = self.enforcer.prefix_states.pop(text)
+            self.ids.pop()
+
+
+def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> Sequence[XGrammar]:
+    texts = _texts_of(grammar.tokenizer_info)
+    return [XGrammar(matcher, bitmask, row, texts) for row, matcher in enumerate(matchers)]
+
+
+def _texts_of(info: Any) -> Sequence[bytes]:
+    """The texts of all tokens, which xgrammar's own list makes one by one as they are read."""
+    texts = info._handle.decoded_vocab if hasattr(info, "_handle") else ()
+    return texts() if callable(texts) else texts
+
+
+def _xgrammar(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
+    return _xgrammars(processor.matchers, processor.token_bitmask, processor.compiled_grammars[0])
+
+
+def _xgrammar_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
+    return _xgrammars(processor._matchers, processor._bitmask, processor.compiled_grammar)
+
+
+def _llguidance_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[LLGuidance]:
+    return [LLGuidance(matcher) for matcher in processor.ll_matchers]
+
+
+def _outlines_core(processor: Any, input_ids: torch.Tensor) -> Sequence[OutlinesCore]:
+    return [OutlinesCore(processor._guides, row, processor.index) for row in range(len(input_ids))]
+
+
+def _lm_format_enforcer(function: Any, input_ids: torch.Tensor) -> Sequence[FormatEnforcer]:
+    return [FormatEnforcer(function.token_enforcer, ids) for ids in input_ids.tolist()]
+
+
+LIBRARIES: dict[str, Callable[[Any, torch.Tensor], Sequence[Any]]] = {
+    "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
+    "outlines.backends.xgrammar.XGrammarLogitsProcessor": _xgrammar_of_outlines,
+    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _llguidance_of_outlines,
+    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": _outlines_core,
+    "lmformatenforcer.integrations.transformers.TransformersPrefixAllowedTokensFn": _lm_format_enforcer,
+}
