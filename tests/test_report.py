@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import build
+from architectures import STATEFUL, build
 from conftest import VOCABULARY, character_tokenizer, peft_calls_old_name, tiny_gpt2, tiny_llama
 from matplotlib.figure import Figure
 from test_restore import unchanged
@@ -123,6 +124,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "opt, projection": lambda: build("opt-350m"),
     "llama4, decoder under another name": lambda: build("llama4_text"),
     "gemma3n, streams": lambda: build("gemma3n_text"),
+    **{f"{name}, recurrent": partial(build, name) for name in STATEFUL if name != "inkling2_text"},
 }
 
 
