@@ -23,8 +23,9 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.control import choice
 from hf_selfspec.draft.searching import SearchingDraft
-from hf_selfspec.search import choice
+from hf_selfspec.search import proposers
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.types import Draft, Text
 from hf_selfspec.verify import walk
@@ -43,9 +44,10 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 @pytest.fixture(autouse=True)
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured costs are these, and sets of any size draft, so that nothing depends on the machine."""
+    """Measured costs are these, and sets of any size draft and are looked for, whatever they would bring."""
     monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
     monkeypatch.setattr(choice, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(proposers, "_HOPELESS", 0.0)
 
 
 @pytest.fixture
