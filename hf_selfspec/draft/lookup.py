@@ -15,6 +15,7 @@ from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree, VerifyCosts
 from ..registry import register
 from ..settings import check_count
+from ..transfer import read, upload
 from ..types import Draft, GenerationStats, Text, Verdict
 from .source import Drafter, DraftSource, Session
 
@@ -137,11 +138,12 @@ class LookupDrafter:
         size = max(map(len, trees))
         if not size:
             return Draft.none(text)
-        tokens = torch.tensor([[*tree.tokens, *[0] * (size - len(tree))] for tree in trees], device=text.ids.device)
+        listed = [[*tree.tokens, *[0] * (size - len(tree))] for tree in trees]
+        tokens = upload(listed, text.ids.device)
         if all(tree.parents == tuple(range(len(tree))) for tree in trees):
-            return Draft(tokens, [len(tree) for tree in trees])
+            return Draft(tokens, [len(tree) for tree in trees], listed=listed)
         parents = [[*tree.parents, *[-1] * (size - len(tree))] for tree in trees]
-        return Draft(tokens, [tree.depth for tree in trees], parents)
+        return Draft(tokens, [tree.depth for tree in trees], parents, listed=listed)
 
     def grown(self, text: Text, max_new: list[int], seeds: Sequence[tuple[TokenTree, list[int]]]) -> list[TokenTree]:
         """The trees of another source with free tokens around and behind them, as far as these pay.
@@ -252,7 +254,7 @@ def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[f
     """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
     # Logits that overflow (float16) tell nothing.
     shares, tokens = _largest(logits.softmax(-1).nan_to_num(nan=0.0))
-    return [list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), shares.tolist(), strict=True)]
+    return [list(zip(*pair, strict=True)) for pair in zip(*read(tokens, shares), strict=True)]
 
 
 def _largest(shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
 from ..stop.fitted import check_fitted_rule
-from ..stop.rules import RunningRule, StopRule, start
+from ..stop.rules import FixedLength, RunningRule, StopRule, start
+from ..transfer import RowNumbers, read
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
@@ -130,28 +131,24 @@ class PartialDraft(CandidateGenerator):
                 drafting = [on and depth + 1 < wanted for on, wanted in zip(drafting, max_new, strict=True)]
                 continue
             first = depth + 1 - len(waiting)
-            step = self._step(text, torch.cat(waiting, dim=1), [root + first for root in roots], drafting)
+            step = self._step(text, torch.cat(waiting, dim=1), roots.ahead(first), drafting)
             self.steps += 1
             logits = step.logits.to(text.ids.device, torch.float32)
             # A draft that overflows (float16) has nothing to say; the full model goes on from there.
-            sound = torch.isfinite(logits.amax(-1)).tolist()
+            sound = torch.isfinite(logits.amax(-1))
+            logits = logits.masked_fill(~sound[:, None], 0.0)
             if step.is_sure is not None:
-                sound = [fine and sure for fine, sure in zip(sound, step.is_sure, strict=True)]
-            if not all(sound):
-                drafting = [on and fine for on, fine in zip(drafting, sound, strict=True)]
+                drafting = [on and sure for on, sure in zip(drafting, step.is_sure, strict=True)]
                 if not any(drafting):
                     break
-                logits = logits.nan_to_num()
             scores = self.scorer.ahead(text, depth, logits, drafting)
             width = 1
             if self.limits.tree is not None:
                 top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
-                here = torch.tensor(drafting, device=top.device)
+                here = slice(None) if all(drafting) else [row for row, on in enumerate(drafting) if on]
                 width = min(self.limits.tree.width(top[here], reach[here]), top.shape[-1])
                 reach = reach * top[:, 0]
             picks = self._pick(scores, width, qs)
-            for row in range(b):
-                lengths[row] += drafting[row]
             text.write_draft(picks[:, 0], depth)
             line.append(picks[:, 0])
             beside.append(picks[:, 1:])
@@ -160,13 +157,17 @@ class PartialDraft(CandidateGenerator):
                 states.append(step.prefix_state)
             waiting = [picks[:, :1]]
             ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), depth)
-            drafting = [
-                on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, max_new, strict=True)
-            ]
+            go_on = [depth + 1 < wanted for wanted in max_new]
+            if ended is not None:
+                found, ends = read(sound, ended)
+                drafting = [on and fine for on, fine in zip(drafting, found, strict=True)]
+                go_on = [on and not end for on, end in zip(go_on, ends, strict=True)]
+            lengths = [length + on for length, on in zip(lengths, drafting, strict=True)]
+            drafting = [on and more for on, more in zip(drafting, go_on, strict=True)]
         self._drafted = lengths
         return self._draft(text, line, beside, qs, states, lengths, prefix)
 
-    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
+    def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the part that drafts over one more token of each row.
 
         Args:
@@ -203,16 +204,20 @@ class PartialDraft(CandidateGenerator):
 
     def _ended(
         self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
-    ) -> list[bool]:
+    ) -> torch.Tensor | None:
+        """``[b]`` whether each row's draft ends with its token, ``None`` if a fixed length alone decides."""
+        eos_tokens = self.limits.eos_tokens
+        if isinstance(self.limits.stop, FixedLength) and not eos_tokens:
+            return None
         done = self._rule(text.batch_size)(text.with_draft(depth + 1), logits, state)
         if not isinstance(done, torch.Tensor) or done.shape != tokens.shape or not _is_countable(done):
             raise SettingTypeError(
                 f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
                 f"{done!r}."
             )
-        ended: list[bool] = done.bool().tolist()
-        if self.limits.eos_tokens:
-            ended = [end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)]
+        ended = done.bool().to(tokens.device)
+        for token in eos_tokens:
+            ended = ended | (tokens == token)
         return ended
 
     def _rule(self, rows: int) -> RunningRule:
@@ -334,7 +339,7 @@ def _is_countable(values: torch.Tensor) -> bool:
     return not values.is_floating_point() and not values.is_complex()
 
 
-def tokens_before(text: Text, slots: list[int], n: int, first: list[int]) -> tuple[list[int], torch.Tensor]:
+def tokens_before(text: Text, slots: Sequence[int], n: int, first: Sequence[int]) -> tuple[list[int], torch.Tensor]:
     """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
 
     Behind the tokens of rows that have fewer is junk.
@@ -347,6 +352,7 @@ def tokens_before(text: Text, slots: list[int], n: int, first: list[int]) -> tup
     """
     known = zip(slots, text.first_slots(), first, strict=True)
     starts = [max(given, least, slot - n) for slot, given, least in known]
-    columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
-    columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
-    return starts, text.ids.gather(1, columns.to(text.ids.device))
+    device = text.ids.device
+    columns = RowNumbers([start - base for start, base in zip(starts, text.base, strict=True)]).on(device)
+    columns = (columns + torch.arange(n, device=device)).clamp(max=text.ids.shape[1] - 1)
+    return starts, text.ids.gather(1, columns.expand(text.batch_size, n))

@@ -6,6 +6,7 @@ forward writes at a cursor that each row has for itself, and what lies beyond th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from ..transfer import RowNumbers, upload
 from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
 
@@ -100,7 +102,7 @@ class SpeculativeCache(Cache):
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
         self.capacity = self._text_slots = capacity
-        self.cursors = [0] * batch_size
+        self.cursors = RowNumbers([0] * batch_size)
         self.max_cursor = 0
         self.feed = Feed(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -131,7 +133,7 @@ class SpeculativeCache(Cache):
         known = [log.first_slots for layer in self._states for log in layer.logs() if not log.is_empty]
         return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
 
-    def commit(self, roots: list[int]) -> None:
+    def commit(self, roots: Sequence[int]) -> None:
         """Makes the text before these slots, one for each row, what recurrent states are made of."""
         for layer in self._states:
             for log in layer.logs():
@@ -141,7 +143,7 @@ class SpeculativeCache(Cache):
         """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
         self.capacity = max(self.capacity, self._text_slots + slots)
 
-    def seek(self, cursors: list[int], new_slots: int, feed: Feed | None = None) -> None:
+    def seek(self, cursors: Sequence[int], new_slots: int, feed: Feed | None = None) -> None:
         """Sets where each row's next forward writes, and keeps slots free there.
 
         Args:
@@ -149,8 +151,8 @@ class SpeculativeCache(Cache):
             new_slots: number of tokens.
             feed: what they feed into recurrent states, ``None`` where all count and stand in these slots.
         """
-        self.cursors = cursors
-        self.feed = feed or Feed(cursors)
+        self.cursors = RowNumbers.of(cursors)
+        self.feed = feed or Feed(self.cursors)
         self.max_cursor = max(cursors)
         self._places = None
         needed = self.max_cursor + new_slots
@@ -162,13 +164,12 @@ class SpeculativeCache(Cache):
 
         ``None`` where all rows write at ``max_cursor``, which needs no index.
         """
-        if min(self.cursors) == self.max_cursor:
+        if self.cursors.are_equal:
             return None
         if self._places is None or self._places[1].device != device:
-            start = torch.tensor(self.cursors, device=device)[:, None]
             self._places = (
                 torch.arange(len(self.cursors), device=device)[:, None],
-                start + torch.arange(length, device=device),
+                self.cursors.on(device) + torch.arange(length, device=device),
             )
         return self._places
 
@@ -190,11 +191,13 @@ class SpeculativeCache(Cache):
 
     def keep_rows(self, kept: list[int]) -> None:
         """Drops all rows but some."""
-        self.cursors = [self.cursors[row] for row in kept]
+        self.cursors = RowNumbers([self.cursors[row] for row in kept])
         self._places = None
+        rows = None
         for layer in self.layers:
             if layer.is_initialized:
-                rows = torch.tensor(kept, device=layer.keys.device)
+                device = layer.keys.device
+                rows = upload(kept, device) if rows is None else rows.to(device)
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         for state in self._states:
             for log in state.logs():
@@ -211,10 +214,11 @@ class SpeculativeCache(Cache):
         for state in self._states:
             for log in state.logs():
                 log.keep_path(moves)
-        places = torch.tensor(moves)
+        places = None
         for layer in self.layers:
             if layer.is_initialized:
-                places = places.to(layer.keys.device)
+                device = layer.keys.device
+                places = upload(moves, device) if places is None else places.to(device)
                 rows, source, target = places.unbind(1)
                 for buffer in (layer.keys, layer.values):
                     buffer[rows, :, target] = buffer[rows, :, source]
@@ -248,7 +252,7 @@ class SpeculativeCache(Cache):
                     whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
                 buffer[:, :, : whole.shape[2]] = whole
 
-    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: list[int]) -> None:
+    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
         """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
 
         Args:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from ..transfer import upload
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class TreeLayout:
     parents: Sequence[Sequence[int]]
     depths: Sequence[Sequence[int]]
     hidden: int = 0
+    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     @classmethod
     def of_tree(cls, parents: Sequence[Sequence[int]]) -> TreeLayout:
@@ -58,17 +61,24 @@ class TreeLayout:
 
     def offsets(self, device: torch.device) -> torch.Tensor:
         """``[1 or b, t]`` the depths."""
-        return torch.tensor(self.depths, device=device)
+        return self._packed(device)[:, :, -1]
 
     def ancestry(self, device: torch.device) -> torch.Tensor:
         """``[1 or b, t, t]`` whether the column's token is the row's token or an ancestor of it."""
-        seen = np.zeros((len(self.parents), self.size, self.size), dtype=bool)
-        for row, parents in zip(seen, self.parents, strict=True):
-            for index, parent in enumerate(parents):
-                if parent >= 0:
-                    row[index] = row[parent]
-                row[index, index] = True
-        return torch.from_numpy(seen).to(device)
+        return self._packed(device)[:, :, :-1].bool()
+
+    def _packed(self, device: torch.device) -> torch.Tensor:
+        """``[1 or b, t, t + 1]`` the ancestry with the depths behind it, uploaded once."""
+        if device not in self._on:
+            packed = np.zeros((len(self.parents), self.size, self.size + 1), dtype=np.int64)
+            packed[:, :, -1] = self.depths
+            for row, parents in zip(packed[:, :, :-1], self.parents, strict=True):
+                for index, parent in enumerate(parents):
+                    if parent >= 0:
+                        row[index] = row[parent]
+                    row[index, index] = 1
+            self._on[device] = upload(packed, device)
+        return self._on[device]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the tokens in the cache's slots stand, and which of them each token may see at most.

@@ -17,6 +17,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..transfer import RowNumbers
 from .attention import grouped_attention
 from .layout import TreeLayout
 from .prompt import Holes
@@ -40,7 +41,12 @@ class Geometry:
 
     @classmethod
     def of(
-        cls, positions: torch.Tensor, cursors: list[int], nodes: TreeLayout | None, first_node: int, holes: Holes | None
+        cls,
+        positions: torch.Tensor,
+        cursors: RowNumbers,
+        nodes: TreeLayout | None,
+        first_node: int,
+        holes: Holes | None,
     ) -> Geometry:
         """Where tokens at positions ``[b, s]`` stand, which may be nodes of a tree; see :meth:`Target.step`."""
         device = positions.device
@@ -48,8 +54,8 @@ class Geometry:
         keys, visible = torch.arange(length, device=device)[None], None
         if nodes is not None:
             # Slots of the tree: from each row's first node on, one for each node in order.
-            slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(nodes.size, device=device)
-            keys, visible = nodes.keys(slots, length, first_node)
+            slots = cursors.on(device) - first_node + torch.arange(nodes.size, device=device)
+            keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, first_node)
         if holes is not None:
             positions, keys = holes.at(positions), holes.at(keys)
         return cls(positions, keys, visible)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,6 +14,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError
+from ..transfer import RowNumbers
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
@@ -56,7 +57,7 @@ class PrefillObserver:
     """
 
     layer: int
-    observe: Callable[[torch.Tensor, list[int], list[int]], None]
+    observe: Callable[[torch.Tensor, Sequence[int], list[int]], None]
 
 
 class Target:
@@ -96,8 +97,9 @@ class Target:
         self.padding = padding
         self.holes = holes
         self.last_positions = last_positions
+        self._last_positions = RowNumbers(last_positions or [_NO_END])
         self.following = following or Following()
-        self.last_slots = [0] * len(cache.cursors)
+        self.last_slots: Sequence[int] = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -156,7 +158,7 @@ class Target:
             moves = [(place[row], start, end) for row, start, end in moves]
         self.cache.keep_path(moves)
 
-    def commit(self, roots: list[int]) -> None:
+    def commit(self, roots: Sequence[int]) -> None:
         """Makes the text before these slots, one for each row, what recurrent states are made of."""
         self.cache.commit(roots if self.active_rows is None else self.active_rows.of_list(roots))
 
@@ -168,7 +170,7 @@ class Target:
         rows = dict(zip(self.active_rows.kept, known, strict=True))
         return [rows.get(row, 0) for row in range(self.active_rows.total)]
 
-    def prefill(self, tokens: torch.Tensor, cursors: list[int], lengths: list[int]) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 
         Args:
@@ -205,7 +207,7 @@ class Target:
     def step(
         self,
         tokens: torch.Tensor,
-        cursors: list[int],
+        cursors: Sequence[int],
         plan: LayerPlan | None = None,
         *,
         nodes: TreeLayout | None = None,
@@ -254,7 +256,7 @@ class Target:
     def run_layers(
         self,
         tokens: torch.Tensor,
-        cursors: list[int],
+        cursors: Sequence[int],
         start: int,
         stop: int,
         state: torch.Tensor | None = None,
@@ -282,7 +284,7 @@ class Target:
         self,
         module: nn.Module,
         tokens: torch.Tensor,
-        cursors: list[int],
+        cursors: Sequence[int],
         plan: LayerPlan,
         *,
         run: ForwardPass | None = None,
@@ -293,13 +295,13 @@ class Target:
         counts: list[int] | None = None,
     ) -> tuple[torch.Tensor | None, ForwardPass]:
         """Logits, or what the module returns for them, and what the forward left behind."""
-        run, rows = ForwardPass(plan) if run is None else run, self.active_rows
+        run, rows, starts = ForwardPass(plan) if run is None else run, self.active_rows, RowNumbers.of(cursors)
         if rows is not None:
-            tokens, cursors, nodes = rows.pick(tokens, 0), rows.of_list(cursors), rows.of_layout(nodes)
+            tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
             run = rows.enter(run)
         s = tokens.shape[1]
-        cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
-        self.cache.seek(cursors, s, Feed.of(cursors, counts, nodes))
+        starts = starts.ahead(first_node)
+        self.cache.seek(starts, s, Feed.of(starts, counts, nodes))
         device = tokens.device
         kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
@@ -309,18 +311,16 @@ class Target:
                 offsets = torch.arange(s, device=device)
             else:
                 offsets = nodes.offsets(device)[:, first_node:] - first_node
-            starts = cursors[:1] if min(cursors) == max(cursors) else cursors
-            positions = torch.tensor(starts, device=device)[:, None] + offsets
-            positions = positions.expand(tokens.shape[0], s)
+            positions = (starts.on(device) + offsets).expand(tokens.shape[0], s)
             if not simple:
-                geometry = Geometry.of(positions, cursors, nodes, first_node, self.holes)
+                geometry = Geometry.of(positions, starts, nodes, first_node, self.holes)
         else:
-            mask = padded_mask(self.padding, cursors[0] + s)
+            mask = padded_mask(self.padding, starts[0] + s)
             kwargs["attention_mask"] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
         if self.anatomy.takes_positions:
             kept = None if rows is None else rows.kept
-            kwargs["position_ids"] = self.following.positions(self._existing(positions, cursors), kept)
+            kwargs["position_ids"] = self.following.positions(self._existing(positions, starts), kept)
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = keep
         kwargs.update(self.following.extra)
@@ -334,7 +334,7 @@ class Target:
             rows.leave(run)
         return logits, run
 
-    def _existing(self, positions: torch.Tensor, cursors: list[int]) -> torch.Tensor:
+    def _existing(self, positions: torch.Tensor, cursors: Sequence[int]) -> torch.Tensor:
         """Positions that have an embedding: rows that ride along may be behind the end of their text."""
         # A row's root is a real token, wherever it is; drafted ones stay within `anatomy.position_limit`.
         s = positions.shape[1]
@@ -342,7 +342,9 @@ class Target:
         last = [self._last_position(row) for row in rows]
         if all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
             return positions
-        return positions.minimum(torch.tensor(last, device=positions.device)[:, None])
+        if self._last_positions != tuple(last):
+            self._last_positions = RowNumbers(last)
+        return positions.minimum(self._last_positions.on(positions.device))
 
     def _last_position(self, row: int) -> int:
         reachable = _NO_END if self.last_positions is None else self.last_positions[row]

@@ -137,13 +137,21 @@ def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
     return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
-def check_logits(logits: torch.Tensor, whose: str) -> None:
-    """Checks that logits ``[..., v]`` can be chosen from.
+def are_sound(logits: torch.Tensor) -> torch.Tensor:
+    """``[]`` whether logits ``[..., v]`` can be chosen from.
+
+    They cannot where a position has a NaN, a positive infinity, or nothing but negative infinities.
+    """
+    return torch.isfinite(logits.amax(-1)).all()
+
+
+def check_logits(sound: bool, whose: str) -> None:
+    """Checks what :func:`are_sound` found.
 
     Raises:
-        NumericalError: a NaN, a positive infinity, or nothing but negative infinities in some position.
+        NumericalError: logits cannot be chosen from.
     """
-    if not torch.isfinite(logits.amax(-1)).all():
+    if not sound:
         raise NumericalError(
             f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
             "bfloat16 and float32 do not)."
