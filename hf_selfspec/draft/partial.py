@@ -260,7 +260,7 @@ class PartialDraft(CandidateGenerator):
         What they write into the cache is what is there, or scratch.
         """
         ends = [root + 1 for root in text.last_slots()]
-        starts, ids = tokens_before(text, ends, MANY, self.target.first_slots())
+        starts, ids = text.tokens_before(ends, MANY, self.target.first_slots())
         steps, usual = self.steps, (self.plan, self.limits, self.constraint)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         self.constraint = Constraint()  # steps are to be timed
@@ -332,21 +332,3 @@ class PartialDraft(CandidateGenerator):
 def _is_countable(values: torch.Tensor) -> bool:
     """Whether these are booleans or whole numbers; of a probability it is not known where it means yes."""
     return not values.is_floating_point() and not values.is_complex()
-
-
-def tokens_before(text: Text, slots: list[int], n: int, first: list[int]) -> tuple[list[int], torch.Tensor]:
-    """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
-
-    Behind the tokens of rows that have fewer is junk.
-
-    Args:
-        text: the batch.
-        slots: for each row the slot behind the tokens.
-        n: how many.
-        first: for each row the first slot that a forward can begin at.
-    """
-    known = zip(slots, text.first_slots(), first, strict=True)
-    starts = [max(given, least, slot - n) for slot, given, least in known]
-    columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
-    columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
-    return starts, text.ids.gather(1, columns.to(text.ids.device))
