@@ -36,8 +36,9 @@ from hf_selfspec import (
     UnsupportedOptionError,
 )
 from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.grammar import FormatEnforcer, XGrammar, protocol
-from hf_selfspec.grammar.rows import Constraint, with_grammars
+from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
 from hf_selfspec.lookup import TokenTree
 from hf_selfspec.model.prefill import TextPrefill
 
@@ -424,6 +425,71 @@ def test_a_grammar_of_ones_own(spec: str, lengths: tuple[int, ...], registered: 
     assert ours.stats.accepted > 0
 
 
+class DeadEnd(LogitsProcessor):
+    """Allows nothing behind some tokens."""
+
+    is_stateless = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.isin(input_ids[:, -1:], self.tokens), -torch.inf)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_ends_where_nothing_may_follow(
+    do_sample: bool, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
+    inputs, spec = ragged_batch((4, 9, 6), seed=11), SPECS["exit"]()
+    drafted: set[int] = set()
+    propose = PartialDraft.propose
+
+    def recorded(draft: Any, text: Text, max_new: list[int]) -> Draft:
+        found = propose(draft, text, max_new)
+        drafted.update(found.tokens.flatten().tolist())
+        return found
+
+    monkeypatch.setattr(PartialDraft, "propose", recorded)
+
+    def generate(assistant: SelfSpec | None, dead: list[int]) -> torch.Tensor:
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 30, "top_k": 1, "logits_processor": [Own(TABLE), DeadEnd(dead)]}
+        return MODEL.generate(**inputs, **options, do_sample=do_sample, assistant=assistant)
+
+    plain = generate(None, [])
+    assert torch.equal(generate(spec, []), plain)
+    dead = sorted(drafted - set(plain.flatten().tolist()))
+    assert len(dead) > 3
+    assert torch.equal(generate(spec, dead), plain)
+    assert spec.stats.accepted > 0
+
+
+@pytest.mark.parametrize("spec", ["default", "exit"])
+def test_what_is_kept_of_masks_does_not_grow_with_the_text(
+    spec: str, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by what was drafted, since whole texts would have to be compared for each token of a draft."""
+    kept: list[int] = []
+    mask = _Row.mask
+
+    def recorded(row: Any, *given: Any) -> torch.Tensor:
+        found = mask(row, *given)
+        kept.append(max(map(len, row._masks)))
+        return found
+
+    monkeypatch.setattr(_Row, "mask", recorded)
+    MODEL.generate(
+        **ragged_batch((4, 9), seed=11),
+        max_new_tokens=120,
+        do_sample=False,
+        logits_processor=[Own(TABLE)],
+        assistant=SPECS[spec](),
+    )
+    assert max(kept) < 40
+
+
 class UntilSeven(StoppingCriteria):
     """Ends a row with a token."""
 
@@ -654,6 +720,34 @@ def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Automaton, "mask", lambda self, vocabulary: torch.ones(vocabulary))
     with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Own must return a BoolTensor \[97\]"):
         mask.allowed(0, [], ())
+
+
+@libraries_warn
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("xgrammar in outlines", "_matchers"), ("outlines-core", "_guides"), ("llguidance", "ll_matchers")],
+)
+def test_an_unknown_version_of_outlines_is_refused(library: str, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    options = LIBRARIES[library](tokenizer, None, "ab")
+    (processor,), inputs = options["logits_processor"], ragged_batch((12,))
+    (mask,) = with_grammars([processor])
+    setup = processor._setup
+
+    def without(*given: Any) -> None:
+        setup(*given)
+        delattr(processor, name)
+
+    mask._processor = lambda input_ids, scores: without(*(len(input_ids), VOCABULARY)[: setup.__code__.co_argcount - 1])
+    with pytest.raises(UnsupportedOptionError, match=f"of this version of outlines has no `{name}`"):
+        mask.begin(inputs["input_ids"], VOCABULARY)
+
+
+def test_masks_are_as_wide_as_logits(registered: None) -> None:
+    """A model may know more tokens than it can generate."""
+    (mask,) = with_grammars([Own(TABLE)])
+    mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY + 3)
+    mask.fit(VOCABULARY)
+    assert mask.of_row(0, torch.ones(12, dtype=torch.long), torch.zeros(1, VOCABULARY)).shape == (1, VOCABULARY)
 
 
 @libraries_warn

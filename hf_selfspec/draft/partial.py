@@ -132,17 +132,16 @@ class PartialDraft(CandidateGenerator):
             first = depth + 1 - len(waiting)
             step = self._step(text, torch.cat(waiting, dim=1), [root + first for root in roots], drafting)
             self.steps += 1
-            logits = step.logits.to(text.ids.device, torch.float32)
-            # A draft that overflows (float16) has nothing to say; the full model goes on from there.
-            sound = torch.isfinite(logits.amax(-1)).tolist()
             if step.is_sure is not None:
-                sound = [fine and sure for fine, sure in zip(sound, step.is_sure, strict=True)]
-            if not all(sound):
-                drafting = [on and fine for on, fine in zip(drafting, sound, strict=True)]
-                if not any(drafting):
-                    break
-                logits = logits.nan_to_num()
-            scores = self.scorer.ahead(text, depth, logits, drafting)
+                drafting = [on and sure for on, sure in zip(drafting, step.is_sure, strict=True)]
+            # A draft that overflows (float16) has nothing to say; the full model goes on from there.
+            drafting, logits = _sound(drafting, step.logits.to(text.ids.device, torch.float32))
+            if not any(drafting):
+                break
+            # Nor is there one where processors forbid everything.
+            drafting, scores = _sound(drafting, self.scorer.ahead(text, depth, logits, drafting))
+            if not any(drafting):
+                break
             width = 1
             if self.limits.tree is not None:
                 top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
@@ -327,6 +326,14 @@ class PartialDraft(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn: which blocks run is fixed."""
+
+
+def _sound(drafting: list[bool], values: torch.Tensor) -> tuple[list[bool], torch.Tensor]:
+    """The rows that can choose a token by values ``[b, v]``, and the values, finite where not all rows can."""
+    sound = torch.isfinite(values.amax(-1)).tolist()
+    if all(sound):
+        return drafting, values
+    return [on and fine for on, fine in zip(drafting, sound, strict=True)], values.nan_to_num()
 
 
 def _is_countable(values: torch.Tensor) -> bool:
