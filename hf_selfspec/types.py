@@ -59,6 +59,22 @@ class Text:
         columns = torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1
         return self.ids.gather(1, columns)
 
+    def tokens_before(self, slots: list[int], n: int, first: list[int]) -> tuple[list[int], torch.Tensor]:
+        """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens ``[b, n]``.
+
+        Behind the tokens of rows that have fewer is junk.
+
+        Args:
+            slots: for each row the slot behind the tokens.
+            n: how many.
+            first: for each row the first slot that a forward can begin at.
+        """
+        known = zip(slots, self.first_slots(), first, strict=True)
+        starts = [max(given, least, slot - n) for slot, given, least in known]
+        columns = torch.tensor([start - base for start, base in zip(starts, self.base, strict=True)])[:, None]
+        columns = (columns + torch.arange(n)).clamp(max=self.ids.shape[1] - 1)
+        return starts, self.ids.gather(1, columns.to(self.ids.device))
+
     def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:
         """``[1, s]`` one row's tokens and ``ahead`` scratch columns."""
         return self.ids[row : row + 1, : self.lengths[row] + ahead]

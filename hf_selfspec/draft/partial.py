@@ -132,17 +132,16 @@ class PartialDraft(CandidateGenerator):
             first = depth + 1 - len(waiting)
             step = self._step(text, torch.cat(waiting, dim=1), [root + first for root in roots], drafting)
             self.steps += 1
-            logits = step.logits.to(text.ids.device, torch.float32)
-            # A draft that overflows (float16) has nothing to say; the full model goes on from there.
-            sound = torch.isfinite(logits.amax(-1)).tolist()
             if step.is_sure is not None:
-                sound = [fine and sure for fine, sure in zip(sound, step.is_sure, strict=True)]
-            if not all(sound):
-                drafting = [on and fine for on, fine in zip(drafting, sound, strict=True)]
-                if not any(drafting):
-                    break
-                logits = logits.nan_to_num()
-            scores = self.scorer.ahead(text, depth, logits, drafting)
+                drafting = [on and sure for on, sure in zip(drafting, step.is_sure, strict=True)]
+            # A draft that overflows (float16) has nothing to say; the full model goes on from there.
+            drafting, logits = _sound(drafting, step.logits.to(text.ids.device, torch.float32))
+            if not any(drafting):
+                break
+            # Nor is there one where processors forbid everything.
+            drafting, scores = _sound(drafting, self.scorer.ahead(text, depth, logits, drafting))
+            if not any(drafting):
+                break
             width = 1
             if self.limits.tree is not None:
                 top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
@@ -260,7 +259,7 @@ class PartialDraft(CandidateGenerator):
         What they write into the cache is what is there, or scratch.
         """
         ends = [root + 1 for root in text.last_slots()]
-        starts, ids = tokens_before(text, ends, MANY, self.target.first_slots())
+        starts, ids = text.tokens_before(ends, MANY, self.target.first_slots())
         steps, usual = self.steps, (self.plan, self.limits, self.constraint)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         self.constraint = Constraint()  # steps are to be timed
@@ -329,24 +328,14 @@ class PartialDraft(CandidateGenerator):
         """Nothing to learn: which blocks run is fixed."""
 
 
+def _sound(drafting: list[bool], values: torch.Tensor) -> tuple[list[bool], torch.Tensor]:
+    """The rows that can choose a token by values ``[b, v]``, and the values, finite where not all rows can."""
+    sound = torch.isfinite(values.amax(-1)).tolist()
+    if all(sound):
+        return drafting, values
+    return [on and fine for on, fine in zip(drafting, sound, strict=True)], values.nan_to_num()
+
+
 def _is_countable(values: torch.Tensor) -> bool:
     """Whether these are booleans or whole numbers; of a probability it is not known where it means yes."""
     return not values.is_floating_point() and not values.is_complex()
-
-
-def tokens_before(text: Text, slots: list[int], n: int, first: list[int]) -> tuple[list[int], torch.Tensor]:
-    """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
-
-    Behind the tokens of rows that have fewer is junk.
-
-    Args:
-        text: the batch.
-        slots: for each row the slot behind the tokens.
-        n: how many.
-        first: for each row the first slot that a forward can begin at.
-    """
-    known = zip(slots, text.first_slots(), first, strict=True)
-    starts = [max(given, least, slot - n) for slot, given, least in known]
-    columns = torch.tensor([start - base for start, base in zip(starts, text.base, strict=True)])[:, None]
-    columns = (columns + torch.arange(n)).clamp(max=text.ids.shape[1] - 1)
-    return starts, text.ids.gather(1, columns.to(text.ids.device))
