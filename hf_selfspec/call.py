@@ -180,6 +180,7 @@ class Generation:
             stopper=stopper,
             record=Record.of(config, batch_size, bool(stateful)),
             pad_token=_pad_token(config),
+            vocabulary=session.vocabulary,
             streamer=request.streamer,
             checks_logits=self.checks_logits,
             keeps_rows=bool(config.return_dict_in_generate) or request.has_own_cache,

@@ -71,6 +71,7 @@ class Decoder:
         stopper: stopping criteria.
         record: what is to be returned beside the ids.
         pad_token: id for rows that have ended.
+        vocabulary: tokens that the model knows; logits may be of fewer.
         streamer: gets tokens as all rows have them, or ``None``.
         keeps_rows: rows that have ended stay in the forwards and the cache, which the caller wants back.
         checks_logits: NaN and infinite logits are an error; otherwise they are taken as ``generate`` takes them.
@@ -85,6 +86,7 @@ class Decoder:
     stopper: Stopper
     record: Record
     pad_token: int
+    vocabulary: int
     streamer: BaseStreamer | None = None
     checks_logits: bool = True
     keeps_rows: bool = True
@@ -106,9 +108,10 @@ class Decoder:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
         started = perf_counter()
         nothing = Draft.none(self.text)
+        self.scorer.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
         logits = self._prefill()
+        self.scorer.fit(logits.shape[-1])
         self.stats.prefill_seconds = perf_counter() - started
-        self.scorer.begin(self.text.ids[:, : self.text.prompt_width].clone(), logits)
         self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
         with _optimized_for_decode(self.target.model):
             while not all(self._is_done(row) for row in range(self.text.batch_size)):

@@ -80,6 +80,23 @@ class Text:
         starts = self._ends.on(self.ids.device) + first
         return (starts + torch.arange(count, device=self.ids.device)).expand(self.batch_size, count)
 
+    def tokens_before(self, slots: Sequence[int], n: int, first: Sequence[int]) -> tuple[list[int], torch.Tensor]:
+        """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens ``[b, n]``.
+
+        Behind the tokens of rows that have fewer is junk.
+
+        Args:
+            slots: for each row the slot behind the tokens.
+            n: how many.
+            first: for each row the first slot that a forward can begin at.
+        """
+        known = zip(slots, self.first_slots(), first, strict=True)
+        starts = [max(given, least, slot - n) for slot, given, least in known]
+        device = self.ids.device
+        columns = RowNumbers([start - base for start, base in zip(starts, self.base, strict=True)]).on(device)
+        columns = (columns + torch.arange(n, device=device)).clamp(max=self.ids.shape[1] - 1)
+        return starts, self.ids.gather(1, columns.expand(self.batch_size, n))
+
     def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:
         """``[1, s]`` one row's tokens and ``ahead`` scratch columns."""
         return self.ids[row : row + 1, : self.lengths[row] + ahead]

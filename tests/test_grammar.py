@@ -35,8 +35,12 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedOptionError,
 )
-from hf_selfspec.grammar import protocol
-from hf_selfspec.grammar.rows import Constraint, with_grammars
+from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.grammar import FormatEnforcer, XGrammar, protocol
+from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
+from hf_selfspec.lookup import TokenTree
+from hf_selfspec.model.prefill import TextPrefill
 
 MODEL = tiny_llama(factor=0.5)
 SCHEMA = {
@@ -240,12 +244,12 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
 
     def begun() -> Any:
         (processor,) = with_grammars(_processors(LIBRARIES[library](tokenizer, None, regex)))
-        processor.begin(ragged_batch((12,), seed=3)["input_ids"], torch.zeros(1, VOCABULARY))
+        processor.begin(ragged_batch((12,), seed=3)["input_ids"], VOCABULARY)
         return processor
 
     def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
         processor._rows[0]._masks.clear()
-        return processor.allowed(0, text).tolist()
+        return processor.allowed(0, list(text), ()).tolist()
 
     expected = []
     for text in texts:
@@ -290,6 +294,60 @@ def test_drawn_tokens_have_the_distribution_of_the_masked_model(
     assert kept.sum() > 10
     assert statistic < 3 * kept.sum()
     assert 0 < spec.stats.acceptance_rate < 1
+
+
+@libraries_warn
+@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
+def test_a_prefix_function_wins_where_all_that_it_allows_is_forbidden(
+    lengths: tuple[int, ...], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
+    inputs = ragged_batch(lengths, seed=3)
+    options = {"min_new_tokens": 20, "max_new_tokens": 30}
+    found = []
+    for spec in (None, SPECS["default"](), SPECS["exit"]()):
+        grammar = of_lm_format_enforcer(tokenizer, None, "(ab|ba){3,4}")
+        found.append(generated(tokenizer, inputs, spec, **grammar, **options).tolist())
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][0]) - inputs["input_ids"].shape[1] < 20
+
+
+@libraries_warn
+def test_rows_with_the_same_text_do_not_take_it_from_each_other(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A ``TokenEnforcer`` keeps a state for each text, whatever row it is of."""
+    a, b, c, e = tokenizer.convert_tokens_to_ids(list("abce"))
+    enforcer = of_lm_format_enforcer(tokenizer, None, "ab[cd]e")["prefix_allowed_tokens_fn"].token_enforcer
+    one, other = FormatEnforcer(enforcer, [5, 6]), FormatEnforcer(enforcer, [5, 6])
+    for token in (a, b):
+        one.advance(token)
+        other.advance(token)
+    one.rollback(1)
+    other.advance(c)
+    assert other.mask(VOCABULARY).nonzero()[:, 0].tolist() == [e]
+    other.rollback(2)
+    assert set(enforcer.prefix_states) == {(5, 6), (5, 6, a)}, "what was drafted leaves nothing behind"
+
+
+@libraries_warn
+def test_texts_that_were_taken_back_are_not_kept_for_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+    enforcer = of_lm_format_enforcer(tokenizer, None, "[a-z0-9]{200}")["prefix_allowed_tokens_fn"].token_enforcer
+    row = FormatEnforcer(enforcer, [5])
+    tokens = tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    for first in tokens[:10]:
+        row.advance(first)
+        for token in tokens:
+            row.advance(token)
+            row.rollback(1)
+    assert len(row.taken_back) < 100
+
+
+def test_forced_text_may_end_within_a_character() -> None:
+    """What both characters begin with is no text of its own."""
+    xgrammar = _library("xgrammar")
+    info = xgrammar.TokenizerInfo([b"\xc3", b"\xa9", b"\xa8", b"</s>"], stop_token_ids=[3])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex("(é|è)"))
+    bitmask = xgrammar.allocate_token_bitmask(1, 4)
+    assert XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected() == 0
 
 
 # A user's own -------------------------------------------------------------------------------------------------------
@@ -367,6 +425,71 @@ def test_a_grammar_of_ones_own(spec: str, lengths: tuple[int, ...], registered: 
     assert ours.stats.accepted > 0
 
 
+class DeadEnd(LogitsProcessor):
+    """Allows nothing behind some tokens."""
+
+    is_stateless = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.isin(input_ids[:, -1:], self.tokens), -torch.inf)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_ends_where_nothing_may_follow(
+    do_sample: bool, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
+    inputs, spec = ragged_batch((4, 9, 6), seed=11), SPECS["exit"]()
+    drafted: set[int] = set()
+    propose = PartialDraft.propose
+
+    def recorded(draft: Any, text: Text, max_new: list[int]) -> Draft:
+        found = propose(draft, text, max_new)
+        drafted.update(found.tokens.flatten().tolist())
+        return found
+
+    monkeypatch.setattr(PartialDraft, "propose", recorded)
+
+    def generate(assistant: SelfSpec | None, dead: list[int]) -> torch.Tensor:
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 30, "top_k": 1, "logits_processor": [Own(TABLE), DeadEnd(dead)]}
+        return MODEL.generate(**inputs, **options, do_sample=do_sample, assistant=assistant)
+
+    plain = generate(None, [])
+    assert torch.equal(generate(spec, []), plain)
+    dead = sorted(drafted - set(plain.flatten().tolist()))
+    assert len(dead) > 3
+    assert torch.equal(generate(spec, dead), plain)
+    assert spec.stats.accepted > 0
+
+
+@pytest.mark.parametrize("spec", ["default", "exit"])
+def test_what_is_kept_of_masks_does_not_grow_with_the_text(
+    spec: str, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by what was drafted, since whole texts would have to be compared for each token of a draft."""
+    kept: list[int] = []
+    mask = _Row.mask
+
+    def recorded(row: Any, *given: Any) -> torch.Tensor:
+        found = mask(row, *given)
+        kept.append(max(map(len, row._masks)))
+        return found
+
+    monkeypatch.setattr(_Row, "mask", recorded)
+    MODEL.generate(
+        **ragged_batch((4, 9), seed=11),
+        max_new_tokens=120,
+        do_sample=False,
+        logits_processor=[Own(TABLE)],
+        assistant=SPECS[spec](),
+    )
+    assert max(kept) < 40
+
+
 class UntilSeven(StoppingCriteria):
     """Ends a row with a token."""
 
@@ -432,6 +555,16 @@ def test_a_layer_draft_goes_on_behind_forced_tokens(registered: None) -> None:
         assistant=spec,
     )
     assert 0 < spec.stats.draft_steps < spec.stats.drafted
+
+
+def test_free_drafts_do_not_grow_beyond_what_pays(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know of forced tokens, and their clock times rounds by what they draft."""
+    plan = LookupDrafter.plan
+    monkeypatch.setattr(LookupDrafter, "plan", lambda *given: [TokenTree() for _ in plan(*given)])
+    for spec in (SelfSpec.lookup(), SelfSpec()):
+        options = {"max_new_tokens": 12, "do_sample": False, "logits_processor": [Own([[5], [6], [7], [8]])]}
+        MODEL.generate(**ragged_batch((4, 9, 6)), **options, assistant=spec)
+        assert spec.stats.drafted == 0
 
 
 @dataclass(frozen=True)
@@ -511,6 +644,28 @@ def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton], registered: No
     check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
 
 
+class Dice(DraftSource):
+    """Draws tokens that know of no grammar."""
+
+    def start(self, session: Any) -> Any:
+        return DiceDrafter()
+
+
+class DiceDrafter(FixedDrafter):
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        size = min(3, max(max_new))
+        q = torch.full((text.batch_size, size, FEW), 0.1 / FEW)
+        q[..., [1, 3]] += 0.45
+        tokens = q.flatten(0, 1).multinomial(1).view(text.batch_size, size)
+        return Draft(tokens, [min(size, count) for count in max_new], q=q)
+
+
+def test_drafts_that_were_drawn_without_the_grammar_are_exact(registered: None) -> None:
+    table = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
+    sampled = sample(SelfSpec(Dice()), logits_processor=[Own(table)])
+    check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
+
+
 def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) -> None:
     """With one row, since a layer draft passes over a token where all rows expect one."""
     table, spec = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))], SAMPLED["early exit"]
@@ -545,24 +700,63 @@ def test_wrong_registrations_are_refused(registered: None) -> None:
             MODEL.generate(**ragged_batch((12,)), **options, assistant=SelfSpec())
 
 
+def test_a_wrong_adapter_is_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefill(self: Any, *given: Any) -> None:
+        raise AssertionError("no forward is to run")
+
+    monkeypatch.setattr(TextPrefill, "run", prefill)
+    for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: []):
+        hf_selfspec.register_grammar(Own, wrong)
+        with pytest.raises(SettingTypeError, match=r"for each of the 1 rows"):
+            MODEL.generate(**ragged_batch((12,)), max_new_tokens=8, logits_processor=[Own(TABLE)], assistant=SelfSpec())
+
+
 def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = Own(TABLE)
     hf_selfspec.register_grammar(Own, lambda given, ids: given.rows)
     inputs = ragged_batch((12,))
     (mask,) = with_grammars([processor])
-    mask.begin(inputs["input_ids"], torch.zeros(1, VOCABULARY))
+    mask.begin(inputs["input_ids"], VOCABULARY)
     monkeypatch.setattr(Automaton, "mask", lambda self, vocabulary: torch.ones(vocabulary))
     with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Own must return a BoolTensor \[97\]"):
-        mask.allowed(0, ())
+        mask.allowed(0, [], ())
+
+
+@libraries_warn
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("xgrammar in outlines", "_matchers"), ("outlines-core", "_guides"), ("llguidance", "ll_matchers")],
+)
+def test_an_unknown_version_of_outlines_is_refused(library: str, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    options = LIBRARIES[library](tokenizer, None, "ab")
+    (processor,), inputs = options["logits_processor"], ragged_batch((12,))
+    (mask,) = with_grammars([processor])
+    setup = processor._setup
+
+    def without(*given: Any) -> None:
+        setup(*given)
+        delattr(processor, name)
+
+    mask._processor = lambda input_ids, scores: without(*(len(input_ids), VOCABULARY)[: setup.__code__.co_argcount - 1])
+    with pytest.raises(UnsupportedOptionError, match=f"of this version of outlines has no `{name}`"):
+        mask.begin(inputs["input_ids"], VOCABULARY)
+
+
+def test_masks_are_as_wide_as_logits(registered: None) -> None:
+    """A model may know more tokens than it can generate."""
+    (mask,) = with_grammars([Own(TABLE)])
+    mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY + 3)
+    mask.fit(VOCABULARY)
+    assert mask.of_row(0, torch.ones(12, dtype=torch.long), torch.zeros(1, VOCABULARY)).shape == (1, VOCABULARY)
 
 
 @libraries_warn
 @pytest.mark.parametrize("library", ["xgrammar", "outlines-core", "llguidance"])
 def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
     (mask,) = with_grammars(_processors(LIBRARIES[library](tokenizer, None, "ab")))
-    mask.begin(ragged_batch((12,))["input_ids"], torch.zeros(1, VOCABULARY))
+    mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
     with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
-        mask.allowed(0, (50,))
+        mask.allowed(0, [], (50,))
 
 
 def test_no_grammar_constrains_nothing() -> None:

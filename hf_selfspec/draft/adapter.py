@@ -21,7 +21,7 @@ from ..stop.rules import ConfidenceThreshold
 from ..transfer import RowNumbers
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
-from .partial import DraftStep, PartialDraft, tokens_before
+from .partial import DraftStep, PartialDraft
 from .source import Drafter, DraftSource, Limits, Session
 
 # Tokens, of other sources, that the adapter catches up with where recurrent states have to be known for that.
@@ -122,7 +122,7 @@ class AdapterDraft(PartialDraft):
         late = max(cursor - seen for cursor, seen in zip(cursors, self._seen, strict=True))
         starts: Sequence[int] = cursors
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
-            starts, feed = tokens_before(text, [cursor + 1 for cursor in cursors], late + 1, self.target.first_slots())
+            starts, feed = text.tokens_before([cursor + 1 for cursor in cursors], late + 1, self.target.first_slots())
         self._seen = [cursor + 1 for cursor in cursors]
         # Rows whose tokens cannot all be fed again have junk behind their last one.
         ends = [cursor - start for cursor, start in zip(cursors, starts, strict=True)]

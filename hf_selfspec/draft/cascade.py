@@ -96,6 +96,8 @@ class CascadeDrafter:
         session: the generation.
     """
 
+    knows_grammars = True
+
     def __init__(self, lookup: LookupDrafter, others: dict[str, Drafter], session: Session) -> None:
         self.lookup = lookup
         self.others = others

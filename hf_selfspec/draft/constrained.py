@@ -26,6 +26,7 @@ class ConstrainedDrafter:
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self._drafter, self._constraint = drafter, constraint
         self._own = Draft(torch.zeros(0, 0), [])
+        self._adds_forced = not getattr(drafter, "knows_grammars", False)
         self.needs_ended_rows: bool = getattr(drafter, "needs_ended_rows", False)
 
     @property
@@ -36,7 +37,8 @@ class ConstrainedDrafter:
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
         self._own = self._drafter.propose(text, max_new)
-        return with_forced(text, allowed(text, self._own, self._constraint), self._constraint, max_new)
+        draft = allowed(text, self._own, self._constraint)
+        return with_forced(text, draft, self._constraint, max_new) if self._adds_forced else draft
 
     def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
         """See :meth:`Drafter.update`; what was accepted of forced tokens is not the drafter's."""
@@ -61,16 +63,20 @@ class ConstrainedDrafter:
 
 
 def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
-    """The draft without what grammars forbid; its nodes keep their numbers."""
+    """The draft without what grammars forbid, as if nothing of it had been drawn; its nodes keep their numbers."""
     if not constraint or not draft.size:
         return draft
     spots = [constraint.at(text, row) for row in range(text.batch_size)]
-    tokens = draft.tokens.tolist()
-    if draft.parents is None:
-        drafted = zip(spots, tokens, draft.lengths, strict=True)
-        return replace(draft, lengths=[_allowed_length(spot, row[:length]) for spot, row, length in drafted])
-    parents = [_allowed_parents(*row) for row in zip(spots, tokens, draft.parents, strict=True)]
-    return replace(draft, parents=parents, lengths=[_depth(row) for row in parents])
+    line = [list(range(length)) for length in draft.lengths]
+    rows = list(zip(spots, draft.tokens.tolist(), line if draft.parents is None else draft.parents, strict=True))
+    paths = [_allowed_paths(*row) for row in rows]
+    parents = [
+        [parent if path is not None else -1 for parent, path in zip(row, kept[1:], strict=True)]
+        for (_, _, row), kept in zip(rows, paths, strict=True)
+    ]
+    q = _drawn_as_allowed(draft, spots, paths, parents)
+    depths = [max(len(path) for path in kept if path is not None) for kept in paths]
+    return replace(draft, parents=None if draft.parents is None else parents, lengths=depths, q=q)
 
 
 def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[int]) -> Draft:
@@ -98,26 +104,29 @@ def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[
     return replace(draft, tokens=tokens, lengths=lengths, q=q)
 
 
-def _allowed_length(spot: Spot, tokens: list[int]) -> int:
-    """How many tokens of a line are allowed."""
-    return next((at for at, token in enumerate(tokens) if not spot.allows(tokens[:at], token)), len(tokens))
-
-
-def _allowed_parents(spot: Spot, tokens: list[int], parents: list[int]) -> list[int]:
-    """The parents of a tree's nodes, -1 for those that are forbidden, or behind one that is."""
+def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[list[int] | None]:
+    """The tokens down to each node, ``None`` for those that are forbidden, or behind one that is."""
     paths: list[list[int] | None] = [[]]
-    kept = []
-    for token, parent in zip(tokens, parents, strict=True):
+    for token, parent in zip(tokens, parents, strict=False):
         before = paths[parent] if parent >= 0 else None
-        stays = before is not None and spot.allows(before, token)
-        paths.append([*before, token] if before is not None and stays else None)
-        kept.append(parent if stays else -1)
-    return kept
+        paths.append([*before, token] if before is not None and spot.allows(before, token) else None)
+    return paths
 
 
-def _depth(parents: list[int]) -> int:
-    """Tokens on the longest path."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return max(depths)
+def _drawn_as_allowed(
+    draft: Draft, spots: list[Spot], paths: list[list[list[int] | None]], parents: list[list[int]]
+) -> torch.Tensor | None:
+    """The distributions of a draft as those of its allowed tokens, which the others were drawn beside."""
+    q = draft.q
+    for row, (spot, known) in enumerate(zip(spots, paths, strict=True)):
+        drawn = parents[row][: draft.num_drawn] if q is not None else []
+        for node in set(drawn) - {-1}:
+            path = known[node]
+            assert q is not None
+            assert path is not None
+            mask = spot.mask(path).to(q.device)
+            if bool(q[row, node][~mask].any()):
+                q = q.clone() if q is draft.q else q
+                q[row, node] *= mask
+                q[row, node] /= q[row, node].sum()
+    return q

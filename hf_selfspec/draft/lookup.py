@@ -76,6 +76,7 @@ class LookupDrafter:
     """
 
     steps = 0
+    knows_grammars = True
 
     def __init__(self, settings: Lookup, session: Session) -> None:
         self.settings = settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,15 +133,17 @@ class PartialDraft(CandidateGenerator):
             first = depth + 1 - len(waiting)
             step = self._step(text, torch.cat(waiting, dim=1), roots.ahead(first), drafting)
             self.steps += 1
-            logits = step.logits.to(text.ids.device, torch.float32)
-            # A draft that overflows (float16) has nothing to say; the full model goes on from there.
-            sound = torch.isfinite(logits.amax(-1))
-            logits = logits.masked_fill(~sound[:, None], 0.0)
             if step.is_sure is not None:
                 drafting = [on and sure for on, sure in zip(drafting, step.is_sure, strict=True)]
                 if not any(drafting):
                     break
+            # A draft that overflows (float16) has nothing to say, nor has one where processors forbid everything; the
+            # full model goes on from there.
+            sound, logits = _sound(step.logits.to(text.ids.device, torch.float32))
             scores = self.scorer.ahead(text, depth, logits, drafting)
+            if not self.scorer.prefix_free:
+                allowed, scores = _sound(scores)
+                sound = sound & allowed
             width = 1
             if self.limits.tree is not None:
                 top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
@@ -157,13 +159,12 @@ class PartialDraft(CandidateGenerator):
                 states.append(step.prefix_state)
             waiting = [picks[:, :1]]
             ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), depth)
-            go_on = [depth + 1 < wanted for wanted in max_new]
-            if ended is not None:
-                found, ends = read(sound, ended)
-                drafting = [on and fine for on, fine in zip(drafting, found, strict=True)]
-                go_on = [on and not end for on, end in zip(go_on, ends, strict=True)]
-            lengths = [length + on for length, on in zip(lengths, drafting, strict=True)]
-            drafting = [on and more for on, more in zip(drafting, go_on, strict=True)]
+            counts, ends = _outcome(sound, ended)
+            lengths = [length + (on and new) for length, on, new in zip(lengths, drafting, counts, strict=True)]
+            drafting = [
+                on and new and not end and depth + 1 < wanted
+                for on, new, end, wanted in zip(drafting, counts, ends, max_new, strict=True)
+            ]
         self._drafted = lengths
         return self._draft(text, line, beside, qs, states, lengths, prefix)
 
@@ -237,6 +238,9 @@ class PartialDraft(CandidateGenerator):
         lengths: list[int],
         prefix: int,
     ) -> Draft:
+        if not (t := max(lengths)):
+            return Draft.none(text)
+        line, beside, qs = line[:t], beside[:t], qs[:t]
         parents: list[list[int]] | None = None
         if any(tokens.shape[1] for tokens in beside):
             # Siblings stand behind the line, those of its first token first.
@@ -244,14 +248,13 @@ class PartialDraft(CandidateGenerator):
             for depth, tokens in enumerate(beside):
                 places += [depth] * tokens.shape[1]
             parents = [[parent if parent < length else -1 for parent in places] for length in lengths]
-        tokens = torch.cat([torch.stack(line, dim=1), *beside], dim=1) if line else text.ids[:, :0]
-        reused = bool(states) and len(line) >= self.reuse_from
+        reused = bool(states) and t >= self.reuse_from
         return Draft(
-            tokens=tokens,
+            tokens=torch.cat([torch.stack(line, dim=1), *beside], dim=1),
             lengths=lengths,
             parents=parents,
             q=torch.stack(qs, dim=1) if qs else None,
-            states=torch.cat(states, dim=1) if reused else None,
+            states=torch.cat(states, dim=1)[:, :t] if reused else None,
             prefix=prefix if reused else 0,
         )
 
@@ -265,7 +268,7 @@ class PartialDraft(CandidateGenerator):
         What they write into the cache is what is there, or scratch.
         """
         ends = [root + 1 for root in text.last_slots()]
-        starts, ids = tokens_before(text, ends, MANY, self.target.first_slots())
+        starts, ids = text.tokens_before(ends, MANY, self.target.first_slots())
         steps, usual = self.steps, (self.plan, self.limits, self.constraint)
         self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
         self.constraint = Constraint()  # steps are to be timed
@@ -334,25 +337,27 @@ class PartialDraft(CandidateGenerator):
         """Nothing to learn: which blocks run is fixed."""
 
 
+def _sound(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[b]`` which rows of ``[b, v]`` can be chosen from, and the values, zeros in other rows."""
+    sound = torch.isfinite(values.amax(-1))
+    return sound, values.masked_fill(~sound[:, None], 0.0)
+
+
+def _outcome(sound: torch.Tensor, ended: torch.Tensor | None) -> tuple[list[bool], list[bool]]:
+    """Whether each row's token counts, and whether its draft ends with it.
+
+    Args:
+        sound: ``[b]`` whether there was something to choose from.
+        ended: ``[b]``, or ``None`` where a fixed length alone decides. Then a CPU alone looks, for which that is free;
+            elsewhere the full model finds junk out.
+    """
+    if ended is None:
+        fine = sound.tolist() if sound.device.type == "cpu" else [True] * len(sound)
+        return fine, [False] * len(fine)
+    counts, ends = read(sound, ended)
+    return counts, ends
+
+
 def _is_countable(values: torch.Tensor) -> bool:
     """Whether these are booleans or whole numbers; of a probability it is not known where it means yes."""
     return not values.is_floating_point() and not values.is_complex()
-
-
-def tokens_before(text: Text, slots: Sequence[int], n: int, first: Sequence[int]) -> tuple[list[int], torch.Tensor]:
-    """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens there ``[b, n]``.
-
-    Behind the tokens of rows that have fewer is junk.
-
-    Args:
-        text: the batch.
-        slots: for each row the slot behind the tokens.
-        n: how many.
-        first: for each row the first slot that a forward can begin at.
-    """
-    known = zip(slots, text.first_slots(), first, strict=True)
-    starts = [max(given, least, slot - n) for slot, given, least in known]
-    device = text.ids.device
-    columns = RowNumbers([start - base for start, base in zip(starts, text.base, strict=True)]).on(device)
-    columns = (columns + torch.arange(n, device=device)).clamp(max=text.ids.shape[1] - 1)
-    return starts, text.ids.gather(1, columns.expand(text.batch_size, n))

@@ -19,7 +19,7 @@ from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
-from .partial import PartialDraft, tokens_before
+from .partial import PartialDraft
 from .source import Limits, RoundSeconds, Session
 
 # Tokens of text after which only the exits that look fastest are compared, and their number. Tokens that are looked at
@@ -189,7 +189,7 @@ class ProbingDraft(PartialDraft):
         unseen = self._unseen(text)
         n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
         roots = text.last_slots()
-        starts, tokens = tokens_before(text, roots, n, self.target.first_slots())
+        starts, tokens = text.tokens_before(roots, n, self.target.first_slots())
         # Where in its window the unseen tokens of each row are; short rows have junk behind them.
         new = [
             (max(root - count, start) - start, root - start) if self.target.is_active(row) else (0, 0)

@@ -28,10 +28,11 @@ class Drafter(Protocol):
     """What proposes tokens while one generation runs.
 
     A drafter may have more. ``needs_ended_rows`` is whether forwards go on over rows that have ended, since it will
-    look at their text; a cascade does not wait for them. For a :class:`Cascade`, ``expected_speedup`` is how much
-    faster than rounds without a draft it expects to be just now: 0 where it would not draft, ``None`` where it does not
-    know. ``observe(text, verdicts, logits)`` is called in the place of :meth:`update` after a round in which another
-    source drafted.
+    look at their text; a cascade does not wait for them. ``knows_grammars`` is whether it drafts what grammars force as
+    far as that pays, so that nothing is to be added. For a :class:`Cascade`, ``expected_speedup`` is how much faster
+    than rounds without a draft it expects to be just now: 0 where it would not draft, ``None`` where it does not know.
+    ``observe(text, verdicts, logits)`` is called in the place of :meth:`update` after a round in which another source
+    drafted.
     """
 
     @property

@@ -6,17 +6,27 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from ..errors import UnsupportedOptionError
 
+# Of an outlines-core state with more allowed tokens it is not looked up where each leads, which takes 0.3 µs a token.
+_MOST_LEADS = 1024
+# Texts whose states a row of lm-format-enforcer keeps when they are taken back, for when they come again.
+_KEPT_BACK = 64
+
+# Of each enforcer how many rows stand behind each text that was not known before.
+_rows_behind: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
 
 def _refusal(library: str, token: int) -> UnsupportedOptionError:
     return UnsupportedOptionError(
         f"a grammar of {library} does not allow token {token}, which was generated all the same: plain generate fails "
-        "here, too. Another logits processor forbids all tokens that the grammar allows, or forces one."
+        "here, too, or goes on with a text that the grammar does not allow. Another logits processor forbids all "
+        "tokens that the grammar allows, or forces one, or the grammar was made for fewer tokens than the model has."
     )
 
 
@@ -96,7 +106,7 @@ class XGrammar(_Matching):
         """The longest token that begins the text that has to come next."""
         if self.matcher.is_terminated() or not self.texts:
             return None
-        text = self.matcher.find_jump_forward_string().encode()
+        text = _forced_text(self.matcher)
         texts = {token: bytes(self.texts[token]) for token in self.mask(len(self.texts)).nonzero()[:, 0].tolist()}
         found = [token for token in texts if texts[token] and text.startswith(texts[token])]
         return max(found, key=lambda token: len(texts[token]), default=None)
@@ -110,6 +120,14 @@ class XGrammar(_Matching):
 
     def take_back(self, count: int) -> None:
         self.matcher.rollback(count)
+
+
+def _forced_text(matcher: Any) -> bytes:
+    """The text that has to come next, which may end within a character."""
+    try:
+        return matcher.find_jump_forward_string().encode()
+    except UnicodeDecodeError as error:
+        return error.object
 
 
 class LLGuidance(_Matching):
@@ -167,9 +185,9 @@ class OutlinesCore(_Matching):
         return found[0] if len(found) == 1 else None
 
     def _ends(self, state: int) -> dict[int, int]:
-        """The tokens that are allowed in a state, each with the state that it leads to."""
-        index = self.index
-        ends = {token: index.get_next_state(state, token) for token in index.get_allowed_tokens(state) or ()}
+        """The tokens that are allowed in a state, each with the state that it leads to; none where there are many."""
+        index, tokens = self.index, self.index.get_allowed_tokens(state) or ()
+        ends = {token: index.get_next_state(state, token) for token in tokens if len(tokens) <= _MOST_LEADS}
         return {token: end for token, end in ends.items() if end is not None}
 
     def takes(self, token: int) -> bool:
@@ -201,6 +219,7 @@ class FormatEnforcer:
         # For each token that was taken in, what was allowed before it, and whether its text was new.
         self.before: list[tuple[Any, bool]] = []
         self.taken_back: dict[tuple[int, ...], Any] = {}
+        self.rows_behind = _rows_behind.setdefault(enforcer, Counter())
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """As ``prefix_allowed_tokens_fn`` applies it."""
@@ -217,7 +236,10 @@ class FormatEnforcer:
         """Takes in the next token."""
         self.ids.append(token)
         text, states = tuple(self.ids), self.enforcer.prefix_states
-        self.before.append((self.allowed, text not in states))
+        is_new = text not in states or text in self.rows_behind
+        if is_new:
+            self.rows_behind[text] += 1
+        self.before.append((self.allowed, is_new))
         if text in self.taken_back:
             states.setdefault(text, self.taken_back.pop(text))
         self.allowed = self.enforcer.get_allowed_tokens(self.ids)
@@ -226,10 +248,19 @@ class FormatEnforcer:
         """Takes back the last tokens: what was drafted leaves no text behind."""
         for _ in range(count):
             self.allowed, was_new = self.before.pop()
-            text = tuple(self.ids)
             if was_new:
-                self.taken_back[text] = self.enforcer.prefix_states.pop(text)
+                self._leave(tuple(self.ids))
             self.ids.pop()
+
+    def _leave(self, text: tuple[int, ...]) -> None:
+        """Takes a text back when no other row stands behind it, since rows with the same text share its state."""
+        self.rows_behind[text] -= 1
+        if self.rows_behind[text]:
+            return
+        del self.rows_behind[text]
+        if len(self.taken_back) >= _KEPT_BACK:
+            self.taken_back.clear()
+        self.taken_back[text] = self.enforcer.prefix_states.pop(text)
 
 
 def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> Sequence[XGrammar]:
@@ -239,8 +270,18 @@ def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> 
 
 def _texts_of(info: Any) -> Sequence[bytes]:
     """The texts of all tokens, which xgrammar's own list makes one by one as they are read."""
-    texts = info._handle.decoded_vocab if hasattr(info, "_handle") else ()
+    texts = getattr(getattr(info, "_handle", None), "decoded_vocab", ())
     return texts() if callable(texts) else texts
+
+
+def _own(processor: Any, name: str) -> Any:
+    """What an outlines processor keeps under a name that outlines does not promise."""
+    if not hasattr(processor, name):
+        raise UnsupportedOptionError(
+            f"{type(processor).__name__} of this version of outlines has no `{name}`, in which 1.3.3 keeps its state. "
+            "Use that version, or declare how to reach the state by hf_selfspec.register_grammar."
+        )
+    return getattr(processor, name)
 
 
 def _xgrammar(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
@@ -248,15 +289,16 @@ def _xgrammar(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
 
 
 def _xgrammar_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
-    return _xgrammars(processor._matchers, processor._bitmask, processor.compiled_grammar)
+    return _xgrammars(_own(processor, "_matchers"), _own(processor, "_bitmask"), _own(processor, "compiled_grammar"))
 
 
 def _llguidance_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[LLGuidance]:
-    return [LLGuidance(matcher) for matcher in processor.ll_matchers]
+    return [LLGuidance(matcher) for matcher in _own(processor, "ll_matchers")]
 
 
 def _outlines_core(processor: Any, input_ids: torch.Tensor) -> Sequence[OutlinesCore]:
-    return [OutlinesCore(processor._guides, row, processor.index) for row in range(len(input_ids))]
+    guides, index = _own(processor, "_guides"), _own(processor, "index")
+    return [OutlinesCore(guides, row, index) for row in range(len(input_ids))]
 
 
 def _lm_format_enforcer(function: Any, input_ids: torch.Tensor) -> Sequence[FormatEnforcer]:

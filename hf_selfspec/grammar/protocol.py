@@ -41,12 +41,13 @@ class Grammar(Protocol):
 def register_grammar(kind: type, adapter: Adapter) -> None:
     """Declares that a class of logits processors does nothing but forbid tokens, by grammars that can go back.
 
-    The processor itself is called once for each generation, behind the prompt, as plain ``generate`` does first. Then
-    ``adapter(processor, input_ids)``, with the ``input_ids`` ``[b, s]`` of that call, returns for each row an object
-    with ``mask(vocabulary)``, ``advance(token)`` and ``rollback(count)``, see :class:`Grammar`. These work on the state
-    of the processor itself: at the end of the generation they have taken in all new tokens but the last one, so that
-    the processor is as plain ``generate`` leaves it. Processors of xgrammar, outlines (with outlines-core, llguidance
-    or xgrammar) and lm-format-enforcer are known.
+    The processor itself is called once for each generation, with the prompts and scores of 0, before anything goes
+    through the model. Then ``adapter(processor, input_ids)``, with the ``input_ids`` ``[b, s]`` of that call, returns
+    for each row an object with ``mask(vocabulary)``, ``advance(token)`` and ``rollback(count)``, see :class:`Grammar`.
+    These work on the state of the processor itself: at the end of the generation they have taken in all new tokens of
+    their rows but the last one of the batch, and no padding, so that the processor is as plain ``generate`` leaves it
+    but for padding. Processors of xgrammar, outlines (with outlines-core, llguidance or xgrammar) and
+    lm-format-enforcer are known.
 
     Args:
         kind: the class itself; subclasses are registered on their own. Also the class of a function that is passed as

@@ -26,37 +26,47 @@ Path = tuple[int, ...]
 
 
 class _Row:
-    """A grammar as a function of the new tokens of its row: it goes back and forth to where it is asked."""
+    """A grammar as a function of the new tokens of its row: it goes back and forth to where it is asked.
+
+    What follows is kept for paths, which go on from a text: drafts ask for many paths behind the same one.
+    """
 
     def __init__(self, grammar: Grammar, vocabulary: int, name: str) -> None:
-        self._grammar, self._vocabulary, self._name = grammar, vocabulary, name
+        self.vocabulary = vocabulary
+        self._grammar, self._name = grammar, name
         self._taken: list[int] = []
+        self._text: list[int] = []
         self._masks: dict[Path, torch.Tensor] = {}
         self._expected: dict[Path, int | None] = {}
 
-    def expected(self, tokens: Path) -> int | None:
-        """The token that most likely follows ``tokens``, ``None`` where the grammar cannot tell."""
+    def expected(self, text: list[int], path: Path) -> int | None:
+        """The token that most likely follows ``path`` behind ``text``, ``None`` where the grammar cannot tell."""
         if not hasattr(self._grammar, "expected"):
             return None
-        if tokens not in self._expected:
-            self.go_to(tokens)
-            if len(self._expected) >= _KEPT:
-                self._expected.clear()
-            self._expected[tokens] = self._grammar.expected()
-        return self._expected[tokens]
+        self._go_on_from(text)
+        if path not in self._expected:
+            self.go_to(text, path)
+            self._expected[path] = self._grammar.expected()
+        return self._expected[path]
 
-    def mask(self, tokens: Path) -> torch.Tensor:
-        """A BoolTensor ``[v]``, true for what may follow ``tokens``."""
-        if tokens not in self._masks:
-            self.go_to(tokens)
+    def mask(self, text: list[int], path: Path) -> torch.Tensor:
+        """A BoolTensor ``[v]``, true for what may follow ``path`` behind ``text``."""
+        self._go_on_from(text)
+        if path not in self._masks:
+            self.go_to(text, path)
             if len(self._masks) >= _KEPT:
                 self._masks.clear()
-            self._masks[tokens] = self.fresh_mask()
-        return self._masks[tokens]
+            self._masks[path] = self.fresh_mask()
+        return self._masks[path]
+
+    def mask_behind(self, tokens: list[int]) -> torch.Tensor:
+        """A BoolTensor ``[v]``, true for what may follow all these tokens."""
+        text = self._text if tokens[: len(self._text)] == self._text else tokens
+        return self.mask(text, tuple(tokens[len(text) :]))
 
     def fresh_mask(self) -> torch.Tensor:
         """The mask where the grammar stands."""
-        vocabulary = self._vocabulary
+        vocabulary = self.vocabulary
         mask = self._grammar.mask(vocabulary)
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != (vocabulary,):
             raise SettingTypeError(
@@ -65,10 +75,11 @@ class _Row:
             )
         return mask
 
-    def go_to(self, tokens: Sequence[int]) -> None:
+    def go_to(self, text: Sequence[int], path: Path = ()) -> None:
         """Has the grammar take in exactly these tokens."""
-        taken, same = self._taken, 0
-        for known, token in zip(taken, tokens, strict=False):
+        taken, tokens = self._taken, [*text, *path]
+        same = len(text) if taken[: len(text)] == tokens[: len(text)] else 0
+        for known, token in zip(taken[same:], tokens[same:], strict=False):
             if known != token:
                 break
             same += 1
@@ -78,6 +89,13 @@ class _Row:
         for token in tokens[same:]:
             self._grammar.advance(token)
             taken.append(token)
+
+    def _go_on_from(self, text: list[int]) -> None:
+        if text is not self._text:
+            if text != self._text:
+                self._masks.clear()
+                self._expected.clear()
+            self._text = text
 
 
 class GrammarMask:
@@ -91,7 +109,6 @@ class GrammarMask:
 
     Attributes:
         name: of the processor's class.
-        vocabulary: ``v``, known when it has begun.
     """
 
     is_stateless = True
@@ -100,7 +117,9 @@ class GrammarMask:
         self._processor, self._adapt = processor, adapt
         self.name = type(processor).__name__
         self._rows: list[_Row] = []
-        self._start = self.vocabulary = 0
+        self._start = 0
+        # Transformers forces what a prefix function allows where all of it has been forbidden.
+        self._is_prefix_function = type(processor) is lp.PrefixConstrainedLogitsProcessor
 
     @classmethod
     def of(cls, processor: Any) -> GrammarMask | None:
@@ -108,27 +127,43 @@ class GrammarMask:
         adapt = find_adapter(processor)
         return None if adapt is None else cls(processor, adapt)
 
-    def begin(self, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
-        """Calls the processor behind the prompts ``input_ids`` ``[b, s]``, as plain ``generate`` does first."""
-        self._processor(input_ids, logits.clone())
-        self._rows = [_Row(grammar, logits.shape[-1], self.name) for grammar in self._adapt(input_ids)]
-        self._start, self.vocabulary = input_ids.shape[1], logits.shape[-1]
+    @property
+    def vocabulary(self) -> int:
+        """``v``, known when it has begun."""
+        return self._rows[0].vocabulary
 
-    def allowed(self, row: int, tokens: Path) -> torch.Tensor:
-        """A BoolTensor ``[v]``, true for what may follow these new tokens of ``row``."""
-        return self._rows[row].mask(tokens)
+    def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
+        """Calls the processor behind the prompts ``input_ids`` ``[b, s]``, as plain ``generate`` does first.
 
-    def expected(self, row: int, tokens: Path) -> int | None:
-        """The token that most likely follows these new tokens of ``row``, ``None`` where that is not known."""
-        return self._rows[row].expected(tokens)
+        Since it does nothing but forbid tokens, it need not wait for logits.
+        """
+        self._processor(input_ids, torch.zeros(len(input_ids), vocabulary, device=input_ids.device))
+        self._rows = [_Row(grammar, vocabulary, self.name) for grammar in self._adapt(input_ids)]
+        self._start = input_ids.shape[1]
+
+    def fit(self, vocabulary: int) -> None:
+        """Has masks be as wide as logits turn out to be."""
+        for row in self._rows:
+            row.vocabulary = vocabulary
+
+    def allowed(self, row: int, text: list[int], path: Path) -> torch.Tensor:
+        """A BoolTensor ``[v]``, true for what may follow ``path`` behind the new tokens ``text`` of ``row``."""
+        return self._rows[row].mask(text, path)
+
+    def expected(self, row: int, text: list[int], path: Path) -> int | None:
+        """The token that most likely follows ``path`` behind ``text``, ``None`` where that is not known."""
+        return self._rows[row].expected(text, path)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``[b, v]`` that follow the rows ``input_ids`` ``[b, s]``."""
         return torch.cat([self.of_row(row, input_ids[row], scores[row : row + 1]) for row in range(len(scores))])
 
     def of_row(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores ``[1, v]`` that follow ``ids`` ``[s]`` of one row."""
-        mask = self.allowed(row, tuple(ids[self._start :].tolist()))
+        """Scores ``[n, v]`` that follow ``ids`` ``[s]`` of one row."""
+        mask = self._rows[row].mask_behind(ids[self._start :].tolist())
+        if self._is_prefix_function:
+            tokens = mask.nonzero()[:, 0]
+            return lp.PrefixConstrainedLogitsProcessor(lambda *_: tokens, 1)(ids.expand(len(scores), -1), scores)
         return scores.masked_fill(~mask.to(scores.device), -torch.inf)
 
     def finish(self, texts: Sequence[Sequence[int]]) -> None:
@@ -149,28 +184,32 @@ class Spot:
     Attributes:
         masks: the grammars.
         row: which row.
-        tokens: its new tokens.
+        text: its new tokens.
         ends: tokens that end a row.
     """
 
     masks: Sequence[GrammarMask]
     row: int
-    tokens: Path
+    text: list[int]
     ends: frozenset[int]
 
     def allows(self, path: Sequence[int], token: int) -> bool:
         """Whether ``token`` may follow the drafted tokens ``path``, which may all follow each other."""
         return not self._has_ended(path) and all(bool(mask[token]) for mask in self._masks(path))
 
+    def mask(self, path: Sequence[int]) -> torch.Tensor:
+        """A BoolTensor ``[v]``, true for what may follow ``path``."""
+        return reduce(torch.logical_and, self._masks(path))
+
     def likely(self, path: Sequence[int]) -> tuple[int, float] | None:
         """The token that follows ``path`` where there is hardly a choice, and how likely: 1.0 where it has to."""
         if self._has_ended(path):
             return None
-        allowed = reduce(torch.logical_and, self._masks(path)).numpy()
+        allowed = self.mask(path).numpy()
         count = int(np.count_nonzero(allowed))
         if count == 1:
             return int(allowed.argmax()), 1.0
-        found = [mask.expected(self.row, self.tokens + tuple(path)) for mask in self.masks] if count <= _NARROW else []
+        found = [mask.expected(self.row, self.text, tuple(path)) for mask in self.masks] if count <= _NARROW else []
         return next(((token, _LIKELY) for token in found if token is not None and allowed[token]), None)
 
     def forced(self, most: int) -> Path:
@@ -181,8 +220,7 @@ class Spot:
         return found
 
     def _masks(self, path: Sequence[int]) -> list[torch.Tensor]:
-        tokens = self.tokens + tuple(path)
-        return [mask.allowed(self.row, tokens) for mask in self.masks]
+        return [mask.allowed(self.row, self.text, tuple(path)) for mask in self.masks]
 
     def _has_ended(self, path: Sequence[int]) -> bool:
         return bool(path) and path[-1] in self.ends
@@ -222,7 +260,7 @@ class Constraint:
 
     def at(self, text: Text, row: int) -> Spot:
         """The end of a row."""
-        tokens = tuple(text.ids[row, text.prompt_width : text.lengths[row]].tolist())
+        tokens = text.ids[row, text.prompt_width : text.lengths[row]].tolist()
         return Spot(self.masks, row, tokens, self.ends)
 
 

@@ -77,10 +77,15 @@ class Scorer:
         stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)
 
-    def begin(self, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
-        """Has grammars begin behind the prompts ``input_ids`` ``[b, s]``, where the logits are ``[b, v]``."""
+    def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
+        """Has grammars begin behind the prompts ``input_ids`` ``[b, s]``; the vocabulary is about as large."""
         for grammar in self.grammars:
-            grammar.begin(input_ids, logits)
+            grammar.begin(input_ids, vocabulary)
+
+    def fit(self, vocabulary: int) -> None:
+        """Has the masks of grammars be as wide as logits are."""
+        for grammar in self.grammars:
+            grammar.fit(vocabulary)
 
     def finish(self, texts: Sequence[Sequence[int]]) -> None:
         """Leaves grammars as plain ``generate`` does, see :meth:`GrammarMask.finish`."""
