@@ -18,9 +18,10 @@ from .model.layout import TreeLayout
 from .model.prefill import Prefill
 from .model.prompt import Prompt
 from .model.target import Target
+from .transfer import upload
 from .types import Draft, GenerationStats, Text, Verdict
 from .verify.in_step import verify_in_step
-from .verify.scoring import Scorer, are_sound, check_logits
+from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper
 from .verify.walk import verify
 
@@ -153,9 +154,9 @@ class Decoder:
     def _verify_pass(self, draft: Draft) -> torch.Tensor:
         """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""
         text, target = self.text, self.target
-        tokens = torch.cat([text.last_tokens(), draft.tokens.to(text.ids.device)], dim=1)
+        nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
+        tokens = torch.cat([text.last_tokens(), _on_device(draft, nodes, text.ids.device)], dim=1)
         roots = text.last_slots()
-        nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents)
         # A sibling would have to find what its ancestors fed into recurrent states below, in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
             step = target.step(tokens, roots, nodes=nodes)
@@ -185,7 +186,7 @@ class Decoder:
         whose = self.target.anatomy.model_name if checks else None
         if self._in_step:
             if whose is not None:
-                check_logits(bool(are_sound(logits)), whose)
+                check_highest(logits.amax(-1).flatten().tolist(), whose)
             return verify_in_step(*given, self.record.steps, self.pad_token)
         return verify(*given, self.record.scores, whose)
 
@@ -325,6 +326,13 @@ class Decoder:
             )
             ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total, ends)
+
+
+def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> torch.Tensor:
+    """``[b, t]`` the draft's tokens; those that the host knows come together with their layout."""
+    if draft.listed is None or not draft.size or draft.tokens.device == device:
+        return draft.tokens.to(device)
+    return upload(draft.listed, device) if nodes is None else nodes.tokens(device)
 
 
 def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:

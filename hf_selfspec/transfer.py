@@ -21,9 +21,10 @@ def read(*tensors: torch.Tensor) -> list[Any]:
     """Integer, boolean and float32 tensors of one device as nested lists, brought to the host together."""
     if tensors[0].device.type == "cpu" or len(tensors) == 1:
         return [tensor.tolist() for tensor in tensors]
-    flat = torch.cat([_as_integers(tensor).flatten() for tensor in tensors]).cpu()
+    kinds = {tensor.dtype for tensor in tensors}
+    flat = torch.cat([(tensor if len(kinds) == 1 else _as_integers(tensor)).flatten() for tensor in tensors]).cpu()
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [_from_integers(piece, like).tolist() for piece, like in zip(pieces, tensors, strict=True)]
+    return [_as_before(piece, like).tolist() for piece, like in zip(pieces, tensors, strict=True)]
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,7 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.view(torch.int32) if tensor.is_floating_point() else tensor).to(torch.long)
 
 
-def _from_integers(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _as_before(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     found = found.view(like.shape)
     return found.to(torch.int32).view(like.dtype) if like.is_floating_point() else found.to(like.dtype)
 
@@ -68,6 +69,12 @@ class RowNumbers(tuple[int, ...]):
         """The sums, row by row."""
         sums = [mine + other for mine, other in zip(self, others, strict=True)]
         return RowNumbers.made(sums, lambda device: self.on(device) + others.on(device))
+
+    def onwards(self, count: int, device: torch.device) -> torch.Tensor:
+        """``[b, count]``, or one row where all have the same: the numbers from each row's on."""
+        if self.are_equal:
+            return torch.arange(self[0], self[0] + count, device=device)[None]
+        return self.on(device) + torch.arange(count, device=device)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """``[b, 1]``, or ``[1, 1]`` where all rows have the same, which needs no upload."""

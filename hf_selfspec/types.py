@@ -162,7 +162,7 @@ class Draft:
         states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``. Where node ``T``
             has been there, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
-        listed: ``tokens`` as lists, where the host knows them.
+        listed: ``tokens`` as lists, where the host knows them; they need not be on the text's device then.
         skips_verification: the line is kept whatever the full model chooses. The output is another one then.
     """
 

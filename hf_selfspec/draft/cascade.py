@@ -15,6 +15,7 @@ from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..lookup import TokenTree
 from ..notices import warn_once
 from ..registry import register
+from ..transfer import upload
 from ..types import Draft, GenerationStats, Text, Verdict
 from .constrained import allowed
 from .lookup import Lookup, LookupDrafter
@@ -190,10 +191,11 @@ class CascadeDrafter:
             added.append([*tree.tokens[len(seed) :], *[0] * (further - len(new))])
             parents.append([*whole, *new, *[-1] * (further - len(new))])
             lengths.append(tree.depth)
-        more = torch.tensor(added, device=draft.tokens.device)
+        more = upload(added, draft.tokens.device)
         return replace(
             draft,
             tokens=torch.cat([draft.tokens, more], dim=1),
+            listed=[[*known, *new] for known, new in zip(tokens, added, strict=True)],
             lengths=lengths,
             parents=parents,
             num_drawn=draft.size if draft.num_drawn is None else draft.num_drawn,

@@ -15,7 +15,7 @@ from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree, VerifyCosts
 from ..registry import register
 from ..settings import check_count
-from ..transfer import read, upload
+from ..transfer import read
 from ..types import Draft, GenerationStats, Text, Verdict
 from .source import Drafter, DraftSource, Session
 
@@ -140,7 +140,7 @@ class LookupDrafter:
         if not size:
             return Draft.none(text)
         listed = [[*tree.tokens, *[0] * (size - len(tree))] for tree in trees]
-        tokens = upload(listed, text.ids.device)
+        tokens = torch.tensor(listed)
         if all(tree.parents == tuple(range(len(tree))) for tree in trees):
             return Draft(tokens, [len(tree) for tree in trees], listed=listed)
         parents = [[*tree.parents, *[-1] * (size - len(tree))] for tree in trees]

@@ -169,7 +169,7 @@ class SpeculativeCache(Cache):
         if self._places is None or self._places[1].device != device:
             self._places = (
                 torch.arange(len(self.cursors), device=device)[:, None],
-                self.cursors.on(device) + torch.arange(length, device=device),
+                self.cursors.onwards(length, device),
             )
         return self._places
 

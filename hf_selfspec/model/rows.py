@@ -60,9 +60,7 @@ class ActiveRows:
 
     def of_layout(self, nodes: TreeLayout | None) -> TreeLayout | None:
         """The trees of these rows."""
-        if nodes is None or len(nodes.parents) == 1:
-            return nodes
-        return replace(nodes, parents=self.of_list(nodes.parents), depths=self.of_list(nodes.depths))
+        return None if nodes is None else nodes.of_rows(self.kept, self.pick)
 
     def enter(self, run: ForwardPass) -> ForwardPass:
         """The forward over these rows; what looks into it sees the whole batch."""

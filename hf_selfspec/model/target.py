@@ -308,10 +308,10 @@ class Target:
         geometry = None
         if self.padding is None:
             if nodes is None:
-                offsets = torch.arange(s, device=device)
+                positions = starts.onwards(s, device)
             else:
-                offsets = nodes.offsets(device)[:, first_node:] - first_node
-            positions = (starts.on(device) + offsets).expand(tokens.shape[0], s)
+                positions = starts.on(device) + (nodes.offsets(device)[:, first_node:] - first_node)
+            positions = positions.expand(tokens.shape[0], s)
             if not simple:
                 geometry = Geometry.of(positions, starts, nodes, first_node, self.holes)
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from transformers.generation import logits_process as lp
@@ -142,21 +143,17 @@ def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
     return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
-def are_sound(logits: torch.Tensor) -> torch.Tensor:
-    """``[]`` whether logits ``[..., v]`` can be chosen from.
+def check_highest(highest: Iterable[float], whose: str) -> None:
+    """Checks that logits can be chosen from.
 
-    They cannot where a position has a NaN, a positive infinity, or nothing but negative infinities.
-    """
-    return torch.isfinite(logits.amax(-1)).all()
-
-
-def check_logits(sound: bool, whose: str) -> None:
-    """Checks what :func:`are_sound` found.
+    Args:
+        highest: the highest logit of each position.
+        whose: the model, for the message.
 
     Raises:
-        NumericalError: logits cannot be chosen from.
+        NumericalError: a NaN, a positive infinity, or nothing but negative infinities in some position.
     """
-    if not sound:
+    if not all(map(math.isfinite, highest)):
         raise NumericalError(
             f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
             "bfloat16 and float32 do not)."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -10,7 +11,7 @@ from ..transfer import read
 from ..types import Draft, Text, Verdict
 from .greedy import best_tokens, choose_greedy
 from .sampling import accept_line, choose_sampled, draw
-from .scoring import Scorer, are_sound, check_logits
+from .scoring import Scorer, check_highest
 from .stopping import Stopper
 
 
@@ -69,12 +70,12 @@ def verify(
     at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
     known = [draft.tokens] if draft.listed is None else []
-    checks = [] if whose is None else [are_sound(logits)]
+    highest = [] if whose is None else [logits.amax(-1)]
     chosen = None if scores is None or scores_so_far is not None else _chosen(scores, draft, scorer.do_sample)
-    found = read(*known, *checks, *(chosen or ()))
+    found = read(*known, *highest, *(chosen or ()))
     drafted = found.pop(0) if draft.listed is None else draft.listed
     if whose is not None:
-        check_logits(found.pop(0), whose)
+        check_highest(chain.from_iterable(found.pop(0)), whose)
     choices = _Choices(*found) if found else None
     choose = choose_sampled if scorer.do_sample else choose_greedy
     verdicts = []
