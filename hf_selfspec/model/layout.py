@@ -48,6 +48,14 @@ class TreeLayout:
         return cls([[-1, *row] for row in parents], depths, ids=ids)
 
     @classmethod
+    def of_packed(cls, packed: torch.Tensor) -> TreeLayout:
+        """The layout that is on a device already, see :meth:`packed`."""
+        count = packed.shape[1]
+        layout = cls([[-1] * count], [[0] * count])
+        layout._on[packed.device] = packed
+        return layout
+
+    @classmethod
     def replay(cls, count: int) -> TreeLayout:
         """The last ``count`` tokens whose KV is known, in line, beside that KV."""
         return cls([list(range(-1, count - 1))], [list(range(-count, 0))], count)
@@ -64,11 +72,11 @@ class TreeLayout:
 
     def offsets(self, device: torch.device) -> torch.Tensor:
         """``[1 or b, t]`` the depths."""
-        return self._packed(device)[:, :, self.size]
+        return self.packed(device)[:, :, self.size]
 
     def tokens(self, device: torch.device) -> torch.Tensor:
         """``[b, t - 1]`` the ids."""
-        return self._packed(device)[:, 1:, -1]
+        return self.packed(device)[:, 1:, -1]
 
     def of_rows(self, rows: Sequence[int], pick: Callable[[torch.Tensor, int], torch.Tensor]) -> TreeLayout:
         """The layout of some rows, which ``pick`` takes from a tensor's dimension."""
@@ -81,9 +89,9 @@ class TreeLayout:
 
     def ancestry(self, device: torch.device) -> torch.Tensor:
         """``[1 or b, t, t]`` whether the column's token is the row's token or an ancestor of it."""
-        return self._packed(device)[:, :, : self.size].bool()
+        return self.packed(device)[:, :, : self.size].bool()
 
-    def _packed(self, device: torch.device) -> torch.Tensor:
+    def packed(self, device: torch.device) -> torch.Tensor:
         """``[1 or b, t, t + 2]`` the ancestry with depths and ids behind it, uploaded once."""
         if device not in self._on:
             packed = np.zeros((len(self.parents), self.size, self.size + 2), dtype=np.int64)

@@ -31,6 +31,7 @@ class Geometry:
         query_positions: ``[b, s]`` position of each token that runs.
         length: ``n``, cache slots.
         key_positions: ``[b, n]`` position of the token in each of them, ``None`` where that is its number.
+        is_fixed: masks are for any position of the tokens, so there always is one.
         visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
         grouped: masks, each with how attention has already laid it out for grouped query heads.
     """
@@ -39,6 +40,7 @@ class Geometry:
     length: int
     key_positions: torch.Tensor | None = None
     visible: torch.Tensor | None = None
+    is_fixed: bool = False
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -127,7 +129,7 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
         b, s = geometry.query_positions.shape
         n = geometry.length
         everything = b == 1 and s == 1 and geometry.visible is None and (local_size is None or n <= local_size)
-        if everything and allow_is_causal_skip and not additive:
+        if everything and allow_is_causal_skip and not additive and not geometry.is_fixed:
             return None
         keys, device = geometry.key_positions, geometry.query_positions.device
         if keys is None:

@@ -19,6 +19,7 @@ from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
+from .fixed import FixedShapes
 from .following import Following
 from .given_cache import cache_name
 from .kernels import served_kernels, turns
@@ -97,16 +98,17 @@ class Target:
         self.padding = padding
         self.holes = holes
         self.last_positions = last_positions
-        self._last_positions = RowNumbers(last_positions or [_NO_END])
+        self._known_last = RowNumbers(last_positions or [_NO_END])
         self.following = following or Following()
         self.last_slots: Sequence[int] = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._cache_name = cache_name(model)
+        self.cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
+        self.fixed: FixedShapes | None = None
         self.prefill_observer: PrefillObserver | None = None
 
     @contextmanager
@@ -126,7 +128,13 @@ class Target:
     def can_leave(self) -> bool:
         """Whether rows can leave the forwards: nothing that belongs to rows is known outside of this class."""
         following = self.following
-        return self.padding is None and self.holes is None and not following.extra and not following.marks
+        return (
+            self.fixed is None
+            and self.padding is None
+            and self.holes is None
+            and not following.extra
+            and not following.marks
+        )
 
     def is_active(self, row: int) -> bool:
         """Whether forwards run over a row."""
@@ -301,9 +309,13 @@ class Target:
             run = rows.enter(run)
         s = tokens.shape[1]
         starts = starts.ahead(first_node)
+        size = None if self.fixed is None or counts is not None else self.fixed.serve(tokens, run, nodes, first_node)
+        if self.fixed is not None and size is not None:
+            self.cache.seek(starts, size)
+            return self.fixed.call(module, tokens, starts, self._last_positions_of(len(starts)), run, nodes), run
         self.cache.seek(starts, s, Feed.of(starts, counts, nodes))
         device = tokens.device
-        kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
+        kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
         geometry = None
         if self.padding is None:
@@ -337,14 +349,18 @@ class Target:
     def _existing(self, positions: torch.Tensor, cursors: Sequence[int]) -> torch.Tensor:
         """Positions that have an embedding: rows that ride along may be behind the end of their text."""
         # A row's root is a real token, wherever it is; drafted ones stay within `anatomy.position_limit`.
-        s = positions.shape[1]
-        rows = range(len(cursors)) if self.active_rows is None else self.active_rows.kept
-        last = [self._last_position(row) for row in rows]
+        last, s = self._last_positions_of(len(cursors)), positions.shape[1]
         if all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
             return positions
-        if self._last_positions != tuple(last):
-            self._last_positions = RowNumbers(last)
-        return positions.minimum(self._last_positions.on(positions.device))
+        return positions.minimum(last.on(positions.device))
+
+    def _last_positions_of(self, rows: int) -> RowNumbers:
+        """The last positions that the rows of a forward can have."""
+        numbers = range(rows) if self.active_rows is None else self.active_rows.kept
+        last = tuple(self._last_position(row) for row in numbers)
+        if self._known_last != last:
+            self._known_last = RowNumbers(last)
+        return self._known_last
 
     def _last_position(self, row: int) -> int:
         reachable = _NO_END if self.last_positions is None else self.last_positions[row]
