@@ -105,6 +105,7 @@ class CascadeDrafter:
         self._rates = session.knowledge.of("cascade", lambda _: RatesFindings())
         self._takes_trees = session.takes_trees
         self._constraint = session.constraint
+        self._target = session.target
         self._begun = 0.0
         self._used: str | None = None
         self._size = self._drafted = 0
@@ -116,7 +117,7 @@ class CascadeDrafter:
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
-        self._begun = perf_counter()
+        self._begun = perf_counter() - self._target.compile_seconds
         trees = self.lookup.plan(text, max_new)
         self._used = fastest(self._arms(trees, max_new)).source
         if self._used is None:
@@ -131,7 +132,7 @@ class CascadeDrafter:
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
         new = self.lookup.learn(text, verdicts, logits)
-        seconds = perf_counter() - self._begun
+        seconds = perf_counter() - self._target.compile_seconds - self._begun
         if self._used is None:
             self.lookup.clock.add(max(map(len, self.lookup.trees)), new, seconds)
         for name, drafter in self.others.items():

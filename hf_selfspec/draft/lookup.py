@@ -98,7 +98,7 @@ class LookupDrafter:
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
-        self._begun = perf_counter()
+        self._begun = perf_counter() - self._target.compile_seconds
         return self.draft(text, self.plan(text, max_new))
 
     def plan(self, text: Text, max_new: list[int]) -> list[TokenTree]:
@@ -128,9 +128,9 @@ class LookupDrafter:
     def _clock_of(self, text: Text, rows: int) -> RoundClock:
         """The clock of rounds over so many rows."""
         ids = text.ids
-        dtype = self._target.model.dtype
+        dtype, how = self._target.model.dtype, "" if self._target.fixed is None else " compiled"
         return self.findings.clock(
-            f"{ids.device.type} {dtype}", rows, max(text.lengths), ids.device.type == "cpu", self._is_frozen
+            f"{ids.device.type} {dtype}{how}", rows, max(text.lengths), ids.device.type == "cpu", self._is_frozen
         )
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
@@ -188,7 +188,8 @@ class LookupDrafter:
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
         new = self.learn(text, verdicts, logits)
-        self.clock.add(max(map(len, self.trees)), new, perf_counter() - self._begun)
+        seconds = perf_counter() - self._target.compile_seconds - self._begun
+        self.clock.add(max(map(len, self.trees)), new, seconds)
 
     def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
         """Takes in the verdicts of a round, without the time that it took; returns the new tokens of all rows."""

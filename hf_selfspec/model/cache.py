@@ -88,7 +88,7 @@ class _SpeculativeLayer(CacheLayerMixin):
             return self._cache.capacity, 0
         return self._cache.max_cursor + query_length, 0
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         return self._cache.max_cursor if self._cache.fixed_slots is None else ChangingNumber()
 
     def get_max_length(self) -> int:

@@ -8,6 +8,7 @@ and hooks of a forward are constants of its graph. ``torch.compile`` makes a ker
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 import weakref
@@ -55,7 +56,7 @@ class NotTraceableError(RuntimeError):
     """A forward reads a number that changes from round to round."""
 
 
-class ChangingNumber(int):
+class ChangingNumber:
     """A number that a graph must not hold: whatever is computed with it ends the trace."""
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -64,7 +65,7 @@ class ChangingNumber(int):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __floordiv__ = __mod__ = __truediv__ = __int__ = __index__ = __float__ = __bool__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
-    __hash__ = int.__hash__
+    __hash__ = object.__hash__
 
 
 @dataclass
@@ -73,19 +74,21 @@ class Graphs:
 
     Attributes:
         config: how they are compiled.
+        state: what else of the model they depend on.
         seconds: spent on tracing and compiling.
         refused: why the model's forwards cannot be traced, empty as long as they can.
     """
 
     config: CompileConfig
+    state: Hashable
     seconds: float = 0.0
     refused: str = ""
     _runs: dict[Hashable, Run] = field(default_factory=dict)
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str) -> Run:
-        """What runs in the place of ``function``: its graph, or itself as long as there is none.
+    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str) -> Run | None:
+        """The graph of ``function``, ``None`` as long as there is none.
 
         Args:
             key: what the graph depends on beside its inputs.
@@ -95,20 +98,20 @@ class Graphs:
         """
         with self._lock:
             if key in self._runs or self.refused:
-                return self._runs.get(key, function)
+                return self._runs.get(key)
             self._uses[key] = self._uses.get(key, 0) + 1
             if self._uses[key] < _USES:
-                return function
+                return None
             began = perf_counter()
             try:
                 self._runs[key] = self._compiled(function, inputs)
-            except (NotTraceableError, RuntimeError) as error:
+            except (NotTraceableError, RuntimeError, TypeError) as error:
                 self.refused = str(error).splitlines()[0]
                 warn_once(
                     f"{whose} runs without compiled graphs, which its forward does not allow: {self.refused}. The "
                     "output is the same."
                 )
-                return function
+                return None
             finally:
                 self.seconds += perf_counter() - began
             return self._runs[key]
@@ -132,12 +135,16 @@ _lock = threading.Lock()
 
 def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
     """The graphs of a model with these options, which last as long as the model."""
+    values = itertools.chain(model.parameters(), model.buffers())
+    weights = hash(tuple((id(value), value.data_ptr()) for value in values))
+    state = weights, model.config._attn_implementation
     with _lock:
-        known = _of_models.setdefault(model, [])
+        # Graphs hold the weights that they were made with.
+        known = _of_models[model] = [one for one in _of_models.get(model, []) if one.state == state]
         for graphs in known:
             if graphs.config.to_dict() == config.to_dict():
                 return graphs
-        known.append(Graphs(config))
+        known.append(Graphs(config, state))
         return known[-1]
 
 

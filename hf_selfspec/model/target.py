@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import UnsupportedOptionError
 from ..transfer import RowNumbers
@@ -26,11 +26,10 @@ from .kernels import served_kernels, turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, padded_mask, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
+from .positions import LastPositions
 from .prompt import Holes
 from .rows import ActiveRows
 from .states import Feed
-
-_NO_END = 1 << 62
 
 
 @dataclass
@@ -97,8 +96,7 @@ class Target:
         self.cache = cache
         self.padding = padding
         self.holes = holes
-        self.last_positions = last_positions
-        self._known_last = RowNumbers(last_positions or [_NO_END])
+        self._positions = LastPositions(last_positions, anatomy.position_limit)
         self.following = following or Following()
         self.last_slots: Sequence[int] = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
@@ -124,17 +122,26 @@ class Target:
                 stack.enter_context(eagerly())
             yield self
 
+    def compile(self, config: CompileConfig) -> None:
+        """Has forwards over a few tokens be compiled graphs, where the call allows it."""
+        self.fixed = FixedShapes.of(self, config)
+        self.cache.in_steps = self.fixed is not None
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time that the model's graphs have taken to compile."""
+        return 0.0 if self.fixed is None else self.fixed.graphs.seconds
+
     @property
     def can_leave(self) -> bool:
         """Whether rows can leave the forwards: nothing that belongs to rows is known outside of this class."""
+        return self.fixed is None and self.takes_any_rows
+
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether a forward depends on the tokens and their places alone."""
         following = self.following
-        return (
-            self.fixed is None
-            and self.padding is None
-            and self.holes is None
-            and not following.extra
-            and not following.marks
-        )
+        return self.padding is None and self.holes is None and not following.extra and not following.marks
 
     def is_active(self, row: int) -> bool:
         """Whether forwards run over a row."""
@@ -309,10 +316,11 @@ class Target:
             run = rows.enter(run)
         s = tokens.shape[1]
         starts = starts.ahead(first_node)
-        size = None if self.fixed is None or counts is not None else self.fixed.serve(tokens, run, nodes, first_node)
-        if self.fixed is not None and size is not None:
-            self.cache.seek(starts, size)
-            return self.fixed.call(module, tokens, starts, self._last_positions_of(len(starts)), run, nodes), run
+        last = self._last_positions(len(starts))
+        if self.fixed is not None and counts is None:
+            found = self.fixed.call(module, tokens, starts, last, run, nodes, first_node)
+            if found is not None:
+                return found[0], run
         self.cache.seek(starts, s, Feed.of(starts, counts, nodes))
         device = tokens.device
         kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
@@ -332,7 +340,9 @@ class Target:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
         if self.anatomy.takes_positions:
             kept = None if rows is None else rows.kept
-            kwargs["position_ids"] = self.following.positions(self._existing(positions, starts), kept)
+            if any(start + s - 1 > end for start, end in zip(starts, last, strict=True)):
+                positions = positions.minimum(last.on(device))
+            kwargs["position_ids"] = self.following.positions(positions, kept)
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = keep
         kwargs.update(self.following.extra)
@@ -346,23 +356,6 @@ class Target:
             rows.leave(run)
         return logits, run
 
-    def _existing(self, positions: torch.Tensor, cursors: Sequence[int]) -> torch.Tensor:
-        """Positions that have an embedding: rows that ride along may be behind the end of their text."""
-        # A row's root is a real token, wherever it is; drafted ones stay within `anatomy.position_limit`.
-        last, s = self._last_positions_of(len(cursors)), positions.shape[1]
-        if all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
-            return positions
-        return positions.minimum(last.on(positions.device))
-
-    def _last_positions_of(self, rows: int) -> RowNumbers:
+    def _last_positions(self, rows: int) -> RowNumbers:
         """The last positions that the rows of a forward can have."""
-        numbers = range(rows) if self.active_rows is None else self.active_rows.kept
-        last = tuple(self._last_position(row) for row in numbers)
-        if self._known_last != last:
-            self._known_last = RowNumbers(last)
-        return self._known_last
-
-    def _last_position(self, row: int) -> int:
-        reachable = _NO_END if self.last_positions is None else self.last_positions[row]
-        limit = self.anatomy.position_limit
-        return reachable if limit is None else max(min(reachable, limit - 1), self.last_slots[row])
+        return self._positions.of(range(rows) if self.active_rows is None else self.active_rows.kept, self.last_slots)
