@@ -19,7 +19,7 @@ def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.T
 
 def read(*tensors: torch.Tensor) -> list[Any]:
     """Integer, boolean and float32 tensors of one device as nested lists, brought to the host together."""
-    if tensors[0].device.type == "cpu" or len(tensors) == 1:
+    if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
     kinds = {tensor.dtype for tensor in tensors}
     flat = torch.cat([(tensor if len(kinds) == 1 else _as_integers(tensor)).flatten() for tensor in tensors]).cpu()

@@ -85,6 +85,7 @@ def test_numbers_read_together() -> None:
     """Of all kinds, with their shapes and values."""
     whole, flags = torch.tensor([[1, -2], [1 << 40, 3]]), torch.tensor([True, False])
     shares = torch.tensor([0.1, -1.5, torch.inf])
+    assert read() == []
     assert read(whole, flags, shares) == [whole.tolist(), flags.tolist(), shares.tolist()]
 
 
