@@ -8,7 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -85,6 +92,7 @@ class Generation:
         stop, tree, max_draft: see ``SelfSpec``.
         knowledge: what is known for such a call.
         checks_logits: see :class:`Decoder`.
+        compile_config: how forwards are compiled, ``None`` for not at all.
     """
 
     source: DraftSource
@@ -93,6 +101,7 @@ class Generation:
     max_draft: int
     knowledge: KnowledgeOfCall
     checks_logits: bool = True
+    compile_config: CompileConfig | None = None
 
     def ready(self, request: Request) -> Callable[[], Any]:
         """Checks the call and prepares it; what is returned generates and returns what ``generate`` does.
@@ -156,6 +165,8 @@ class Generation:
             inputs.following,
             self.source.whole_model(anatomy),
         )
+        if self.compile_config is not None:
+            target.compile(self.compile_config)
         session = Session(
             target=target,
             scorer=scorer.for_drafts,

@@ -26,7 +26,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("prompt_lookup_num_tokens", (None,), "it is another way of drafting; choose one of the two"),
     ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
     ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
-    ("cache_implementation", (None, "dynamic"), "only the dynamic cache can take tokens back; leave it out"),
+    ("cache_implementation", (None, "dynamic", "static"), "only a dynamic or static cache serves; leave it out"),
     ("output_attentions", (None, False), "drafted blocks do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,9 +18,10 @@ from .model.layout import TreeLayout
 from .model.prefill import Prefill
 from .model.prompt import Prompt
 from .model.target import Target
+from .transfer import upload
 from .types import Draft, GenerationStats, Text, Verdict
 from .verify.in_step import verify_in_step
-from .verify.scoring import Scorer, check_logits
+from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper
 from .verify.walk import verify
 
@@ -147,16 +149,14 @@ class Decoder:
         self.stats.search_seconds += perf_counter() - committed
 
     def _prefill(self) -> torch.Tensor:
-        logits = self.prefill.run(self.target, self.prompt).to(self.text.ids.device, torch.float32)
-        self._check(logits)
-        return logits
+        return self.prefill.run(self.target, self.prompt).to(self.text.ids.device, torch.float32)
 
     def _verify_pass(self, draft: Draft) -> torch.Tensor:
         """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""
         text, target = self.text, self.target
-        tokens = torch.cat([text.last_tokens(), draft.tokens.to(text.ids.device)], dim=1)
+        nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
+        tokens = torch.cat([text.last_tokens(), _on_device(draft, nodes, text.ids.device)], dim=1)
         roots = text.last_slots()
-        nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents)
         # A sibling would have to find what its ancestors fed into recurrent states below, in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
             step = target.step(tokens, roots, nodes=nodes)
@@ -165,7 +165,7 @@ class Decoder:
             if ready < tokens.shape[1]:
                 rest = target.step(
                     tokens[:, ready:],
-                    roots if nodes is not None else [root + ready for root in roots],
+                    roots if nodes is not None else roots.ahead(ready),
                     nodes=nodes,
                     first_node=ready if nodes is not None else 0,
                     capture=draft.prefix,
@@ -175,22 +175,20 @@ class Decoder:
                 states = torch.cat([states, rest], dim=1)
             step = target.step(tokens, roots, nodes=nodes, state=states, capture=draft.prefix)
         assert step.logits is not None
-        logits = step.logits.to(text.ids.device, torch.float32)
-        self._check(logits)
-        return logits
-
-    def _check(self, logits: torch.Tensor) -> None:
-        if self.checks_logits and not self.scorer.repairs:  # ``remove_invalid_values``
-            check_logits(logits, self.target.anatomy.model_name)
+        return step.logits.to(text.ids.device, torch.float32)
 
     # Committing --------------------------------------------------------------------------------------------------
 
     def _judge(self, draft: Draft, logits: torch.Tensor) -> list[Verdict]:
         done = [self._is_done(row) for row in range(self.text.batch_size)]
         given = (self.text, draft, logits, self.scorer, self.stopper, done)
+        checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
+        whose = self.target.anatomy.model_name if checks else None
         if self._in_step:
+            if whose is not None:
+                check_highest(logits.amax(-1).flatten().tolist(), whose)
             return verify_in_step(*given, self.record.steps, self.pad_token)
-        return verify(*given, self.record.scores)
+        return verify(*given, self.record.scores, whose)
 
     def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         together = self._in_step or self.target.padding is not None
@@ -198,28 +196,28 @@ class Decoder:
         # again, so this is exact too.
         shortest = min((len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0)
         moves: list[tuple[int, int, int]] = []
+        new: list[list[int]] = [[] for _ in verdicts]
         roots = self.text.last_slots()
         for row, verdict in enumerate(verdicts):
             if self._is_done(row):
                 if together:
-                    for ahead in range(shortest):
-                        self.text.put_one(row, ahead, self.pad_token)
-                    self.text.lengths[row] += shortest
+                    new[row] = [self.pad_token] * shortest
                 continue
             count = shortest if together else len(verdict.tokens)
             for depth, node in enumerate(verdict.nodes[:count], start=1):
                 if node > depth:
                     moves.append((row, roots[row] + node, roots[row] + depth))
             accepted = [node >= 0 for node in verdict.nodes[:count]]
-            self.text.lengths[row] += count
+            new[row] = verdict.tokens[:count]
             self.stats.from_draft[row] += accepted
             self.stats.tokens += count
             self.stats.accepted += sum(accepted)
             if self.stats.verify_passes:
                 self.stats.accepted_lengths[sum(accepted)] += 1
             if verdict.stopped and count == len(verdict.tokens) and self._ended[row] is None:
-                self._ended[row] = self.text.lengths[row] - self.text.prompt_width
+                self._ended[row] = self.text.lengths[row] + count - self.text.prompt_width
             self._keep(row, verdict, count, logits)
+        self.text.append(new)
         self.target.keep_path(moves)
         self.target.commit(self.text.last_slots())
         self._stream()
@@ -320,7 +318,7 @@ class Decoder:
         """Fills the cache that ``generate`` returns: everything but the last token."""
         total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
         counts = [self.generated(row) for row in range(self.text.batch_size)]
-        ends = self.text.last_slots()
+        ends: Sequence[int] = self.text.last_slots()
         if min(counts) < max(counts) and self.target.padding is None:
             # The last token of a row that ended before others belongs to the cache too; it has not been run yet.
             self.target.step(
@@ -328,6 +326,13 @@ class Decoder:
             )
             ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total, ends)
+
+
+def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> torch.Tensor:
+    """``[b, t]`` the draft's tokens; those that the host knows come together with their layout."""
+    if draft.listed is None or not draft.size or draft.tokens.device == device:
+        return draft.tokens.to(device)
+    return upload(draft.listed, device) if nodes is None else nodes.tokens(device)
 
 
 def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:

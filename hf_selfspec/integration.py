@@ -9,7 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, Trainer
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    Trainer,
+)
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -94,6 +101,10 @@ def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]
         named["generation_config"], **{k: v for k, v in named.items() if hasattr(model.generation_config, k)}
     )
     check_options(model, effective)
+    if effective.cache_implementation == "static":
+        # Ours is one, if need be.
+        compile_config = effective.compile_config or CompileConfig()
+        named |= {"cache_implementation": "dynamic", "compile_config": compile_config}
     for_model = {k: v for k, v in named.items() if k not in _OWN_ARGUMENTS and not hasattr(model.generation_config, k)}
     check_inputs(model, named.get("inputs"), for_model)
     decode = chosen.spec if not chosen.default_of else functools.partial(_decode_or_plain, chosen)

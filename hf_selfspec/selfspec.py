@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
+    CompileConfig,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -42,15 +42,13 @@ from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
 from .settings import MOST_DRAFT, check_count
-from .stop.rules import RememberingRule, StopRule
+from .spec_checks import check_folder_and_task, check_parts, check_whole_drafts
+from .stop.rules import StopRule
 from .types import GenerationStats
 from .verify.tree import Tree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Characters in the name of a task: of four bytes each, with the rest of its file's name, they are what a folder takes.
-_LONGEST_TASK = 50
 
 # Under this name a saved generation config holds the settings of its ``assistant``.
 CONFIG_KEY = "hf_selfspec"
@@ -81,6 +79,9 @@ class SelfSpec(Presets):
         cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
             for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.
         task: name of what the model is used for; another kind of text is another task.
+        compile: forwards over drafts become compiled graphs, each when it comes for the second time: ``True``, or how,
+            as for transformers' static cache. For long texts and services: compiling takes up to a minute for each of
+            some graphs, once in a process. A call with ``cache_implementation="static"`` compiles as well.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -94,41 +95,20 @@ class SelfSpec(Presets):
     max_draft: int = 25
     cache_dir: str | os.PathLike[str] | None = None
     task: str = "default"
+    compile: bool | CompileConfig = False
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft, (DraftSource, CandidateGenerator)):
-            raise SettingTypeError(
-                "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), DynamicExit(...), "
-                f"another DraftSource or a CandidateGenerator, got {self.draft!r}."
-            )
-        is_rule = callable(self.stop) or isinstance(self.stop, RememberingRule)
-        if self.stop is not None and (not is_rule or isinstance(self.stop, type)):
-            raise SettingTypeError(
-                "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p), "
-                "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
-                f"chosen, got {self.stop!r}."
-            )
-        if self.tree is not None and not isinstance(self.tree, Tree):
-            raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {self.tree!r}.")
-        self._check_whole_drafts()
+        check_parts(self.draft, self.stop, self.tree)
+        check_whole_drafts(self._source, self.stop, self.tree)
         check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
-        if self.cache_dir is not None and not isinstance(self.cache_dir, (str, os.PathLike)):
-            raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
-        if not isinstance(self.task, str) or not re.fullmatch(r"[\w.-]+", self.task) or len(self.task) > _LONGEST_TASK:
-            raise SettingError(
-                "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
-                f"{_LONGEST_TASK} of them, got {self.task!r}."
+        check_folder_and_task(self.cache_dir, self.task)
+        if not isinstance(self.compile, (bool, CompileConfig)):
+            raise SettingTypeError(
+                f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
             )
         if self.cache_dir is not None:
             self._settings(checked=True)
-
-    def _check_whole_drafts(self) -> None:
-        """Checks drafts whose tokens come all at once, or not at all: nothing ends them early or branches."""
-        why = self._source.fixed_because
-        for name, value in (("stop", self.stop), ("tree", self.tree)):
-            if why and value is not None:
-                raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfSpec:
         return copy.copy(self)
@@ -323,7 +303,12 @@ class SelfSpec(Presets):
     def generation(self, request: Request, checks_logits: bool = True) -> Generation:
         """What decodes one call, for the package's own use."""
         knowledge = self._known(request.model, (request.do_sample, len(request.input_ids) > 1))
-        return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits)
+        config = request.generation_config.compile_config
+        if self.compile is not False:
+            config = CompileConfig() if self.compile is True else self.compile
+        elif config is not None and request.input_ids.device.type == "cpu" and not config._compile_all_devices:
+            config = None  # as transformers
+        return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits, config)
 
     def _known(self, model: PreTrainedModel, kind: Kind) -> KnowledgeOfCall:
         # Processes of one model may have different folders, and would draft differently.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from .transfer import RowNumbers, upload
 
 # A plan's picture as two lines of blocks.
 _ATTENTION, _MLP = str.maketrans("#am.", "■■□□"), str.maketrans("#am.", "■□■□")
@@ -31,6 +34,11 @@ class Text:
     prompt_width: int
     fixed: list[int] | None = None
 
+    def __post_init__(self) -> None:
+        # The last token's column is one less than the length.
+        self._before = RowNumbers([base - 1 for base in self.base])
+        self._move_to(RowNumbers(self.lengths))
+
     @classmethod
     def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int, fixed: list[int] | None = None) -> Text:
         """The text that starts with ``input_ids`` ``[b, s]``, with ``max_new`` more columns for what follows."""
@@ -48,18 +56,31 @@ class Text:
         fixed = self.fixed or [0] * self.batch_size
         return [max(0, base, count) for base, count in zip(self.base, fixed, strict=True)]
 
-    def last_slots(self) -> list[int]:
+    def last_slots(self) -> RowNumbers:
         """Cache slot of each row's last token, the one that has not been through the whole model yet."""
-        return [length - 1 + base for length, base in zip(self.lengths, self.base, strict=True)]
+        return self._last_slots
+
+    def _move_to(self, ends: RowNumbers) -> None:
+        self.lengths, self._ends = list(ends), ends
+        self._last_slots = ends.plus(self._before)
 
     def last_tokens(self) -> torch.Tensor:
         """``[b, 1]``."""
-        if self.batch_size == 1:
-            return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
-        columns = torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1
-        return self.ids.gather(1, columns)
+        return self._ahead(-1, 1)
 
-    def tokens_before(self, slots: list[int], n: int, first: list[int]) -> tuple[list[int], torch.Tensor]:
+    def _ahead(self, first: int, count: int) -> torch.Tensor:
+        """``[b, count]`` the ids from ``first`` columns behind each row's end on."""
+        if min(self.lengths) == max(self.lengths):
+            start = self.lengths[0] + first
+            return self.ids[:, start : start + count]
+        return self.ids.gather(1, self._columns(first, count))
+
+    def _columns(self, first: int, count: int) -> torch.Tensor:
+        """``[b, count]`` the columns that begin ``first`` behind each row's end."""
+        starts = self._ends.on(self.ids.device) + first
+        return (starts + torch.arange(count, device=self.ids.device)).expand(self.batch_size, count)
+
+    def tokens_before(self, slots: Sequence[int], n: int, first: Sequence[int]) -> tuple[list[int], torch.Tensor]:
         """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens ``[b, n]``.
 
         Behind the tokens of rows that have fewer is junk.
@@ -71,9 +92,10 @@ class Text:
         """
         known = zip(slots, self.first_slots(), first, strict=True)
         starts = [max(given, least, slot - n) for slot, given, least in known]
-        columns = torch.tensor([start - base for start, base in zip(starts, self.base, strict=True)])[:, None]
-        columns = (columns + torch.arange(n)).clamp(max=self.ids.shape[1] - 1)
-        return starts, self.ids.gather(1, columns.to(self.ids.device))
+        device = self.ids.device
+        columns = RowNumbers([start - base for start, base in zip(starts, self.base, strict=True)]).on(device)
+        columns = (columns + torch.arange(n, device=device)).clamp(max=self.ids.shape[1] - 1)
+        return starts, self.ids.gather(1, columns.expand(self.batch_size, n))
 
     def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:
         """``[1, s]`` one row's tokens and ``ahead`` scratch columns."""
@@ -82,11 +104,10 @@ class Text:
     def write_draft(self, tokens: torch.Tensor, ahead: int) -> None:
         """Writes ``tokens`` ``[b]`` as scratch, ``ahead`` columns after each row's end."""
         self.ensure(max(self.lengths) + ahead + 1)
-        if self.batch_size == 1:
+        if min(self.lengths) == max(self.lengths):
             self.ids[:, self.lengths[0] + ahead] = tokens
         else:
-            columns = torch.tensor(self.lengths, device=self.ids.device)[:, None] + ahead
-            self.ids.scatter_(1, columns, tokens[:, None])
+            self.ids.scatter_(1, self._columns(ahead, 1), tokens[:, None])
 
     def put_one(self, row: int, ahead: int, token: int) -> None:
         """Writes one token as scratch, ``ahead`` columns after the end of ``row``."""
@@ -99,9 +120,23 @@ class Text:
         width = max(self.lengths) + length
         if min(self.lengths) == max(self.lengths):
             return self.ids[:, :width]
-        shift = torch.tensor(self.lengths, device=self.ids.device)[:, None] + length - width
-        columns = torch.arange(width, device=self.ids.device)[None] + shift
-        return self.ids.gather(1, columns.clamp(min=0))
+        return self.ids.gather(1, self._columns(length - width, width).clamp(min=0))
+
+    def append(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Makes each row longer by tokens."""
+        most = max(map(len, tokens))
+        if not most:
+            return
+        self.ensure(max(self.lengths) + most)
+        lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
+        # What short rows get beyond their end is scratch.
+        rows = [[length, *new, *[0] * (most - len(new))] for length, new in zip(lengths, tokens, strict=True)]
+        packed = upload(rows, self.ids.device)
+        if min(self.lengths) == max(self.lengths):
+            self.ids[:, self.lengths[0] : self.lengths[0] + most] = packed[:, 1:]
+        else:
+            self.ids.scatter_(1, self._columns(0, most), packed[:, 1:])
+        self._move_to(RowNumbers.made(lengths, lambda device: packed[:, :1].to(device)))
 
     def ensure(self, columns: int) -> None:
         """Keeps space for ``columns`` columns."""
@@ -127,6 +162,7 @@ class Draft:
         states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``. Where node ``T``
             has been there, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
+        listed: ``tokens`` as lists, where the host knows them; they need not be on the text's device then.
         skips_verification: the line is kept whatever the full model chooses. The output is another one then.
     """
 
@@ -137,13 +173,14 @@ class Draft:
     num_drawn: int | None = None
     states: torch.Tensor | None = None
     prefix: int = 0
+    listed: list[list[int]] | None = None
     skips_verification: bool = False
     _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, init=False)
 
     @classmethod
     def none(cls, text: Text) -> Draft:
         """No tokens in any row."""
-        return cls(text.ids[:, :0], [0] * text.batch_size)
+        return cls(text.ids[:, :0], [0] * text.batch_size, listed=[[] for _ in text.lengths])
 
     @property
     def size(self) -> int:

@@ -249,7 +249,7 @@ def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypa
 def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:
     """Layers may make masks of their own, which get the memory of earlier ones."""
     positions = torch.arange(6)[None]
-    geometry, whole = Geometry(positions, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    geometry, whole = Geometry(positions, 6, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     for layer in range(12):
         mask = whole.triu(-2) if layer % 2 else whole.clone()
         expected = torch.zeros(1, 1, 6, 6).masked_fill(~mask, -torch.inf).repeat(1, 1, 2, 1)

@@ -93,7 +93,6 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("dola_layers", "high", "leave it out"),
     ("prompt_lookup_num_tokens", 3, "choose one of the two"),
     ("assistant_early_exit", 2, "SelfSpec(draft=EarlyExit(layer))"),
-    ("cache_implementation", "static", "leave it out"),
     ("cache_implementation", "quantized", "leave it out"),
     ("cache_implementation", "offloaded", "leave it out"),
     ("output_attentions", True, "leave it out"),

@@ -18,7 +18,7 @@ from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.types import Draft, Text, Verdict
 from hf_selfspec.verify.greedy import choose_greedy
 from hf_selfspec.verify.sampling import choose_sampled, draw_without_replacement
-from hf_selfspec.verify.scoring import Scorer, check_logits
+from hf_selfspec.verify.scoring import Scorer, check_highest
 from hf_selfspec.verify.stopping import Stopper
 from hf_selfspec.verify.walk import verify
 
@@ -441,11 +441,11 @@ def test_prefix_constraints_keep_their_batch_ids() -> None:
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 def test_logits_that_cannot_be_chosen_from(bad: list[float]) -> None:
     with pytest.raises(NumericalError, match="Tiny returned NaN or infinite logits"):
-        check_logits(torch.tensor([[0.0, 1.0], bad]), "Tiny")
+        check_highest(torch.tensor([[0.0, 1.0], bad]).amax(-1).tolist(), "Tiny")
 
 
 def test_ruled_out_tokens_are_fine() -> None:
-    check_logits(torch.tensor([[0.0, -math.inf]]), "Tiny")
+    check_highest(torch.tensor([[0.0, -math.inf]]).amax(-1).tolist(), "Tiny")
 
 
 # Stopping criteria -------------------------------------------------------------------------------------------------

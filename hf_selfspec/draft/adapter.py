@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from ..parts.part import part_of
 from ..registry import register
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
+from ..transfer import RowNumbers
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .partial import DraftStep, PartialDraft
@@ -98,7 +100,7 @@ class AdapterDraft(PartialDraft):
         # Slots that the adapter has seen, of each row: from the first to before the second.
         self._seen = [0] * rows
         self._first = [0] * rows
-        self._roots = [0] * rows
+        self._roots = RowNumbers([0] * rows)
         self._began = False
         target.observe_prefill(PrefillObserver(adapter.exit_layer, self._see_prompt))
 
@@ -116,9 +118,9 @@ class AdapterDraft(PartialDraft):
                 line += 1
             self._seen[row] = min(self._seen[row], self._roots[row] + 1 + line, root)
 
-    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
+    def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         late = max(cursor - seen for cursor, seen in zip(cursors, self._seen, strict=True))
-        starts = cursors
+        starts: Sequence[int] = cursors
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
             starts, feed = text.tokens_before([cursor + 1 for cursor in cursors], late + 1, self.target.first_slots())
         self._seen = [cursor + 1 for cursor in cursors]
@@ -143,7 +145,7 @@ class AdapterDraft(PartialDraft):
             logits, states = head(hidden), _at(states, ends)
         return DraftStep(logits[:, -1], states[:, -1], states)
 
-    def _see_prompt(self, states: torch.Tensor, cursors: list[int], lengths: list[int]) -> None:
+    def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:
         if states.dim() != 3:
             raise UnsupportedModelError(
                 f"{self.target.anatomy.model_name} has states of {list(states.shape)} between its layers, which an "
@@ -157,13 +159,13 @@ class AdapterDraft(PartialDraft):
             if cursor == self._seen[row]:
                 self._seen[row] = cursor + length
 
-    def _adapted(self, states: torch.Tensor, starts: list[int]) -> torch.Tensor:
+    def _adapted(self, states: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
         """What the adapter sends to the head for states ``[b, s, d]`` of the tokens from these slots on."""
         s, device = states.shape[1], states.device
         self._cache.seek(starts, s)
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(s, device=device)
+        positions = (RowNumbers.of(starts).on(device) + torch.arange(s, device=device)).expand(len(starts), s)
         keys = torch.arange(max(starts) + s, device=device)
-        first = torch.tensor(self._first, device=device)[:, None, None]
+        first = RowNumbers(self._first).on(device)[:, None]
         mask = (keys <= positions[:, :, None]) & (keys >= first)
         if (padding := self.target.padding) is not None:
             real = padding.to(device).bool()[:, : len(keys)]
@@ -178,4 +180,4 @@ def _at(values: torch.Tensor, places: list[int]) -> torch.Tensor:
     """``[b, 1, n]`` of values ``[b, s, n]`` what is at each row's place; all where they are of one place alone."""
     if min(places) >= values.shape[1] - 1:
         return values[:, -1:]
-    return values[torch.arange(len(places)), torch.tensor(places)][:, None]
+    return values.gather(1, RowNumbers(places).on(values.device)[:, :, None].expand(len(places), 1, values.shape[-1]))

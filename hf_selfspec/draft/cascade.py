@@ -15,6 +15,7 @@ from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..lookup import TokenTree
 from ..notices import warn_once
 from ..registry import register
+from ..transfer import upload
 from ..types import Draft, GenerationStats, Text, Verdict
 from .constrained import allowed
 from .lookup import Lookup, LookupDrafter
@@ -104,6 +105,7 @@ class CascadeDrafter:
         self._rates = session.knowledge.of("cascade", lambda _: RatesFindings())
         self._takes_trees = session.takes_trees
         self._constraint = session.constraint
+        self._target = session.target
         self._begun = 0.0
         self._used: str | None = None
         self._size = self._drafted = 0
@@ -115,7 +117,7 @@ class CascadeDrafter:
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
-        self._begun = perf_counter()
+        self._begun = perf_counter() - self._target.compile_seconds
         trees = self.lookup.plan(text, max_new)
         self._used = fastest(self._arms(trees, max_new)).source
         if self._used is None:
@@ -130,7 +132,7 @@ class CascadeDrafter:
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
         new = self.lookup.learn(text, verdicts, logits)
-        seconds = perf_counter() - self._begun
+        seconds = perf_counter() - self._target.compile_seconds - self._begun
         if self._used is None:
             self.lookup.clock.add(max(map(len, self.lookup.trees)), new, seconds)
         for name, drafter in self.others.items():
@@ -190,10 +192,11 @@ class CascadeDrafter:
             added.append([*tree.tokens[len(seed) :], *[0] * (further - len(new))])
             parents.append([*whole, *new, *[-1] * (further - len(new))])
             lengths.append(tree.depth)
-        more = torch.tensor(added, device=draft.tokens.device)
+        more = upload(added, draft.tokens.device)
         return replace(
             draft,
             tokens=torch.cat([draft.tokens, more], dim=1),
+            listed=[[*known, *new] for known, new in zip(tokens, added, strict=True)],
             lengths=lengths,
             parents=parents,
             num_drawn=draft.size if draft.num_drawn is None else draft.num_drawn,

@@ -101,7 +101,7 @@ def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[
             if q is not None:
                 q[row, : len(new)] = 0.0
                 q[row, : len(new)].scatter_(1, certain[:, None], 1.0)
-    return replace(draft, tokens=tokens, lengths=lengths, q=q)
+    return replace(draft, tokens=tokens, listed=None, lengths=lengths, q=q)
 
 
 def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[list[int] | None]:

@@ -20,6 +20,7 @@ from ..registry import register
 from ..settings import check_flag, check_share
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
+from ..transfer import RowNumbers, upload
 from ..types import Draft, GenerationStats, Text
 from ..verify.scoring import Scorer
 from .partial import DraftStep, PartialDraft
@@ -158,7 +159,7 @@ class HeadsDraft(PartialDraft):
         super().report(stats)
         stats.exit_layers = self.exits
 
-    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
+    def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         self._fed.append(feed)
         self._states.append(feed.new_empty(0))
         self._levels.append(0)
@@ -197,7 +198,7 @@ class HeadsDraft(PartialDraft):
 
         after = self.target.run_layers(
             torch.cat(self._fed[first:], 1),
-            [root + first for root in self.target.last_slots],
+            RowNumbers.of(self.target.last_slots).ahead(first),
             self._bounds[level],
             self._bounds[reached],
             torch.cat(self._states[first:], 1) if level else None,
@@ -226,7 +227,7 @@ class _Decisions:
         if self.logits is None or self.state is None or not any(self.decided):
             self.logits, self.state = logits, state
         else:
-            kept = torch.tensor(self.decided, device=logits.device)[:, None]
+            kept = upload(self.decided, logits.device)[:, None]
             self.logits = torch.where(kept, self.logits.to(logits.device), logits)
             self.state = torch.where(kept, self.state.to(state.device), state)
         fresh = sum(found and not before for found, before in zip(sure, self.decided, strict=True))

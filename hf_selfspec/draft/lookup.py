@@ -15,6 +15,7 @@ from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree, VerifyCosts
 from ..registry import register
 from ..settings import check_count
+from ..transfer import read
 from ..types import Draft, GenerationStats, Text, Verdict
 from .source import Drafter, DraftSource, Session
 
@@ -97,7 +98,7 @@ class LookupDrafter:
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
-        self._begun = perf_counter()
+        self._begun = perf_counter() - self._target.compile_seconds
         return self.draft(text, self.plan(text, max_new))
 
     def plan(self, text: Text, max_new: list[int]) -> list[TokenTree]:
@@ -127,9 +128,9 @@ class LookupDrafter:
     def _clock_of(self, text: Text, rows: int) -> RoundClock:
         """The clock of rounds over so many rows."""
         ids = text.ids
-        dtype = self._target.model.dtype
+        dtype, how = self._target.model.dtype, "" if self._target.fixed is None else " compiled"
         return self.findings.clock(
-            f"{ids.device.type} {dtype}", rows, max(text.lengths), ids.device.type == "cpu", self._is_frozen
+            f"{ids.device.type} {dtype}{how}", rows, max(text.lengths), ids.device.type == "cpu", self._is_frozen
         )
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
@@ -138,11 +139,12 @@ class LookupDrafter:
         size = max(map(len, trees))
         if not size:
             return Draft.none(text)
-        tokens = torch.tensor([[*tree.tokens, *[0] * (size - len(tree))] for tree in trees], device=text.ids.device)
+        listed = [[*tree.tokens, *[0] * (size - len(tree))] for tree in trees]
+        tokens = torch.tensor(listed)
         if all(tree.parents == tuple(range(len(tree))) for tree in trees):
-            return Draft(tokens, [len(tree) for tree in trees])
+            return Draft(tokens, [len(tree) for tree in trees], listed=listed)
         parents = [[*tree.parents, *[-1] * (size - len(tree))] for tree in trees]
-        return Draft(tokens, [tree.depth for tree in trees], parents)
+        return Draft(tokens, [tree.depth for tree in trees], parents, listed=listed)
 
     def grown(self, text: Text, max_new: list[int], seeds: Sequence[tuple[TokenTree, list[int]]]) -> list[TokenTree]:
         """The trees of another source with free tokens around and behind them, as far as these pay.
@@ -186,7 +188,8 @@ class LookupDrafter:
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
         new = self.learn(text, verdicts, logits)
-        self.clock.add(max(map(len, self.trees)), new, perf_counter() - self._begun)
+        seconds = perf_counter() - self._target.compile_seconds - self._begun
+        self.clock.add(max(map(len, self.trees)), new, seconds)
 
     def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
         """Takes in the verdicts of a round, without the time that it took; returns the new tokens of all rows."""
@@ -253,7 +256,7 @@ def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[f
     """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
     # Logits that overflow (float16) tell nothing.
     shares, tokens = _largest(logits.softmax(-1).nan_to_num(nan=0.0))
-    return [list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), shares.tolist(), strict=True)]
+    return [list(zip(*pair, strict=True)) for pair in zip(*read(tokens, shares), strict=True)]
 
 
 def _largest(shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

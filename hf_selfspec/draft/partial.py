@@ -15,10 +15,12 @@ from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
 from ..stop.fitted import check_fitted_rule
-from ..stop.rules import RunningRule, StopRule, start
+from ..stop.rules import FixedLength, RunningRule, StopRule, start
+from ..transfer import RowNumbers, read, upload
 from ..types import Draft, GenerationStats, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
+from .growing import GrowingDraft
 from .source import Limits, Session
 
 
@@ -106,66 +108,79 @@ class PartialDraft(CandidateGenerator):
         Returns:
             The draft, with the hidden states that verification starts from.
         """
-        b = text.batch_size
         roots = text.last_slots()
         prefix = self.plan.first_altered if self.target.anatomy.replay else 0
         limit = min(self.limits.longest, max(max_new))
-        drafting = [count > 0 for count in max_new]
-        lengths = [0] * b
-        self._rule(b).begin()
+        grown = GrowingDraft(text, max_new)
+        self._rule(text.batch_size).begin()
         waiting = [text.last_tokens()]  # what the part has not seen yet
-        line: list[torch.Tensor] = []
-        beside: list[torch.Tensor] = []
-        states: list[torch.Tensor] = []
-        qs: list[torch.Tensor] = []
-        reach = torch.ones(b, device=text.ids.device)
-        while len(line) < limit and any(drafting):
-            depth = len(line)
-            if (forced := self._forced(text, depth, drafting, qs)) is not None:
-                lengths = [length + on for length, on in zip(lengths, drafting, strict=True)]
-                text.write_draft(forced[:, 0], depth)
-                line.append(forced[:, 0])
-                beside.append(forced[:, 1:])
-                waiting.append(forced)
-                drafting = [on and depth + 1 < wanted for on, wanted in zip(drafting, max_new, strict=True)]
+        reach: torch.Tensor | None = None
+        while grown.depth < limit and any(grown.drafting):
+            if (forced := self._forced(text, grown)) is not None:
+                grown.add(*forced)
+                grown.end([False] * text.batch_size)
+                waiting.append(forced[0])
                 continue
-            first = depth + 1 - len(waiting)
-            step = self._step(text, torch.cat(waiting, dim=1), [root + first for root in roots], drafting)
+            first = grown.depth + 1 - len(waiting)
+            feed = torch.cat(waiting, dim=1) if len(waiting) > 1 else waiting[0]
+            step = self._step(text, feed, roots.ahead(first), grown.drafting)
             self.steps += 1
             if step.is_sure is not None:
-                drafting = [on and sure for on, sure in zip(drafting, step.is_sure, strict=True)]
+                grown.only(step.is_sure)
+            logits = step.logits.to(text.ids.device, torch.float32)
             # A draft that overflows (float16) has nothing to say; the full model goes on from there.
-            drafting, logits = _sound(drafting, step.logits.to(text.ids.device, torch.float32))
-            if not any(drafting):
+            sound, logits = self._sound(grown, logits)
+            if not any(grown.drafting):
                 break
-            # Nor is there one where processors forbid everything.
-            drafting, scores = _sound(drafting, self.scorer.ahead(text, depth, logits, drafting))
-            if not any(drafting):
-                break
+            scores = self.scorer.ahead(text, grown.depth, logits, grown.drafting)
+            if not self.scorer.prefix_free:
+                # Nor is there one where processors forbid everything.
+                allowed, scores = self._sound(grown, scores)
+                sound = allowed if sound is None or allowed is None else sound & allowed
+                if not any(grown.drafting):
+                    break
             width = 1
             if self.limits.tree is not None:
                 top = logits.softmax(-1).topk(min(self.limits.tree.most, logits.shape[-1])).values
-                here = torch.tensor(drafting, device=top.device)
-                width = min(self.limits.tree.width(top[here], reach[here]), top.shape[-1])
+                reach = torch.ones_like(top[:, 0]) if reach is None else reach
+                width = min(self.limits.tree.width(*_of_rows(grown.drafting, top, reach)), top.shape[-1])
                 reach = reach * top[:, 0]
-            picks = self._pick(scores, width, qs)
-            for row in range(b):
-                lengths[row] += drafting[row]
-            text.write_draft(picks[:, 0], depth)
-            line.append(picks[:, 0])
-            beside.append(picks[:, 1:])
-            if prefix:
-                assert step.prefix_state is not None
-                states.append(step.prefix_state)
+            picks, q = self._pick(scores, width)
+            grown.add(picks, q, step.prefix_state if prefix else None)
             waiting = [picks[:, :1]]
-            ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), depth)
-            drafting = [
-                on and not end and depth + 1 < wanted for on, end, wanted in zip(drafting, ended, max_new, strict=True)
-            ]
-        self._drafted = lengths
-        return self._draft(text, line, beside, qs, states, lengths, prefix)
+            ended = self._ended(text, picks[:, 0], logits, step.state.to(logits.device), grown.depth)
+            if ended is None:
+                grown.end([False] * text.batch_size)
+            elif sound is None:
+                grown.end(ended.tolist())
+            else:
+                counts, ends = read(sound, ended)
+                grown.only(counts)
+                grown.end(ends)
+        self._drafted = grown.lengths
+        return grown.draft(prefix, self.reuse_from)
 
-    def _step(self, text: Text, feed: torch.Tensor, cursors: list[int], drafting: list[bool]) -> DraftStep:
+    def _sound(self, grown: GrowingDraft, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Which rows of ``[b, v]`` can be chosen from, and the values, finite where not all of them can.
+
+        A CPU ends the others at once. Elsewhere that would wait, so ``[b]`` of them is returned for a later read, or
+        ``None`` where there is none: then the full model finds junk out.
+        """
+        if values.device.type == "cpu":
+            sound = torch.isfinite(values.amax(-1)).tolist()
+            grown.only(sound)
+            return None, values if all(sound) else values.nan_to_num()
+        if self._length_is_fixed and self.limits.tree is None:
+            return None, values
+        highest = values.amax(-1)
+        return highest - highest == 0, values.nan_to_num()
+
+    @property
+    def _length_is_fixed(self) -> bool:
+        """Whether nothing that is drafted ends a draft."""
+        return isinstance(self.limits.stop, FixedLength) and not self.limits.eos_tokens
+
+    def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the part that drafts over one more token of each row.
 
         Args:
@@ -180,38 +195,40 @@ class PartialDraft(CandidateGenerator):
         assert step.exit_state is not None
         return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)
 
-    def _forced(self, text: Text, depth: int, drafting: list[bool], qs: list[torch.Tensor]) -> torch.Tensor | None:
-        """``[b, 1]`` the tokens at one depth where grammars force all rows, which then need no step; else ``None``."""
-        tokens = self.constraint.forced(text, depth, drafting) if self.skips_forced else None
+    def _forced(self, text: Text, grown: GrowingDraft) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """``[b, 1]`` the tokens that grammars force in all rows, which then need no step, and ``q``; else ``None``."""
+        tokens = self.constraint.forced(text, grown.depth, grown.drafting) if self.skips_forced else None
         if tokens is None:
             return None
-        forced = torch.tensor(tokens, device=text.ids.device)[:, None]
-        if self.scorer.do_sample:
-            qs.append(
-                torch.zeros(len(tokens), self.constraint.vocabulary, device=forced.device).scatter_(1, forced, 1.0)
-            )
-        return forced
-
-    def _pick(self, scores: torch.Tensor, width: int, qs: list[torch.Tensor]) -> torch.Tensor:
-        """``[b, width]`` tokens for one depth, the one to extend first."""
+        forced = upload(tokens, text.ids.device)[:, None]
         if not self.scorer.do_sample:
-            return scores.topk(width, dim=-1).indices if width > 1 else scores.argmax(-1, keepdim=True)
+            return forced, None
+        q = torch.zeros(len(tokens), self.constraint.vocabulary, device=forced.device)
+        return forced, q.scatter_(1, forced, 1.0)
+
+    def _pick(self, scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[b, width]`` tokens for one depth, the one to extend first, and ``[b, v]`` what they were drawn from."""
+        if not self.scorer.do_sample:
+            best = scores.topk(width, dim=-1).indices if width > 1 else scores.argmax(-1, keepdim=True)
+            return best, None
         q = scores.softmax(-1)
-        qs.append(q)
-        return draw_without_replacement(q, width)
+        return draw_without_replacement(q, width), q
 
     def _ended(
         self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
-    ) -> list[bool]:
-        done = self._rule(text.batch_size)(text.with_draft(depth + 1), logits, state)
+    ) -> torch.Tensor | None:
+        """``[b]`` whether each row's draft ends with its token, ``None`` if a fixed length alone decides."""
+        if self._length_is_fixed:
+            return None
+        done = self._rule(text.batch_size)(text.with_draft(depth), logits, state)
         if not isinstance(done, torch.Tensor) or done.shape != tokens.shape or not _is_countable(done):
             raise SettingTypeError(
                 f"the stop rule {self.limits.stop!r} must return a BoolTensor [{len(tokens)}], one value per row, got "
                 f"{done!r}."
             )
-        ended: list[bool] = done.bool().tolist()
-        if self.limits.eos_tokens:
-            ended = [end or token in self.limits.eos_tokens for end, token in zip(ended, tokens.tolist(), strict=True)]
+        ended = done.bool().to(tokens.device)
+        for token in self.limits.eos_tokens:
+            ended = ended | (tokens == token)
         return ended
 
     def _rule(self, rows: int) -> RunningRule:
@@ -220,34 +237,6 @@ class PartialDraft(CandidateGenerator):
         if self._running is None or self._running[0] is not stop:
             self._running = stop, start(stop, rows, self.limits.longest, self.limits.memory)
         return self._running[1]
-
-    def _draft(
-        self,
-        text: Text,
-        line: list[torch.Tensor],
-        beside: list[torch.Tensor],
-        qs: list[torch.Tensor],
-        states: list[torch.Tensor],
-        lengths: list[int],
-        prefix: int,
-    ) -> Draft:
-        parents: list[list[int]] | None = None
-        if any(tokens.shape[1] for tokens in beside):
-            # Siblings stand behind the line, those of its first token first.
-            places = list(range(len(line)))
-            for depth, tokens in enumerate(beside):
-                places += [depth] * tokens.shape[1]
-            parents = [[parent if parent < length else -1 for parent in places] for length in lengths]
-        tokens = torch.cat([torch.stack(line, dim=1), *beside], dim=1) if line else text.ids[:, :0]
-        reused = bool(states) and len(line) >= self.reuse_from
-        return Draft(
-            tokens=tokens,
-            lengths=lengths,
-            parents=parents,
-            q=torch.stack(qs, dim=1) if qs else None,
-            states=torch.cat(states, dim=1) if reused else None,
-            prefix=prefix if reused else 0,
-        )
 
     # Costs -------------------------------------------------------------------------------------------------------
 
@@ -328,12 +317,12 @@ class PartialDraft(CandidateGenerator):
         """Nothing to learn: which blocks run is fixed."""
 
 
-def _sound(drafting: list[bool], values: torch.Tensor) -> tuple[list[bool], torch.Tensor]:
-    """The rows that can choose a token by values ``[b, v]``, and the values, finite where not all rows can."""
-    sound = torch.isfinite(values.amax(-1)).tolist()
-    if all(sound):
-        return drafting, values
-    return [on and fine for on, fine in zip(drafting, sound, strict=True)], values.nan_to_num()
+def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:
+    """Some rows of tensors ``[b, ...]``."""
+    if all(wanted):
+        return list(values)
+    rows = upload([row for row, wants in enumerate(wanted) if wants], values[0].device)
+    return [value.index_select(0, rows) for value in values]
 
 
 def _is_countable(values: torch.Tensor) -> bool:

@@ -6,6 +6,8 @@ forward writes at a cursor that each row has for itself, and what lies beyond th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +17,13 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from ..transfer import RowNumbers, upload
+from .graphs import ChangingNumber
 from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
 
 _GROWTH = 1.25
+_FEWEST_SLOTS = 128
 
 
 class _SpeculativeLayer(CacheLayerMixin):
@@ -46,9 +51,10 @@ class _SpeculativeLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self._cache.capacity:
-            self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
         cache = self._cache
+        if cache.fixed_slots is not None:
+            return self._update_at(cache.fixed_slots, key_states, value_states)
+        self.grow()
         end = cache.max_cursor + key_states.shape[2]
         places = cache.places(key_states.shape[2], key_states.device)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -59,16 +65,31 @@ class _SpeculativeLayer(CacheLayerMixin):
                 buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def _update_at(
+        self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes at slots ``[b, s]`` and returns all that there is."""
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+        return self.keys, self.values
+
+    def grow(self) -> None:
+        """Makes the buffers as large as the cache is to be."""
+        if self.keys.shape[2] < self._cache.capacity:
+            self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
+
     def _grown(self, buffer: torch.Tensor) -> torch.Tensor:
         grown = self._buffer(buffer)
         grown[:, :, : buffer.shape[2]] = buffer
         return grown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._cache.fixed_slots is not None:
+            return self._cache.capacity, 0
         return self._cache.max_cursor + query_length, 0
 
-    def get_seq_length(self) -> int:
-        return self._cache.max_cursor
+    def get_seq_length(self) -> Any:
+        return self._cache.max_cursor if self._cache.fixed_slots is None else ChangingNumber()
 
     def get_max_length(self) -> int:
         return -1
@@ -91,6 +112,10 @@ class _RecurrentLayer(_SpeculativeLayer, StateLayer):
 class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs.
 
+    Attributes:
+        in_steps: capacities are few, so that forwards of fixed shapes are, too.
+        fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
+
     Args:
         num_layers: number of layers that the model's own cache has; more are added when a model asks for them.
         batch_size: ``b``.
@@ -100,8 +125,10 @@ class SpeculativeCache(Cache):
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
         self.capacity = self._text_slots = capacity
-        self.cursors = [0] * batch_size
+        self.cursors = RowNumbers([0] * batch_size)
         self.max_cursor = 0
+        self.fixed_slots: torch.Tensor | None = None
+        self.in_steps = False
         self.feed = Feed(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
@@ -131,7 +158,7 @@ class SpeculativeCache(Cache):
         known = [log.first_slots for layer in self._states for log in layer.logs() if not log.is_empty]
         return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
 
-    def commit(self, roots: list[int]) -> None:
+    def commit(self, roots: Sequence[int]) -> None:
         """Makes the text before these slots, one for each row, what recurrent states are made of."""
         for layer in self._states:
             for log in layer.logs():
@@ -141,7 +168,7 @@ class SpeculativeCache(Cache):
         """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
         self.capacity = max(self.capacity, self._text_slots + slots)
 
-    def seek(self, cursors: list[int], new_slots: int, feed: Feed | None = None) -> None:
+    def seek(self, cursors: Sequence[int], new_slots: int, feed: Feed | None = None) -> None:
         """Sets where each row's next forward writes, and keeps slots free there.
 
         Args:
@@ -149,26 +176,49 @@ class SpeculativeCache(Cache):
             new_slots: number of tokens.
             feed: what they feed into recurrent states, ``None`` where all count and stand in these slots.
         """
-        self.cursors = cursors
-        self.feed = feed or Feed(cursors)
+        self.cursors = RowNumbers.of(cursors)
+        self.feed = feed or Feed(self.cursors)
         self.max_cursor = max(cursors)
         self._places = None
         needed = self.max_cursor + new_slots
         if needed > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
+        if self.in_steps:
+            self.capacity = step_above(self.capacity)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The keys and values of all layers that have any, grown to the capacity."""
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        for layer in layers:
+            layer.grow()
+        return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+
+    @contextmanager
+    def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Writes go to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        before = [(layer.keys, layer.values) for layer in layers]
+        self.fixed_slots = slots
+        try:
+            for index, layer in enumerate(layers):
+                layer.keys, layer.values = buffers[2 * index : 2 * index + 2]
+            yield
+        finally:
+            self.fixed_slots = None
+            for layer, (keys, values) in zip(layers, before, strict=True):
+                layer.keys, layer.values = keys, values
 
     def places(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rows ``[b, 1]`` and slots ``[b, length]`` that the running forward writes.
 
         ``None`` where all rows write at ``max_cursor``, which needs no index.
         """
-        if min(self.cursors) == self.max_cursor:
+        if self.cursors.are_equal:
             return None
         if self._places is None or self._places[1].device != device:
-            start = torch.tensor(self.cursors, device=device)[:, None]
             self._places = (
                 torch.arange(len(self.cursors), device=device)[:, None],
-                start + torch.arange(length, device=device),
+                self.cursors.onwards(length, device),
             )
         return self._places
 
@@ -190,11 +240,13 @@ class SpeculativeCache(Cache):
 
     def keep_rows(self, kept: list[int]) -> None:
         """Drops all rows but some."""
-        self.cursors = [self.cursors[row] for row in kept]
+        self.cursors = RowNumbers([self.cursors[row] for row in kept])
         self._places = None
+        rows = None
         for layer in self.layers:
             if layer.is_initialized:
-                rows = torch.tensor(kept, device=layer.keys.device)
+                device = layer.keys.device
+                rows = upload(kept, device) if rows is None else rows.to(device)
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         for state in self._states:
             for log in state.logs():
@@ -211,10 +263,11 @@ class SpeculativeCache(Cache):
         for state in self._states:
             for log in state.logs():
                 log.keep_path(moves)
-        places = torch.tensor(moves)
+        places = None
         for layer in self.layers:
             if layer.is_initialized:
-                places = places.to(layer.keys.device)
+                device = layer.keys.device
+                places = upload(moves, device) if places is None else places.to(device)
                 rows, source, target = places.unbind(1)
                 for buffer in (layer.keys, layer.values):
                     buffer[rows, :, target] = buffer[rows, :, source]
@@ -248,7 +301,7 @@ class SpeculativeCache(Cache):
                     whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
                 buffer[:, :, : whole.shape[2]] = whole
 
-    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: list[int]) -> None:
+    def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
         """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
 
         Args:
@@ -278,3 +331,8 @@ class SpeculativeCache(Cache):
                     picked = buffer[rows, :, places.clamp(min=0)].transpose(1, 2)
                     pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
             other.update(*pair, layer_idx=index)
+
+
+def step_above(slots: int) -> int:
+    """The smallest of 128, 256, 512, ... that is at least ``slots``: few capacities, so that few shapes are met."""
+    return max(_FEWEST_SLOTS, 1 << (slots - 1).bit_length())

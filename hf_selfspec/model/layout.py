@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from ..transfer import upload
 
 
 @dataclass(frozen=True)
@@ -19,19 +21,23 @@ class TreeLayout:
         depths: likewise for each token its distance in position from the slot that the forward starts at. Tokens that
             are in the text already, and go through the model again, have negative ones.
         hidden: slots before the first token that no token sees: where the text's own copy of them is.
+        ids: for each row the ids of the tokens behind the first one, where they go to the device together with this.
     """
 
     parents: Sequence[Sequence[int]]
     depths: Sequence[Sequence[int]]
     hidden: int = 0
+    ids: Sequence[Sequence[int]] | None = None
+    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     @classmethod
-    def of_tree(cls, parents: Sequence[Sequence[int]]) -> TreeLayout:
+    def of_tree(cls, parents: Sequence[Sequence[int]], ids: Sequence[Sequence[int]] | None = None) -> TreeLayout:
         """The last token of each row and its draft.
 
         Args:
             parents: for each row the parent of nodes 1 and up, node 0 being the last token; -1 for a node that does not
                 count, which sees nothing but itself and the text.
+            ids: of these nodes, where the host knows them.
         """
         depths = []
         for row in parents:
@@ -39,7 +45,15 @@ class TreeLayout:
             for parent in row:
                 depth.append(depth[parent] + 1 if parent >= 0 else 0)
             depths.append(depth)
-        return cls([[-1, *row] for row in parents], depths)
+        return cls([[-1, *row] for row in parents], depths, ids=ids)
+
+    @classmethod
+    def of_packed(cls, packed: torch.Tensor) -> TreeLayout:
+        """The layout that is on a device already, see :meth:`packed`."""
+        count = packed.shape[1]
+        layout = cls([[-1] * count], [[0] * count])
+        layout._on[packed.device] = packed
+        return layout
 
     @classmethod
     def replay(cls, count: int) -> TreeLayout:
@@ -58,17 +72,39 @@ class TreeLayout:
 
     def offsets(self, device: torch.device) -> torch.Tensor:
         """``[1 or b, t]`` the depths."""
-        return torch.tensor(self.depths, device=device)
+        return self.packed(device)[:, :, self.size]
+
+    def tokens(self, device: torch.device) -> torch.Tensor:
+        """``[b, t - 1]`` the ids."""
+        return self.packed(device)[:, 1:, -1]
+
+    def of_rows(self, rows: Sequence[int], pick: Callable[[torch.Tensor, int], torch.Tensor]) -> TreeLayout:
+        """The layout of some rows, which ``pick`` takes from a tensor's dimension."""
+        if len(self.parents) == 1:
+            return self
+        found = TreeLayout([self.parents[row] for row in rows], [self.depths[row] for row in rows], self.hidden)
+        for device, packed in self._on.items():
+            found._on[device] = pick(packed, 0)
+        return found
 
     def ancestry(self, device: torch.device) -> torch.Tensor:
         """``[1 or b, t, t]`` whether the column's token is the row's token or an ancestor of it."""
-        seen = np.zeros((len(self.parents), self.size, self.size), dtype=bool)
-        for row, parents in zip(seen, self.parents, strict=True):
-            for index, parent in enumerate(parents):
-                if parent >= 0:
-                    row[index] = row[parent]
-                row[index, index] = True
-        return torch.from_numpy(seen).to(device)
+        return self.packed(device)[:, :, : self.size].bool()
+
+    def packed(self, device: torch.device) -> torch.Tensor:
+        """``[1 or b, t, t + 2]`` the ancestry with depths and ids behind it, uploaded once."""
+        if device not in self._on:
+            packed = np.zeros((len(self.parents), self.size, self.size + 2), dtype=np.int64)
+            packed[:, :, self.size] = self.depths
+            if self.ids is not None:
+                packed[:, 1:, -1] = self.ids
+            for row, parents in zip(packed[:, :, : self.size], self.parents, strict=True):
+                for index, parent in enumerate(parents):
+                    if parent >= 0:
+                        row[index] = row[parent]
+                    row[index, index] = 1
+            self._on[device] = upload(packed, device)
+        return self._on[device]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the tokens in the cache's slots stand, and which of them each token may see at most.

@@ -33,6 +33,8 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
 
+from .graphs import is_tracing
+
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would spare less
 # than the choice costs; of a 192 x 576 one (46 µs) it spares a third.
 _SMALLEST = 2**16
@@ -240,6 +242,7 @@ def _are_few(input: torch.Tensor, weight: torch.Tensor) -> bool:
         and input.is_cpu
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and not is_tracing()
     )
 
 

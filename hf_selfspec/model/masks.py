@@ -17,6 +17,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..transfer import RowNumbers
 from .attention import grouped_attention
 from .layout import TreeLayout
 from .prompt import Holes
@@ -28,31 +29,42 @@ class Geometry:
 
     Attributes:
         query_positions: ``[b, s]`` position of each token that runs.
-        key_positions: ``[b, n]`` position of the token in each cache slot.
+        length: ``n``, cache slots.
+        key_positions: ``[b, n]`` position of the token in each of them, ``None`` where that is its number.
+        is_fixed: masks are for any position of the tokens, so there always is one.
         visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
         grouped: masks, each with how attention has already laid it out for grouped query heads.
     """
 
     query_positions: torch.Tensor
-    key_positions: torch.Tensor
+    length: int
+    key_positions: torch.Tensor | None = None
     visible: torch.Tensor | None = None
+    is_fixed: bool = False
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, positions: torch.Tensor, cursors: list[int], nodes: TreeLayout | None, first_node: int, holes: Holes | None
+        cls,
+        positions: torch.Tensor,
+        cursors: RowNumbers,
+        nodes: TreeLayout | None,
+        first_node: int,
+        holes: Holes | None,
     ) -> Geometry:
         """Where tokens at positions ``[b, s]`` stand, which may be nodes of a tree; see :meth:`Target.step`."""
         device = positions.device
         length = max(cursors) + positions.shape[1]
-        keys, visible = torch.arange(length, device=device)[None], None
+        keys: torch.Tensor | None = None
+        visible: torch.Tensor | None = None
         if nodes is not None:
             # Slots of the tree: from each row's first node on, one for each node in order.
-            slots = torch.tensor(cursors, device=device)[:, None] - first_node + torch.arange(nodes.size, device=device)
-            keys, visible = nodes.keys(slots, length, first_node)
+            slots = cursors.on(device) - first_node + torch.arange(nodes.size, device=device)
+            keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, first_node)
         if holes is not None:
+            keys = torch.arange(length, device=device)[None] if keys is None else keys
             positions, keys = holes.at(positions), holes.at(keys)
-        return cls(positions, keys, visible)
+        return cls(positions, length, keys, visible)
 
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line, additive.
@@ -115,16 +127,17 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
                 **kwargs,
             )
         b, s = geometry.query_positions.shape
-        n = geometry.key_positions.shape[1]
+        n = geometry.length
         everything = b == 1 and s == 1 and geometry.visible is None and (local_size is None or n <= local_size)
-        if everything and allow_is_causal_skip and not additive:
+        if everything and allow_is_causal_skip and not additive and not geometry.is_fixed:
             return None
-        batch = torch.arange(b, device=geometry.query_positions.device)[:, None, None, None]
+        keys, device = geometry.key_positions, geometry.query_positions.device
+        if keys is None:
+            keys = torch.arange(n, device=device)[None]
+        batch = torch.arange(b, device=device)[:, None, None, None]
+        # Masks are the same for all heads, so the number of any row serves as that of a head.
         allowed = mask_function(
-            batch,
-            batch.new_zeros(()),
-            geometry.query_positions[:, None, :, None],
-            geometry.key_positions[:, None, None, :],
+            batch, batch[0, 0, 0, 0], geometry.query_positions[:, None, :, None], keys[:, None, None, :]
         ).expand(b, 1, s, n)
         if geometry.visible is not None:
             allowed = allowed & geometry.visible[:, None]

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from ..transfer import RowNumbers, upload
 from .layout import TreeLayout
 from .partial import ForwardPass
 
@@ -33,6 +34,14 @@ class ActiveRows:
         """The values of these rows."""
         return [values[row] for row in self.kept]
 
+    def of_numbers(self, numbers: RowNumbers) -> RowNumbers:
+        """The numbers of these rows."""
+
+        def make(device: torch.device) -> torch.Tensor:
+            return self.pick(numbers.on(device), 0)
+
+        return RowNumbers.made(self.of_list(numbers), make)
+
     def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """These rows of a tensor."""
         return values.index_select(dim, self._index(values.device))
@@ -46,14 +55,12 @@ class ActiveRows:
     def _index(self, device: torch.device) -> torch.Tensor:
         """The numbers on a device, made once."""
         if device not in self._indices:
-            self._indices[device] = torch.tensor(self.kept, device=device)
+            self._indices[device] = upload(self.kept, device)
         return self._indices[device]
 
     def of_layout(self, nodes: TreeLayout | None) -> TreeLayout | None:
         """The trees of these rows."""
-        if nodes is None or len(nodes.parents) == 1:
-            return nodes
-        return replace(nodes, parents=self.of_list(nodes.parents), depths=self.of_list(nodes.depths))
+        return None if nodes is None else nodes.of_rows(self.kept, self.pick)
 
     def enter(self, run: ForwardPass) -> ForwardPass:
         """The forward over these rows; what looks into it sees the whole batch."""

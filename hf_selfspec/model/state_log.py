@@ -7,6 +7,7 @@ entries. Rows may be at different slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +91,7 @@ class StateLog:
         self._latest = None
         self._segments = []
 
-    def state_at(self, slots: list[int]) -> torch.Tensor:
+    def state_at(self, slots: Sequence[int]) -> torch.Tensor:
         """The state before the tokens at these slots; of slots older than the log, before its first one."""
         assert self._floor is not None
         assert self._root is not None
@@ -132,7 +133,7 @@ class StateLog:
                 for values in segment.entries:
                     values[row, :, target - start] = values[row, :, source - start]
 
-    def commit(self, roots: list[int], history: int) -> None:
+    def commit(self, roots: Sequence[int], history: int) -> None:
         """Makes the state at these slots the checkpoint.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,13 @@ class Feed:
         is_scratch: nothing of it is kept.
     """
 
-    starts: list[int]
+    starts: Sequence[int]
     counts: list[int] | None = None
     nodes: TreeLayout | None = None
     is_scratch: bool = False
 
     @classmethod
-    def of(cls, cursors: list[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
+    def of(cls, cursors: Sequence[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
         """What a forward feeds: a prompt, of which some tokens count, a line, or a tree."""
         if nodes is None:
             return cls(cursors, counts)
@@ -50,7 +51,7 @@ class Feed:
             return None
         return torch.arange(length, device=device) < torch.tensor(self.counts, device=device)[:, None]
 
-    def begin(self, log: StateLog) -> list[int]:
+    def begin(self, log: StateLog) -> Sequence[int]:
         """For each row the slot of its first token in a log; a row with none goes on where it is."""
         if self.counts is None or log.is_empty:
             return self.starts
@@ -58,7 +59,7 @@ class Feed:
             start if count else slot for start, count, slot in zip(self.starts, self.counts, log.slots, strict=True)
         ]
 
-    def ends(self, starts: list[int], length: int) -> list[int]:
+    def ends(self, starts: Sequence[int], length: int) -> list[int]:
         """For each row the slot behind its tokens."""
         counts = [length] * len(starts) if self.counts is None else self.counts
         return [start + count for start, count in zip(starts, counts, strict=True)]
@@ -111,7 +112,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             if state is not None and source.has_previous_state[index]:
                 self._given[index] = list(slots), state.clone()
 
-    def hand_states(self, target: Any, slots: list[int]) -> None:
+    def hand_states(self, target: Any, slots: Sequence[int]) -> None:
         """Fills an empty layer with the states before these slots."""
         for index, (convolution, log) in self._convolutions.items():
             target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width)
@@ -148,7 +149,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if feed.counts is not None:
             log.restart(feed.ends(starts, length), convolution.advance(state, (conv_states,), kept))
         elif not feed.is_scratch:
-            log.add(starts, feed.ends(starts, length), (conv_states,))
+            log.add(list(starts), feed.ends(starts, length), (conv_states,))
         if feed.nodes is not None:
             windows = convolution.windows(state, conv_states, feed.nodes)
             kernels.expect_convolution(functools.partial(_at_windows, windows, len(conv_states)))
@@ -183,7 +184,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if feed.counts is not None:
             log.restart(feed.ends(starts, length), recurrence.advance(state, entries, kept))
         elif not feed.is_scratch:
-            log.add(starts, feed.ends(starts, length), entries)
+            log.add(list(starts), feed.ends(starts, length), entries)
         return output, state
 
     def _state(self, state_idx: int, part: int) -> tuple[Recurrence, StateLog]:

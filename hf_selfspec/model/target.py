@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -11,24 +11,25 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import UnsupportedOptionError
+from ..transfer import RowNumbers
 from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
+from .fixed import FixedShapes
 from .following import Following
 from .given_cache import cache_name
 from .kernels import served_kernels, turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, padded_mask, speculative_attention
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
+from .positions import LastPositions
 from .prompt import Holes
 from .rows import ActiveRows
 from .states import Feed
-
-_NO_END = 1 << 62
 
 
 @dataclass
@@ -56,7 +57,7 @@ class PrefillObserver:
     """
 
     layer: int
-    observe: Callable[[torch.Tensor, list[int], list[int]], None]
+    observe: Callable[[torch.Tensor, Sequence[int], list[int]], None]
 
 
 class Target:
@@ -95,16 +96,17 @@ class Target:
         self.cache = cache
         self.padding = padding
         self.holes = holes
-        self.last_positions = last_positions
+        self._positions = LastPositions(last_positions, anatomy.position_limit)
         self.following = following or Following()
-        self.last_slots = [0] * len(cache.cursors)
+        self.last_slots: Sequence[int] = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._cache_name = cache_name(model)
+        self.cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
+        self.fixed: FixedShapes | None = None
         self.prefill_observer: PrefillObserver | None = None
 
     @contextmanager
@@ -120,9 +122,24 @@ class Target:
                 stack.enter_context(eagerly())
             yield self
 
+    def compile(self, config: CompileConfig) -> None:
+        """Has forwards over a few tokens be compiled graphs, where the call allows it."""
+        self.fixed = FixedShapes.of(self, config)
+        self.cache.in_steps = self.fixed is not None
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time that the model's graphs have taken to compile."""
+        return 0.0 if self.fixed is None else self.fixed.graphs.seconds
+
     @property
     def can_leave(self) -> bool:
         """Whether rows can leave the forwards: nothing that belongs to rows is known outside of this class."""
+        return self.fixed is None and self.takes_any_rows
+
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether a forward depends on the tokens and their places alone."""
         following = self.following
         return self.padding is None and self.holes is None and not following.extra and not following.marks
 
@@ -156,7 +173,7 @@ class Target:
             moves = [(place[row], start, end) for row, start, end in moves]
         self.cache.keep_path(moves)
 
-    def commit(self, roots: list[int]) -> None:
+    def commit(self, roots: Sequence[int]) -> None:
         """Makes the text before these slots, one for each row, what recurrent states are made of."""
         self.cache.commit(roots if self.active_rows is None else self.active_rows.of_list(roots))
 
@@ -168,7 +185,7 @@ class Target:
         rows = dict(zip(self.active_rows.kept, known, strict=True))
         return [rows.get(row, 0) for row in range(self.active_rows.total)]
 
-    def prefill(self, tokens: torch.Tensor, cursors: list[int], lengths: list[int]) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 
         Args:
@@ -205,7 +222,7 @@ class Target:
     def step(
         self,
         tokens: torch.Tensor,
-        cursors: list[int],
+        cursors: Sequence[int],
         plan: LayerPlan | None = None,
         *,
         nodes: TreeLayout | None = None,
@@ -254,7 +271,7 @@ class Target:
     def run_layers(
         self,
         tokens: torch.Tensor,
-        cursors: list[int],
+        cursors: Sequence[int],
         start: int,
         stop: int,
         state: torch.Tensor | None = None,
@@ -282,7 +299,7 @@ class Target:
         self,
         module: nn.Module,
         tokens: torch.Tensor,
-        cursors: list[int],
+        cursors: Sequence[int],
         plan: LayerPlan,
         *,
         run: ForwardPass | None = None,
@@ -293,34 +310,39 @@ class Target:
         counts: list[int] | None = None,
     ) -> tuple[torch.Tensor | None, ForwardPass]:
         """Logits, or what the module returns for them, and what the forward left behind."""
-        run, rows = ForwardPass(plan) if run is None else run, self.active_rows
+        run, rows, starts = ForwardPass(plan) if run is None else run, self.active_rows, RowNumbers.of(cursors)
         if rows is not None:
-            tokens, cursors, nodes = rows.pick(tokens, 0), rows.of_list(cursors), rows.of_layout(nodes)
+            tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
             run = rows.enter(run)
         s = tokens.shape[1]
-        cursors = cursors if first_node == 0 else [cursor + first_node for cursor in cursors]
-        self.cache.seek(cursors, s, Feed.of(cursors, counts, nodes))
+        starts = starts.ahead(first_node)
+        last = self._last_positions(len(starts))
+        if self.fixed is not None and counts is None:
+            found = self.fixed.call(module, tokens, starts, last, run, nodes, first_node)
+            if found is not None:
+                return found[0], run
+        self.cache.seek(starts, s, Feed.of(starts, counts, nodes))
         device = tokens.device
-        kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
+        kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
         kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
         geometry = None
         if self.padding is None:
             if nodes is None:
-                offsets = torch.arange(s, device=device)
+                positions = starts.onwards(s, device)
             else:
-                offsets = nodes.offsets(device)[:, first_node:] - first_node
-            starts = cursors[:1] if min(cursors) == max(cursors) else cursors
-            positions = torch.tensor(starts, device=device)[:, None] + offsets
+                positions = starts.on(device) + (nodes.offsets(device)[:, first_node:] - first_node)
             positions = positions.expand(tokens.shape[0], s)
             if not simple:
-                geometry = Geometry.of(positions, cursors, nodes, first_node, self.holes)
+                geometry = Geometry.of(positions, starts, nodes, first_node, self.holes)
         else:
-            mask = padded_mask(self.padding, cursors[0] + s)
+            mask = padded_mask(self.padding, starts[0] + s)
             kwargs["attention_mask"] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
         if self.anatomy.takes_positions:
             kept = None if rows is None else rows.kept
-            kwargs["position_ids"] = self.following.positions(self._existing(positions, cursors), kept)
+            if any(start + s - 1 > end for start, end in zip(starts, last, strict=True)):
+                positions = positions.minimum(last.on(device))
+            kwargs["position_ids"] = self.following.positions(positions, kept)
         if self._takes_logits_to_keep and module is self.model:
             kwargs["logits_to_keep"] = keep
         kwargs.update(self.following.extra)
@@ -334,17 +356,6 @@ class Target:
             rows.leave(run)
         return logits, run
 
-    def _existing(self, positions: torch.Tensor, cursors: list[int]) -> torch.Tensor:
-        """Positions that have an embedding: rows that ride along may be behind the end of their text."""
-        # A row's root is a real token, wherever it is; drafted ones stay within `anatomy.position_limit`.
-        s = positions.shape[1]
-        rows = range(len(cursors)) if self.active_rows is None else self.active_rows.kept
-        last = [self._last_position(row) for row in rows]
-        if all(cursor + s - 1 <= end for cursor, end in zip(cursors, last, strict=True)):
-            return positions
-        return positions.minimum(torch.tensor(last, device=positions.device)[:, None])
-
-    def _last_position(self, row: int) -> int:
-        reachable = _NO_END if self.last_positions is None else self.last_positions[row]
-        limit = self.anatomy.position_limit
-        return reachable if limit is None else max(min(reachable, limit - 1), self.last_slots[row])
+    def _last_positions(self, rows: int) -> RowNumbers:
+        """The last positions that the rows of a forward can have."""
+        return self._positions.of(range(rows) if self.active_rows is None else self.active_rows.kept, self.last_slots)

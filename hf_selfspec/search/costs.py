@@ -15,6 +15,7 @@ import torch
 from ..files import as_count, as_number
 from ..model.partial import LayerPlan
 from ..model.target import Target
+from ..transfer import RowNumbers
 
 # Tokens in the forwards of several.
 FEW, MANY = 2, 8
@@ -114,11 +115,11 @@ class ForwardCosts:
         return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
-def _from(slots: list[int], count: int, ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
+def _from(slots: Sequence[int], count: int, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
     """``[b, count]`` tokens from each row's slot on, of ``ids`` ``[b, n]``, which begin at other slots."""
-    columns = torch.tensor([slot - start for slot, start in zip(slots, starts, strict=True)])[:, None]
-    columns = (columns + torch.arange(count)).clamp(max=ids.shape[1] - 1)
-    return ids.gather(1, columns.to(ids.device))
+    columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)]).on(ids.device)
+    columns = (columns + torch.arange(count, device=ids.device)).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, columns.expand(len(ids), count))
 
 
 @dataclass
@@ -144,8 +145,8 @@ class Stopwatch:
         self,
         target: Target,
         ids: torch.Tensor,
-        starts: list[int],
-        roots: list[int],
+        starts: Sequence[int],
+        roots: Sequence[int],
         repeats: int,
         draft: Callable[[], object] | None,
         may_run: Callable[[int], bool] | None = None,

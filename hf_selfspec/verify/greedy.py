@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import numpy as np
 import torch
 
 
-def best_tokens(scores: torch.Tensor) -> Any:
-    """The index of the largest of scores ``[..., v]``, as nested lists of numbers or a number.
+def best_tokens(scores: torch.Tensor) -> torch.Tensor:
+    """``[...]`` the index of the largest of scores ``[..., v]``.
 
     On a CPU torch takes ten times as long as NumPy for it: 690 µs against 70 µs for 16 x 49,152 numbers (one thread of
     an AMD EPYC).
     """
-    return scores.numpy().argmax(-1).tolist() if scores.device.type == "cpu" else scores.argmax(-1).tolist()
+    return torch.from_numpy(np.asarray(scores.numpy().argmax(-1))) if scores.device.type == "cpu" else scores.argmax(-1)
 
 
 def choose_greedy(
@@ -29,5 +28,5 @@ def choose_greedy(
     Returns:
         The token, and its index in ``drafted`` or ``None``.
     """
-    token: int = best_tokens(scores)
+    token = int(best_tokens(scores))
     return token, drafted.index(token) if token in drafted else None

@@ -56,3 +56,34 @@ def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
     """
     noise = torch.empty_like(q).exponential_()
     return (q / noise).topk(count, dim=-1).indices
+
+
+def draw(p: torch.Tensor) -> torch.Tensor:
+    """``[...]`` a token from each of the distributions ``[..., v]``, which need not add up to 1.
+
+    ``torch.multinomial`` makes the host of a GPU wait.
+    """
+    return (p / torch.empty_like(p).exponential_()).argmax(-1)
+
+
+def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All decisions about a line of drawn tokens at once (Leviathan et al. 2023, algorithm 1).
+
+    Args:
+        p: ``[b, t, v]`` the full model's distributions at the drafted tokens.
+        q: ``[b, t, v]`` what these were drawn from.
+        drafted: ``[b, t]``.
+
+    Returns:
+        Booleans ``[b, t]``, whether each is accepted if those before it are, and ``[b, t]`` what is drawn in its place
+        if it is not.
+    """
+    at_token = drafted[..., None]
+    p_token, q_token = p.gather(-1, at_token)[..., 0], q.gather(-1, at_token)[..., 0]
+    # A token that could not have been drawn takes no part: what is drawn in its place comes from p.
+    could = q_token > 0.0
+    accepted = could & (torch.rand_like(p_token) * q_token < p_token)
+    residual = (p - q * could[..., None]).clamp_(min=0.0)
+    # Without a residual p and q are equal but for rounding, so any draw from p will do.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0.0, residual, p)
+    return accepted, draw(residual)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from transformers.generation import logits_process as lp
@@ -142,13 +143,17 @@ def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
     return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
-def check_logits(logits: torch.Tensor, whose: str) -> None:
-    """Checks that logits ``[..., v]`` can be chosen from.
+def check_highest(highest: Iterable[float], whose: str) -> None:
+    """Checks that logits can be chosen from.
+
+    Args:
+        highest: the highest logit of each position.
+        whose: the model, for the message.
 
     Raises:
         NumericalError: a NaN, a positive infinity, or nothing but negative infinities in some position.
     """
-    if not torch.isfinite(logits.amax(-1)).all():
+    if not all(map(math.isfinite, highest)):
         raise NumericalError(
             f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "
             "bfloat16 and float32 do not)."

@@ -24,6 +24,7 @@ class Stopper:
         max_length: the most columns of a text, ``None`` for no limit.
         eos_tokens: ids that end a row.
         has_eos: rows that have ended are padded.
+        reads_text: criteria of the user's own look at the text after each token.
         stateful: names of criteria that may keep a state; with any, all are called by :meth:`in_step` alone.
     """
 
@@ -38,6 +39,7 @@ class Stopper:
         self.stateful = stateful(criteria)
         self.criteria = criteria
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
+        self.reads_text = bool(self._others)
 
     def __call__(self, text: Text, row: int, ahead: int, token: int, scores: list[torch.Tensor] | None) -> bool:
         """Whether ``row`` ends with its ``ahead``-th scratch token.

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import chain
+
 import torch
 
+from ..transfer import read
 from ..types import Draft, Text, Verdict
 from .greedy import best_tokens, choose_greedy
-from .sampling import choose_sampled
-from .scoring import Scorer
+from .sampling import accept_line, choose_sampled, draw
+from .scoring import Scorer, check_highest
 from .stopping import Stopper
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What the full model chooses at each node, found for all of them at once.
+
+    Attributes:
+        tokens: for each row and node the token that follows.
+        accepted: of a line of drawn tokens, for each row and node whether the next one is accepted.
+        instead: of such a line, for each row and node the token in place of the next one.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[list[bool]] | None = None
+    instead: list[list[int]] | None = None
+
+    def at(self, row: int, node: int, candidates: list[int]) -> tuple[int, int | None]:
+        """The token, and its index among the candidates or ``None``."""
+        if self.accepted is not None and self.instead is not None and candidates:
+            return (candidates[0], 0) if self.accepted[row][node] else (self.instead[row][node], None)
+        token = self.tokens[row][node]
+        return token, candidates.index(token) if token in candidates else None
 
 
 def verify(
@@ -19,6 +45,7 @@ def verify(
     stopper: Stopper,
     done: list[bool],
     scores_so_far: list[list[torch.Tensor]] | None,
+    whose: str | None = None,
 ) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
 
@@ -30,16 +57,26 @@ def verify(
         stopper: stopping criteria, tested after each token; the walk ends where one is met.
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
+        whose: the model, for the error where logits cannot be chosen from; ``None`` for no check.
 
     Returns:
         A verdict for each row.
+
+    Raises:
+        NumericalError: a NaN or an infinity among the logits.
     """
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones moved at once. A CPU
     # computes those to draw from one by one: top-p sorts the vocabulary for each; none is needed behind a rejection.
     at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
-    best = best_tokens(scores) if scores is not None and not scorer.do_sample else None
-    drafted = draft.tokens.tolist()
+    known = [draft.tokens] if draft.listed is None else []
+    highest = [] if whose is None else [logits.amax(-1)]
+    chosen = None if scores is None or scores_so_far is not None else _chosen(scores, draft, scorer.do_sample)
+    found = read(*known, *highest, *(chosen or ()))
+    drafted = found.pop(0) if draft.listed is None else draft.listed
+    if whose is not None:
+        check_highest(chain.from_iterable(found.pop(0)), whose)
+    choices = _Choices(*found) if found else None
     choose = choose_sampled if scorer.do_sample else choose_greedy
     verdicts = []
     for row in range(text.batch_size):
@@ -55,9 +92,8 @@ def verify(
             index: int | None
             if draft.skips_verification and children and seen is None:
                 token, index = candidates[0], 0
-            elif best is not None and seen is None:
-                token = best[row][node]
-                index = candidates.index(token) if token in candidates else None
+            elif choices is not None:
+                token, index = choices.at(row, node, candidates)
             else:
                 if scores is not None:
                     at_node = scores[row, node]
@@ -73,7 +109,8 @@ def verify(
                     # A copy: a view would keep the rejected positions alive as well.
                     verdict.scores.append(at_node.clone())
                     seen.append(verdict.scores[-1])
-            text.put_one(row, len(verdict.tokens), token)
+            if stopper.reads_text or not scorer.prefix_free:
+                text.put_one(row, len(verdict.tokens), token)
             confirmed = -1 if index is None else children[index]
             verdict.add(token, confirmed, node)
             node = None if index is None else confirmed
@@ -81,3 +118,23 @@ def verify(
             if verdict.stopped:
                 break
     return verdicts
+
+
+def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
+    """The fields of :class:`_Choices`, ``None`` where they cannot be found for all nodes at once.
+
+    Args:
+        scores: ``[b, t + 1, v]``.
+        draft: the drafted nodes.
+        do_sample: whether tokens are drawn.
+    """
+    if not do_sample:
+        return (best_tokens(scores),)
+    p = scores.softmax(-1)
+    if draft.q is None:
+        return (draw(p),)
+    if draft.is_tree or draft.q.shape[1] < draft.size or draft.num_drawn is not None:
+        return None
+    q = draft.q[:, : draft.size].to(p.device)
+    accepted, instead = accept_line(p[:, :-1], q, draft.tokens.to(p.device))
+    return draw(p), accepted, instead

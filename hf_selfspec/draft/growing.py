@@ -1,0 +1,90 @@
+"""A draft while it grows, one depth after another: a line, and siblings beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..types import Draft, Text
+
+
+class GrowingDraft:
+    """What was drafted so far.
+
+    Args:
+        text: the batch.
+        max_new: for each row the most tokens wanted.
+
+    Attributes:
+        depth: tokens of the longest line.
+        drafting: for each row whether it goes on.
+        lengths: for each row the tokens that count.
+    """
+
+    def __init__(self, text: Text, max_new: list[int]) -> None:
+        self.drafting = [count > 0 for count in max_new]
+        self.lengths = [0] * text.batch_size
+        self._text = text
+        self._max_new = max_new
+        self._line: list[torch.Tensor] = []
+        self._beside: list[torch.Tensor] = []
+        self._qs: list[torch.Tensor] = []
+        self._states: list[torch.Tensor] = []
+
+    @property
+    def depth(self) -> int:
+        return len(self._line)
+
+    def add(self, picks: torch.Tensor, q: torch.Tensor | None, state: torch.Tensor | None = None) -> None:
+        """Takes the next depth.
+
+        Args:
+            picks: ``[b, width]`` tokens, the one to extend first.
+            q: ``[b, v]`` the distribution that they were drawn from, ``None`` for greedy ones.
+            state: ``[b, n, d]`` states of the tokens that were fed, from which verification can start.
+        """
+        self._text.write_draft(picks[:, 0], self.depth)
+        self._line.append(picks[:, 0])
+        self._beside.append(picks[:, 1:])
+        if q is not None:
+            self._qs.append(q)
+        if state is not None:
+            self._states.append(state)
+
+    def only(self, rows: list[bool]) -> None:
+        """Ends the draft of the other rows, before its next token."""
+        self.drafting = [on and stays for on, stays in zip(self.drafting, rows, strict=True)]
+
+    def end(self, ends: list[bool]) -> None:
+        """Counts the token that was taken last in the rows that go on, and ends those that are to end with it."""
+        self.lengths = [length + on for length, on in zip(self.lengths, self.drafting, strict=True)]
+        self.drafting = [
+            on and not end and self.depth < wanted
+            for on, end, wanted in zip(self.drafting, ends, self._max_new, strict=True)
+        ]
+
+    def draft(self, prefix: int, reuse_from: int) -> Draft:
+        """The draft as it stands.
+
+        Args:
+            prefix: the layer that the states enter, 0 for no states.
+            reuse_from: tokens from which on verification starts from the states.
+        """
+        if not (t := max(self.lengths)):
+            return Draft.none(self._text)
+        line, beside = self._line[:t], self._beside[:t]
+        parents: list[list[int]] | None = None
+        if any(tokens.shape[1] for tokens in beside):
+            # Siblings stand behind the line, those of its first token first.
+            places = list(range(t))
+            for depth, tokens in enumerate(beside):
+                places += [depth] * tokens.shape[1]
+            parents = [[parent if parent < length else -1 for parent in places] for length in self.lengths]
+        reused = bool(self._states) and t >= reuse_from
+        return Draft(
+            tokens=torch.cat([torch.stack(line, dim=1), *beside], dim=1) if parents else torch.stack(line, dim=1),
+            lengths=self.lengths,
+            parents=parents,
+            q=torch.stack(self._qs[:t], dim=1) if self._qs else None,
+            states=torch.cat(self._states, dim=1)[:, :t] if reused else None,
+            prefix=prefix if reused else 0,
+        )

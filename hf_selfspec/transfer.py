@@ -1,0 +1,87 @@
+"""Numbers between the host and a device, as few times as possible: on a GPU each time can make the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array, or integers in nested sequences of equal lengths, on a device; a GPU's queue need not be empty."""
+    tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else torch.tensor(numbers)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def read(*tensors: torch.Tensor) -> list[Any]:
+    """Integer, boolean and float32 tensors of one device as nested lists, brought to the host together."""
+    if len(tensors) < 2 or tensors[0].device.type == "cpu":
+        return [tensor.tolist() for tensor in tensors]
+    kinds = {tensor.dtype for tensor in tensors}
+    flat = torch.cat([(tensor if len(kinds) == 1 else _as_integers(tensor)).flatten() for tensor in tensors]).cpu()
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [_as_before(piece, like).tolist() for piece, like in zip(pieces, tensors, strict=True)]
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Each number as one of 64 bits; of floats these are their bits."""
+    return (tensor.view(torch.int32) if tensor.is_floating_point() else tensor).to(torch.long)
+
+
+def _as_before(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    found = found.view(like.shape)
+    return found.to(torch.int32).view(like.dtype) if like.is_floating_point() else found.to(like.dtype)
+
+
+class RowNumbers(tuple[int, ...]):
+    """A number for each row of a batch, on the host, and on a device once it is wanted there."""
+
+    _make: Callable[[torch.device], torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> RowNumbers:
+        """The numbers as they are, or made of a sequence."""
+        return numbers if isinstance(numbers, cls) else cls(numbers)
+
+    @classmethod
+    def made(cls, numbers: Sequence[int], make: Callable[[torch.device], torch.Tensor]) -> RowNumbers:
+        """Numbers that need no upload, since ``make`` finds them on the device: ``[b, 1]``."""
+        found = cls(numbers)
+        found._make = make
+        return found
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all rows have the same."""
+        return min(self) == max(self)
+
+    def ahead(self, count: int) -> RowNumbers:
+        """So much larger ones."""
+        if not count:
+            return self
+        return RowNumbers.made([number + count for number in self], lambda device: self.on(device) + count)
+
+    def plus(self, others: RowNumbers) -> RowNumbers:
+        """The sums, row by row."""
+        sums = [mine + other for mine, other in zip(self, others, strict=True)]
+        return RowNumbers.made(sums, lambda device: self.on(device) + others.on(device))
+
+    def onwards(self, count: int, device: torch.device) -> torch.Tensor:
+        """``[b, count]``, or one row where all have the same: the numbers from each row's on."""
+        if self.are_equal:
+            return torch.arange(self[0], self[0] + count, device=device)[None]
+        return self.on(device) + torch.arange(count, device=device)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """``[b, 1]``, or ``[1, 1]`` where all rows have the same, which needs no upload."""
+        if self.are_equal:
+            return torch.full((1, 1), self[0], device=device)
+        known = self.__dict__.setdefault("_known", {})
+        if device not in known:
+            known[device] = upload(self, device)[:, None] if self._make is None else self._make(device)
+        found: torch.Tensor = known[device]
+        return found

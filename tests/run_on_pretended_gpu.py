@@ -1,0 +1,110 @@
+"""Generates on the pretended device, and prints what a round needs as JSON; a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pretend_gpu
+import torch
+from conftest import tiny_llama
+from pretend_gpu import counts, move, on_device, pretended
+
+from hf_selfspec import (
+    AdaptiveThreshold,
+    Cascade,
+    ClosestLayers,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    Lookup,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.decoding import Decoder
+from hf_selfspec.draft.partial import PartialDraft
+
+_EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
+_DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+# Rounds before a text is long enough for all that is cached to be there.
+_WARM = 2
+
+SPECS: dict[str, Callable[[], SelfSpec]] = {
+    "fixed": lambda: SelfSpec(_EXIT, _THREE),
+    "rule": lambda: SelfSpec(_EXIT, _SURE, max_draft=3),
+    "tree": lambda: SelfSpec(_EXIT, _THREE, TopKTree()),
+    "skips": lambda: SelfSpec(SkipLayers(attention=(1,), mlp=(2,)), _THREE),
+    "adaptive": lambda: SelfSpec(_EXIT, AdaptiveThreshold()),
+    "lookup": SelfSpec.lookup,
+    "default": SelfSpec,
+    "layerskip": SelfSpec.layerskip,
+    "swift": SelfSpec.swift,
+    "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
+    "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "eos": {"eos_token_id": [5, 17]},
+    "drawn": _DRAWN,
+    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
+}
+
+
+def measure(spec: SelfSpec, rows: int, options: dict[str, Any]) -> dict[str, float]:
+    """Reads, uploads and launches outside of layers, for each round or draft step, and whether ids are plain's."""
+    torch.manual_seed(0)
+    model = tiny_llama(layers=4, factor=0.1)
+    ids = torch.randint(3, 90, (rows, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, :row] = 0
+    options = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0} | options
+    plain = model.generate(ids, attention_mask=mask, **options)
+    original_round, original_propose = Decoder._round, PartialDraft.propose
+    steps: list[int] = []
+
+    def counted(decoder: Decoder) -> None:
+        counts.is_on = len(steps) >= _WARM
+        before = decoder.draft.steps
+        try:
+            original_round(decoder)
+        finally:
+            counts.is_on = False
+        steps.append(decoder.draft.steps - before)
+
+    def proposed(draft: PartialDraft, *given: Any) -> Any:
+        counts.phase = "draft"
+        try:
+            return original_propose(draft, *given)
+        finally:
+            counts.phase = "round"
+
+    counts.__init__(phase="round")  # type: ignore[misc]  # as new
+    Decoder._round, PartialDraft.propose = counted, proposed  # type: ignore[method-assign]
+    with pretended():
+        move(model)
+        pretend_gpu.leave_out(model.model.layers)
+        output = model.generate(on_device(ids), attention_mask=on_device(mask), assistant=spec, **options)
+    Decoder._round, PartialDraft.propose = original_round, original_propose  # type: ignore[method-assign]
+    rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
+    launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
+    return {
+        "rounds": rounds,
+        "steps": taken / rounds,
+        "transfers": (counts.reads.total() + counts.uploads.total()) / rounds,
+        "launches a step": launches["draft"] / max(taken, 1),
+        "launches a round": launches["round"] / rounds,
+        "same": float(options["do_sample"] or torch.equal(output.raw, plain)),
+    }
+
+
+def main(cases: list[list[Any]]) -> None:
+    found = [measure(SPECS[spec](), rows, CALLS[call]) for spec, call, rows in cases]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

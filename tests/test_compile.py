@@ -1,0 +1,230 @@
+"""Compiled forwards: the ids of plain generate, one graph for each shape, and eager forwards where there is none."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, STATEFUL, build
+from conftest import ragged_batch, tiny_llama
+from test_architectures import random_skip_set, same_tokens
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SettingTypeError, SkipLayers, TopKTree
+from hf_selfspec.model import graphs
+from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, graphs_of
+
+# Dynamo alone, which is quick.
+QUICK = CompileConfig(backend="eager", mode="default")
+THREE = FixedLength(3)
+
+# Types that run as they are: they build masks of their own, count tokens or choose experts on the host.
+EAGER = ("biogpt", "bloom", "dbrx", "falcon-alibi", "gpt_neo", "mpt", "opt", "opt-350m", "xglm")
+
+
+def same_ids(model: PreTrainedModel, spec: SelfSpec, rows: int = 1, new: int = 40, **options: Any) -> None:
+    inputs = ragged_batch((9,)) if rows == 1 else ragged_batch((9, 5, 7))
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0} | options
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), expected)
+    assert spec.stats is not None
+    assert 0 < spec.stats.accepted < spec.stats.drafted
+
+
+def specs(config: bool | CompileConfig = QUICK) -> dict[str, SelfSpec]:
+    return {
+        "exit": SelfSpec(EarlyExit(2), THREE, compile=config),
+        "rule": SelfSpec(EarlyExit(2), ConfidenceThreshold(0.1), max_draft=5, compile=config),
+        "tree": SelfSpec(EarlyExit(2), THREE, TopKTree(((0.9999, 3), (1.0, 1))), compile=config),
+        "skips": SelfSpec(SkipLayers([1], [2]), THREE, compile=config),
+    }
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Graphs run as they were traced, without a compiler."""
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, **_: Any) -> torch.fx.GraphModule:
+        found.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", keep)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
+def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]) -> None:
+    model = build(name)
+    exits, skips = SelfSpec(EarlyExit(2), THREE, compile=QUICK), random_skip_set(name, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what some models cannot do is said once
+        for spec, rows in ((exits, 1), (exits, 3), (SelfSpec(skips, THREE, compile=QUICK), 1)):
+            same_tokens(model, spec, rows)
+    assert bool(traced) == (name not in EAGER), graphs_of(model, QUICK).refused
+
+
+def test_most_architectures_have_graphs() -> None:
+    assert len(ARCHITECTURES) - len(STATEFUL) - len(EAGER) >= 40
+
+
+@pytest.mark.parametrize("kind", specs())
+def test_compiled_forwards_are_exact(kind: str) -> None:
+    """No graph breaks, nothing is compiled a second time as texts grow, and each shape has one graph."""
+    model = tiny_llama(4, factor=0.5)
+    spec = specs()[kind]
+    counters.clear()
+    for rows in (1, 3):
+        same_ids(model, spec, rows, new=100)
+        same_ids(model, spec, rows, new=100)  # what came once, at the end of a text, comes again
+    known = graphs_of(model, QUICK)
+    assert not known.refused
+    assert not counters["graph_break"]
+    made = len(known._runs)
+    assert counters["stats"]["unique_graphs"] == made > 1
+    for rows in (1, 3):
+        same_ids(model, spec, rows, new=100)
+    assert counters["stats"]["unique_graphs"] == len(known._runs) == made
+
+
+def test_inductor() -> None:
+    same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), FixedLength(1), compile=True), new=24)
+
+
+def test_a_text_that_outgrows_its_slots(traced: list[torch.fx.GraphModule]) -> None:
+    model = tiny_llama(4, factor=0.5)
+    for new in (40, 200, 400):
+        same_ids(model, specs()["exit"], new=new)
+    lengths = {node.meta["val"].shape[2] for graph in traced for node in graph.graph.nodes if _is_buffer(node)}
+    assert lengths == {128, 256, 512}
+
+
+def _is_buffer(node: torch.fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["val"].dim() == 4
+
+
+def test_drawn_tokens(traced: list[torch.fx.GraphModule]) -> None:
+    """With the same numbers from the generator, tokens are those of eager forwards."""
+    model, inputs = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7))
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 20, "pad_token_id": 0}
+    found = []
+    for config in (False, QUICK):
+        torch.manual_seed(3)
+        found.append(model.generate(**inputs, **options, assistant=SelfSpec(EarlyExit(2), THREE, compile=config)))
+    assert traced
+    assert torch.equal(*found)
+
+
+def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) -> None:
+    """As in transformers, a CPU compiles only where it is told to."""
+    model, spec = tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    ids = ragged_batch((9,))["input_ids"]
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static", assistant=spec), expected)
+    assert not traced
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True
+    options |= {"cache_implementation": "static", "compile_config": config}
+    assert torch.equal(model.generate(ids, **options, assistant=spec), expected)
+    assert traced
+
+
+@pytest.mark.parametrize("wrong", [1, "inductor", None])
+def test_wrong_settings(wrong: Any) -> None:
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\(compile\) must be True, False or"):
+        SelfSpec(compile=wrong)
+
+
+# Where there is no graph ---------------------------------------------------------------------------------------------
+
+
+def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) -> None:
+    with pytest.warns(UserWarning, match="without compiled graphs here, since its states"):
+        same_ids(build("qwen3_next"), specs()["exit"])
+    assert not traced
+
+
+def test_a_forward_that_reads_values_runs_as_it_is(
+    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(4, factor=0.5)
+    original = type(model.model.norm).forward
+
+    def reading(self: Any, states: torch.Tensor) -> torch.Tensor:
+        found = original(self, states)
+        return found if states.sum().item() < 1e9 else -found
+
+    monkeypatch.setattr(type(model.model.norm), "forward", reading)
+    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, which its forward does not"):
+        same_ids(model, specs()["exit"])
+    assert not traced
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda number: number + 1,
+        lambda number: torch.arange(3) + number,
+        lambda number: torch.arange(number, number + 2),
+        lambda number: number > 0,
+        lambda number: range(number),
+        lambda number: [0, 1][number],
+        lambda number: 5 - number,
+        lambda number: bool(number),
+    ],
+)
+def test_a_changing_number_cannot_be_used(use: Any) -> None:
+    with pytest.raises(NotTraceableError):
+        use(ChangingNumber())
+
+
+# Their life ----------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_are_made_when_a_shape_comes_again() -> None:
+    known, inputs, made = Graphs(QUICK, ()), [torch.ones(2)], []
+
+    def double(values: torch.Tensor) -> list[torch.Tensor]:
+        made.append(values)
+        return [values * 2]
+
+    assert known.find("one", double, inputs, "Tiny") is None
+    run = known.find("one", double, inputs, "Tiny")
+    assert run is not None
+    assert known.find("one", double, inputs, "Tiny") is run
+    assert len(made) == 1  # by the tracer
+    assert run(torch.full((2,), 3.0))[0].tolist() == [6.0, 6.0]
+    assert known.seconds > 0
+
+
+def test_other_weights_are_other_graphs(traced: list[torch.fx.GraphModule]) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    same_ids(model, spec)
+    first = graphs_of(model, QUICK)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)  # the same tensor
+    same_ids(model, spec)
+    assert graphs_of(model, QUICK) is first
+    model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight.detach())
+    inputs: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**inputs, assistant=spec), model.generate(**inputs))
+    assert graphs_of(model, QUICK) is not first
+
+
+def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
+    model: LlamaForCausalLM | None = tiny_llama(4, factor=0.5)
+    assert model is not None
+    same_ids(model, specs()["exit"])
+    traced.clear()
+    gone = weakref.ref(model)
+    model = None
+    gc.collect()
+    assert gone() is None
+    assert not graphs._of_models

@@ -1,0 +1,102 @@
+"""What a round makes the host of a GPU wait for, counted on a device in pure Python, where all drafts run, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_selfspec.transfer import RowNumbers, read
+
+TESTS = Path(__file__).parent
+
+# (spec, call, rows), and what a draft step and the rest of a round may transfer at most: reads and uploads.
+BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
+    ("fixed", "greedy", 1): (0, 2),
+    ("fixed", "greedy", 4): (0, 2),
+    ("fixed", "drawn", 1): (0, 2),
+    ("fixed", "drawn", 4): (0, 2),
+    ("fixed", "eos", 1): (1, 2),
+    ("rule", "greedy", 1): (1, 2),
+    ("rule", "greedy", 4): (1, 2),
+    ("rule", "drawn", 1): (1, 2),
+    ("rule", "drawn", 4): (1, 2),
+    ("rule", "eos", 4): (1, 2),
+    ("tree", "greedy", 1): (2, 4),
+    ("tree", "greedy", 4): (2, 4),
+    ("skips", "greedy", 1): (0, 2),
+    ("lookup", "greedy", 1): (0, 5),
+    ("lookup", "greedy", 4): (0, 5),
+    ("lookup", "drawn", 4): (0, 5),
+}
+# Whatever they need, they run there.
+OTHERS = [
+    (spec, call, rows)
+    for spec in ("default", "layerskip", "swift", "closest", "cascade", "adaptive")
+    for call, rows in (("greedy", 1), ("drawn", 3))
+] + [("tree", "drawn", 3), ("rule", "penalty", 3)]
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict[tuple[str, str, int], dict[str, float]]:
+    cases = [*BOUNDS, *OTHERS]
+    run = subprocess.run(
+        [sys.executable, str(TESTS / "run_on_pretended_gpu.py"), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return dict(zip(cases, json.loads(run.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("case", BOUNDS, ids=str)
+def test_transfers(case: tuple[str, str, int]) -> None:
+    found, (step, rest) = measured()[case], BOUNDS[case]
+    assert found["same"]
+    # Rows that end leave the forwards, which takes two further uploads, now and then.
+    few = 0.0 if case[2] == 1 else 4 * case[2] / found["rounds"]
+    assert found["transfers"] <= step * found["steps"] + rest + few
+
+
+def test_launches_outside_of_layers() -> None:
+    found = measured()["fixed", "greedy", 1]
+    assert found["launches a step"] <= 22
+    assert found["launches a round"] <= 45
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_all_drafts_run_on_a_device(case: tuple[str, str, int]) -> None:
+    """Nothing mixes tensors of two devices, and greedy ids are plain's."""
+    assert measured()[case]["same"]
+
+
+# The numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_read_together() -> None:
+    """Of all kinds, with their shapes and values."""
+    whole, flags = torch.tensor([[1, -2], [1 << 40, 3]]), torch.tensor([True, False])
+    shares = torch.tensor([0.1, -1.5, torch.inf])
+    assert read() == []
+    assert read(whole, flags, shares) == [whole.tolist(), flags.tolist(), shares.tolist()]
+
+
+def test_numbers_of_rows() -> None:
+    cpu = torch.device("cpu")
+    uneven, even = RowNumbers([3, 5]), RowNumbers([4, 4])
+    assert uneven.on(cpu).tolist() == [[3], [5]]
+    assert even.on(cpu).tolist() == [[4]]
+    assert uneven.ahead(2) == (5, 7)
+    assert uneven.ahead(2).on(cpu).tolist() == [[5], [7]]
+    assert uneven.plus(even).on(cpu).tolist() == [[7], [9]]
+    assert uneven.plus(RowNumbers([2, 0])).on(cpu).tolist() == [[5]]
+    assert uneven.onwards(2, cpu).tolist() == [[3, 4], [5, 6]]
+    assert even.onwards(3, cpu).tolist() == [[4, 5, 6]]
