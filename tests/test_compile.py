@@ -17,7 +17,7 @@ from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SettingTypeError, SkipLayers, TopKTree
 from hf_selfspec.model import graphs
-from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, graphs_of
+from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, SpareBuffers, graphs_of
 
 # Dynamo alone, which is quick.
 QUICK = CompileConfig(backend="eager", mode="default")
@@ -228,3 +228,27 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     gc.collect()
     assert gone() is None
     assert not graphs._of_models
+
+
+def test_generations_have_the_same_buffers() -> None:
+    """Which are zeros at first, and belong to one generation at a time."""
+    spare, like = SpareBuffers(), torch.ones(1)
+    first, second = spare.take((2, 3), like), spare.take((2, 3), like)
+    assert first is not second
+    first.add_(1.0)
+    spare.give([first, second])
+    assert spare.take((2, 4), like).shape == (2, 4)
+    again = spare.take((2, 3), like)
+    assert again is first
+    assert not again.any()
+    assert spare.take((2, 3), like) is second
+    assert spare.take((2, 3), like) is not first
+
+
+def test_buffers_are_left_for_the_next_call(traced: list[torch.fx.GraphModule]) -> None:
+    model, spec, seen = tiny_llama(4, factor=0.5), specs()["exit"], []
+    for _ in range(2):
+        same_ids(model, spec)
+        seen.append([buffer.data_ptr() for buffer in graphs_of(model, QUICK).spare._spare])
+    assert len(seen[0]) == 2 * 4
+    assert seen[0] == seen[1]

@@ -68,6 +68,33 @@ class ChangingNumber:
     __hash__ = object.__hash__
 
 
+class SpareBuffers:
+    """The buffers of keys and values that the last generation has left.
+
+    A CUDA graph writes where it was recorded, so the next generation has to have the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """A buffer of zeros."""
+        with self._lock:
+            for index, buffer in enumerate(self._spare):
+                if (buffer.shape, buffer.dtype, buffer.device) == (shape, like.dtype, like.device):
+                    return self._spare.pop(index).zero_()
+        buffer = like.new_zeros(shape)
+        if buffer.is_cuda:
+            torch._dynamo.mark_static_address(buffer)
+        return buffer
+
+    def give(self, buffers: list[torch.Tensor]) -> None:
+        """Leaves the buffers of a generation for the next one, in the place of those before."""
+        with self._lock:
+            self._spare = buffers
+
+
 @dataclass
 class Graphs:
     """The graphs of one model.
@@ -77,12 +104,14 @@ class Graphs:
         state: what else of the model they depend on.
         seconds: spent on tracing and compiling.
         refused: why the model's forwards cannot be traced, empty as long as they can.
+        spare: buffers of keys and values.
     """
 
     config: CompileConfig
     state: Hashable
     seconds: float = 0.0
     refused: str = ""
+    spare: SpareBuffers = field(default_factory=SpareBuffers)
     _runs: dict[Hashable, Run] = field(default_factory=dict)
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -126,7 +155,17 @@ class Graphs:
             options: dict[str, Any] = self.config.to_dict() | {"fullgraph": True, "dynamic": False}
             run: Run = torch.compile(graph, **options)
             run(*inputs)
-        return run
+        return _copied(run) if inputs[0].is_cuda else run
+
+
+def _copied(run: Run) -> Run:
+    """The same with results of their own: those of a CUDA graph lie where its next run puts its own."""
+
+    def copied(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()
+        return [value.clone() for value in run(*inputs)]
+
+    return copied
 
 
 _of_models: weakref.WeakKeyDictionary[PreTrainedModel, list[Graphs]] = weakref.WeakKeyDictionary()
