@@ -1,0 +1,39 @@
+"""The ways of generating that are compared; a further one is one more line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...draft.early_exit import EarlyExit
+from ...selfspec import SelfSpec
+from ...stop.rules import FixedLength
+
+# Tokens of a draft.
+NUM_DRAFT = 4
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way.
+
+    Attributes:
+        options: what ``generate`` is given, for an exit layer.
+        is_compiled: whether it runs as a graph where transformers compiles, which a CPU is not.
+    """
+
+    options: Callable[[int], dict[str, Any]]
+    is_compiled: bool = False
+
+
+def drafted(exit_layer: int) -> SelfSpec:
+    """The draft whose agreement is set."""
+    return SelfSpec(EarlyExit(exit_layer), FixedLength(NUM_DRAFT))
+
+
+WAYS = {
+    "plain": Way(lambda exit_layer: {}),
+    "plain, static and compiled": Way(lambda exit_layer: {"cache_implementation": "static"}, is_compiled=True),
+    "ours": Way(lambda exit_layer: {"assistant": drafted(exit_layer)}),
+}
