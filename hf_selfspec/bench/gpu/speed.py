@@ -16,6 +16,7 @@ from ...model.given_cache import cache_for
 from ...model.partial import LayerPlan
 from ...model.target import Target
 from ...search.costs import seconds_of
+from ...types import GenerationStats
 from ..synthetic import exit_damping, random_prompt
 from ..training import VARIANTS, TrainingShape, train
 from .options import Options
@@ -107,6 +108,7 @@ class _Run:
         self.first_seconds = 0.0
         self.decoding: list[float] = []
         self.peaks: list[float] = []
+        self.stats: GenerationStats | None = None
 
     def once(self) -> None:
         """Times a generation, and what one of a single token takes, which leaves the decoding."""
@@ -122,11 +124,9 @@ class _Run:
             self.peaks.append(torch.cuda.max_memory_allocated(device) / 2**20)
 
     def _run(self, tokens: int) -> None:
-        # Of two counts, since a text that ends early would be compared with one that does not.
-        self.model.generate(**self.inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **self.options)
-        spec = self.options.get("assistant")
-        if spec is not None and tokens > 1:
-            self.stats = spec.stats
+        self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **self.options)
+        if "assistant" in self.options and tokens > 1:
+            self.stats = self.options["assistant"].stats
 
     def figures(self) -> Result:
         """Milliseconds for a token of each row, and what belongs to them."""
@@ -137,8 +137,7 @@ class _Run:
             "first_seconds": self.first_seconds,
             "peak_mib": max(self.peaks, default=None),
         }
-        if "assistant" in self.options:
-            assert self.stats is not None
+        if self.stats is not None:
             found |= {"alpha": self.stats.acceptance_rate, "m": self.stats.mean_generated_length}
         return found
 
