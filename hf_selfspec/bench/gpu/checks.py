@@ -32,7 +32,7 @@ _LOSS_TOLERANCE = 1e-5
 _LOSS_BATCH = 2
 
 
-class CheckFailed(RuntimeError):
+class CheckError(RuntimeError):
     """Something differs from what transformers computes."""
 
 
@@ -93,14 +93,14 @@ def _compare(
     """Near ties at which two texts part.
 
     Raises:
-        CheckFailed: they part elsewhere.
+        CheckError: they part elsewhere.
     """
     if plain.tolist() == ours.tolist():
         return []
     found = first_differences(model, plain, ours, batch["attention_mask"])
     wrong = [difference for difference in found if not difference.is_near_tie]
     if wrong:
-        raise CheckFailed(f"ids are not plain generate's: {wrong[0]}")
+        raise CheckError(f"ids are not plain generate's: {wrong[0]}")
     return [str(difference) for difference in found]
 
 
@@ -136,7 +136,7 @@ def _graphs(shape: DeviceLlama, way: Way) -> Result:
     near_ties = _compare(model, batch, plain, _written(model, batch, **way.options(shape.exit_layer)))
     graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
     if not graphs or skips:
-        raise CheckFailed(f"{graphs} graphs were compiled, and torch was skipping cudagraphs {skips} times")
+        raise CheckError(f"{graphs} graphs were compiled, and torch was skipping cudagraphs {skips} times")
     return {"near_ties": near_ties, "graphs": graphs}
 
 
@@ -148,5 +148,5 @@ def _loss(shape: DeviceLlama) -> Result:
     plain = train(shape.model(), tokens, list, 1, shape.device).loss
     ours = train(shape.model(), tokens, lambda: [EarlyExitLoss(0.0), LayerDropout(0.0)], 1, shape.device).loss
     if not abs(ours - plain) <= _LOSS_TOLERANCE * abs(plain):
-        raise CheckFailed(f"the loss with callbacks at zero is {ours}, without them {plain}")
+        raise CheckError(f"the loss with callbacks at zero is {ours}, without them {plain}")
     return {"plain": plain, "ours": ours}

@@ -27,12 +27,17 @@ _TRACEBACK = 4000
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; 1 if a check failed, 2 for options that cannot be served."""
     try:
-        options = parsed(arguments)
-        _check_device(options)
-        record = Record.opened(options.out, {"machine": machine(options.place), "hf_selfspec": __version__})
+        return _serve(arguments)
     except SelfSpecError as error:
         print(f"{parser().prog}: {error}", file=sys.stderr)
         return 2
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    options = parsed(arguments)
+    _check_device(options)
+    header = {"machine": machine(options.place), "package": f"hf_selfspec {__version__}"}
+    record = Record.opened(options.out, header)
     if options.retry:
         record.forget_failures()
     pieces = [*check_pieces(options), *speed_pieces(options)]
@@ -65,7 +70,7 @@ def _run(pieces: Sequence[Piece], record: Record, options: Options) -> bool:
             record.left_out[piece.key] = why
             continue
         _run_one(piece, record)
-        if record.status(piece) == "failed" and not _is_usable(options.place):
+        if not _is_usable(options.place):
             return False
     record.save()
     return True
@@ -103,7 +108,7 @@ def _run_one(piece: Piece, record: Record) -> None:
 
 def _free() -> None:
     """Gives the memory of models and graphs back."""
-    if "torch._dynamo" in sys.modules:
+    if torch.cuda.is_available():
         torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

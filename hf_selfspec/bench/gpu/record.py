@@ -78,7 +78,9 @@ class Record:
             raise SettingError(
                 f"--out {path}: this is no file of results ({error}). Move it away, or give another name."
             ) from error
-        other = [f"{name} {written.get(name)!r}, now {now!r}" for name, now in header.items() if written.get(name) != now]
+        other = [
+            f"{name} {written.get(name)!r}, now {now!r}" for name, now in header.items() if written.get(name) != now
+        ]
         if other:
             raise SettingError(
                 f"--out {path} has results of another machine or other versions ({'; '.join(other)}), which cannot be "
@@ -100,8 +102,12 @@ class Record:
         return max(known, default=0.0)
 
     def forget_failures(self) -> None:
-        """Drops what has no result, so that it is run again."""
-        self.pieces = {key: found for key, found in self.pieces.items() if found.get("status") == "ok"}
+        """Drops what has no result, or only a part of it, so that it is run again."""
+        self.pieces = {
+            key: found
+            for key, found in self.pieces.items()
+            if found.get("status") == "ok" and not found["result"].get("errors")
+        }
 
     def begin(self, piece: Piece) -> bool:
         """Notes that a piece begins; false where processes have ended in it too often, which counts as a failure."""

@@ -7,30 +7,29 @@ from typing import Any
 
 from .record import Piece, Record
 
+_GENERATION = (
+    "generation", "way", "ms/token", "spread", "tokens/s", "speed-up", "floor / time", "α", "M", "peak MiB", "first s",
+)  # fmt: skip
+_FORWARD = ("forward", "kind", "ms", "of plain's", "floor ms", "floor / time")
+_TRAINING = ("training step", "callbacks", "s", "ratio", "peak MiB")
+
 
 def report(record: Record, pieces: Sequence[Piece]) -> str:
     """What was found, what failed and what was left out."""
-    found = {group: list(_found(record, pieces, group)) for group in dict.fromkeys(piece.group for piece in pieces)}
-    bandwidth = next((result["bytes_per_second"] for _, result in found["bandwidth"]), None)
+    bandwidth = next((result["bytes_per_second"] for _, result in _found(record, pieces, "bandwidth")), None)
+    checks = [_check(record, piece) for piece in pieces if piece.is_check]
+    runs = _found(record, pieces, "generate")
+    forwards = _found(record, pieces, "forwards")
+    trainings = _found(record, pieces, "training")
     parts = [
         ", ".join(record.header.values()),
-        _table(("check", "result"), [_check(record, piece) for piece in pieces if piece.is_check]),
+        _table(("check", "result"), checks),
         f"Bandwidth of a large copy: {_number(bandwidth, 1e-9, '.1f')} GB/s.",
-        _table(
-            ("generation", "way", "ms/token", "spread", "tokens/s", "speed-up", "floor / time", "α", "M", "peak MiB",
-             "first s"),
-            [row for piece, result in found["generate"] for row in _generation(piece, result, bandwidth)],
-        ),
-        _table(
-            ("forward", "kind", "ms", "of plain's", "floor ms", "floor / time"),
-            [row for piece, result in found["forwards"] for row in _forward(piece, result, bandwidth)],
-        ),
-        _table(
-            ("training step", "callbacks", "s", "ratio", "peak MiB"),
-            [row for piece, result in found["training"] for row in _training(piece, result)],
-        ),
+        _table(_GENERATION, [row for piece, result in runs for row in _generation(piece, result, bandwidth)]),
+        _table(_FORWARD, [row for piece, result in forwards for row in _forward(piece, result, bandwidth)]),
+        _table(_TRAINING, [row for piece, result in trainings for row in _training(piece, result)]),
         _table(("no result", "why"), [*_failures(record, pieces), *_left_out(record, pieces)]),
-    ]  # fmt: skip
+    ]
     return "\n\n".join(part for part in parts if part)
 
 

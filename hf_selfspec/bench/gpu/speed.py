@@ -156,7 +156,7 @@ def _forwards(shape: DeviceLlama, rows: int, options: Options, damping: Result) 
     ids = random_prompt(model, rows, _PROMPT + NUM_DRAFT + 1)["input_ids"]
     context, width = _PROMPT, NUM_DRAFT + 1
     starts = [context] * rows
-    with torch.inference_mode():
+    with torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
         target = Target(model, Anatomy.of(model), cache_for(model, rows, context + width))

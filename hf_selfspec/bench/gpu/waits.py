@@ -18,7 +18,7 @@ _WARM = 2
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Rounds but for the first two raise where the host waits for the device, unless it does so in ``transfer.read``."""
+    """Rounds but for the first two raise where the host waits for the device elsewhere than in ``transfer.read``."""
     original_round, original_read = Decoder._round, transfer.read
     readers = [
         module
@@ -37,7 +37,7 @@ def waits_are_errors() -> Iterator[None]:
         with _mode("default"):
             return original_read(*tensors)
 
-    Decoder._round = strict_round  # type: ignore[method-assign]
+    Decoder._round = strict_round  # type: ignore[assignment,method-assign]
     for module in readers:
         module.read = read  # type: ignore[attr-defined]
     try:
