@@ -36,9 +36,10 @@ def _waiting_commit(decoder: Decoder, *given: Any) -> None:
 _commit = Decoder._commit
 
 
-def _raised() -> str | None:
+def _raised(drafts: str) -> str | None:
     try:
-        checks._waits(SHAPES["tiny"].on(str(DEVICE), torch.float32))
+        for do_sample in (False, True):
+            checks._waits(SHAPES["tiny"].on(str(DEVICE), torch.float32), drafts, do_sample)
     except RuntimeError as error:
         return str(error)
     return None
@@ -51,9 +52,10 @@ def main(out: Path) -> None:
     with pretended():
         status = command.main([*_OPTIONS.split(), "--device", str(DEVICE), "--out", str(out)])
         Counts.read = _read  # type: ignore[method-assign]
-        as_they_are = _raised()
+        rounds = {name: _raised(name) for name in ("early exit, stop rule", "skip set", "lookup", "early exit, tree")}
         Decoder._commit = _waiting_commit  # type: ignore[method-assign]
-        found = {"as they are": as_they_are, "waiting": _raised(), "left in": _modes[-1], "status": status}
+        rounds["waiting"] = _raised("skip set")
+    found = {"rounds": rounds, "left in": _modes[-1], "status": status}
     print(json.dumps(found | {"strict rounds": _modes.count("error")}))
 
 

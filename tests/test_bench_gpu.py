@@ -83,7 +83,7 @@ def test_whole_run_on_a_cpu(out: Path, capsys: pytest.CaptureFixture[str], monke
     for shown in (
         "| ids: early exit, tree | right",
         "| loss: training, callbacks at zero | right",
-        "| waits: rounds wait once, for what they read | not run |",
+        "| waits: skip set, drawn | not run |",
         "left out: torch tells what waits on CUDA alone",
         "GB/s",
         "| tiny, batch 2 | plain, static and compiled |",
@@ -328,10 +328,12 @@ def test_run_on_the_pretended_gpu(out: Path) -> None:
     assert {key.partition(":")[0] for key in pieces} == {"ids", "bandwidth", "damping", "generate", "forwards"}
     assert {piece["status"] for piece in pieces.values()} == {"ok"}
     assert not next(piece for key, piece in pieces.items() if key.startswith("generate"))["result"]["errors"]
-    assert len(written(out)["left_out"]) == 4, "CUDA's waits and graphs, and two trainings"
+    assert len(written(out)["left_out"]) == 8 + 1 + 2, "CUDA's waits and graphs, and two trainings"
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["status"] == 0
-    assert told["as they are"] is None, "rounds wait in transfer.read alone"
-    assert "synchronizing operation: tolist" in told["waiting"]
+    rounds = told["rounds"]
+    assert not any(rounds[name] for name in ("early exit, stop rule", "skip set", "lookup"))
+    assert "synchronizing operation: _local_scalar_dense" in rounds["early exit, tree"], "a tree reads its width"
+    assert "synchronizing operation: tolist" in rounds["waiting"]
     assert told["left in"] == "default"
     assert told["strict rounds"] > 10

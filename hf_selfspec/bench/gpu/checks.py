@@ -21,12 +21,14 @@ from .options import Options
 from .record import Piece, Result
 from .shapes import SHAPES, DeviceLlama
 from .waits import waits_are_errors
-from .ways import WAYS, Way, drafted
+from .ways import WAYS, Way
 
 # So that drafts are sometimes right.
 _DAMPING = 0.1
 _PROMPT, _NEW = 24, 48
 _ROWS = (1, 4)
+# A tree reads how wide it becomes at each depth.
+_READ_ELSEWHERE = {"early exit, tree"}
 # Of the loss, relative: the sums of two float32 kernels.
 _LOSS_TOLERANCE = 1e-5
 _LOSS_BATCH = 2
@@ -63,7 +65,12 @@ def check_pieces(options: Options) -> list[Piece]:
     nowhere_else = "torch tells what waits on CUDA alone"
     return [
         *(piece("ids", name, partial(_ids, shape, name), (), "") for name in _specs(shape)),
-        piece("waits", "rounds wait once, for what they read", partial(_waits, shape), ("cuda",), nowhere_else),
+        *(
+            piece("waits", f"{name}, {how}", partial(_waits, shape, name, do_sample), ("cuda",), nowhere_else)
+            for name in _specs(shape)
+            if name not in _READ_ELSEWHERE
+            for how, do_sample in (("greedy", False), ("drawn", True))
+        ),
         *(
             piece("graphs", name, partial(_graphs, shape, way), ("cuda",), "there are CUDA graphs on CUDA alone")
             for name, way in compiled.items()
@@ -84,7 +91,7 @@ def _batch(shape: DeviceLlama, rows: int) -> dict[str, torch.Tensor]:
 
 
 def _written(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-    return model.generate(**batch, max_new_tokens=_NEW, do_sample=False, **options)
+    return model.generate(**batch, **{"max_new_tokens": _NEW, "do_sample": False, **options})
 
 
 def _compare(
@@ -117,12 +124,12 @@ def _ids(shape: DeviceLlama, name: str) -> Result:
     return result
 
 
-def _waits(shape: DeviceLlama) -> Result:
-    """Rounds of a draft of fixed length wait in ``transfer.read`` alone; torch raises where they wait elsewhere."""
+def _waits(shape: DeviceLlama, name: str, do_sample: bool) -> Result:
+    """Rounds wait in ``transfer.read`` alone; torch raises where they wait elsewhere."""
     model = shape.damped(_DAMPING)
     with waits_are_errors():
         for rows in _ROWS:
-            _written(model, _batch(shape, rows), assistant=drafted(shape.exit_layer))
+            _written(model, _batch(shape, rows), assistant=_specs(shape)[name], do_sample=do_sample)
     return {}
 
 

@@ -27,13 +27,8 @@ class Way:
     is_compiled: bool = False
 
 
-def drafted(exit_layer: int) -> SelfSpec:
-    """The draft whose agreement is set."""
-    return SelfSpec(EarlyExit(exit_layer), FixedLength(NUM_DRAFT))
-
-
 WAYS = {
     "plain": Way(lambda exit_layer: {}),
     "plain, static and compiled": Way(lambda exit_layer: {"cache_implementation": "static"}, is_compiled=True),
-    "ours": Way(lambda exit_layer: {"assistant": drafted(exit_layer)}),
+    "ours": Way(lambda exit_layer: {"assistant": SelfSpec(EarlyExit(exit_layer), FixedLength(NUM_DRAFT))}),
 }
