@@ -309,6 +309,22 @@ def test_a_way_without_graphs_fails() -> None:
         checks._graphs(SHAPES["tiny"], speed.WAYS["plain, static and compiled"])
 
 
+def test_marked_tests_that_fail_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_TESTS", tmp_path / "tests")
+    checks._TESTS.mkdir()
+    marked = "import pytest\n@pytest.mark.cuda\ndef test_one():\n    assert {}\ndef test_other():\n    assert 0\n"
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["cuda: a GPU"]\n')
+    file = checks._TESTS / "test_file.py"
+    file.write_text(marked.format("2 == 3"))
+    with pytest.raises(checks.CheckError, match="assert 2 == 3"):
+        checks._marked_tests()
+    file.write_text(marked.format(1))
+    assert "1 passed" in checks._marked_tests()["told"][0]
+    file.unlink()
+    with pytest.raises(checks.CheckError, match="pytest returned 5"):
+        checks._marked_tests()
+
+
 # On the pretended GPU ------------------------------------------------------------------------------------------------
 
 
@@ -328,7 +344,7 @@ def test_run_on_the_pretended_gpu(out: Path) -> None:
     assert {key.partition(":")[0] for key in pieces} == {"ids", "bandwidth", "damping", "generate", "forwards"}
     assert {piece["status"] for piece in pieces.values()} == {"ok"}
     assert not next(piece for key, piece in pieces.items() if key.startswith("generate"))["result"]["errors"]
-    assert len(written(out)["left_out"]) == 8 + 1 + 2, "CUDA's waits and graphs, and two trainings"
+    assert len(written(out)["left_out"]) == 8 + 1 + 1 + 2, "CUDA's waits, graphs and tests, and two trainings"
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["status"] == 0
     rounds = told["rounds"]

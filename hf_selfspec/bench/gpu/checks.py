@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
+
+import hf_selfspec
 
 from ...differences import first_differences
 from ...draft.early_exit import EarlyExit
@@ -32,6 +37,10 @@ _READ_ELSEWHERE = {"early exit, tree"}
 # Of the loss, relative: the sums of two float32 kernels.
 _LOSS_TOLERANCE = 1e-5
 _LOSS_BATCH = 2
+_TESTS = Path(hf_selfspec.__file__).parent.parent / "tests"
+_TESTS_SECONDS = 120
+# Characters of their output that are kept.
+_TOLD = 1500
 
 
 class CheckError(RuntimeError):
@@ -46,7 +55,7 @@ def _specs(shape: DeviceLlama) -> dict[str, SelfSpec]:
         "early exit, fixed length": SelfSpec(early, three),
         "early exit, stop rule": SelfSpec(early, sure, max_draft=6),
         "early exit, tree": SelfSpec(early, three, TopKTree()),
-        "skip set": SelfSpec(SkipLayers(attention=(1,), mlp=(2,)), three),
+        "skip set": SelfSpec(SkipLayers(attention=(shape.layers - 2,), mlp=(shape.exit_layer + 1,)), three),
         "lookup": SelfSpec.lookup(),
     }
 
@@ -54,31 +63,37 @@ def _specs(shape: DeviceLlama) -> dict[str, SelfSpec]:
 def check_pieces(options: Options) -> list[Piece]:
     """All checks."""
     shape = SHAPES[options.check_shape].on(options.device, torch.float32)
-    kind = options.place.type
+    specs = _specs(shape)
     settings = {"shape": options.check_shape, "device": options.device, "dtype": "float32"}
 
-    def piece(group: str, name: str, work: Callable[[], Result], on: tuple[str, ...], why: str) -> Piece:
-        unfit = "" if kind in on or not on else why
-        return Piece(group, name, settings, lambda _: work(), is_check=True, unfit=unfit)
+    def pieces(group: str, works: Mapping[str, Callable[[], Result]], unfit: str = "") -> list[Piece]:
+        return [
+            Piece(group, name, settings, partial(_without_need, work), is_check=True, unfit=unfit)
+            for name, work in works.items()
+        ]
 
-    compiled = {name: way for name, way in WAYS.items() if way.is_compiled}
-    nowhere_else = "torch tells what waits on CUDA alone"
+    def elsewhere(why: str, *fit: str) -> str:
+        return "" if options.place.type in fit else why
+
+    waits = {
+        f"{name}, {how}": partial(_waits, shape, name, do_sample)
+        for name in specs.keys() - _READ_ELSEWHERE
+        for how, do_sample in (("greedy", False), ("drawn", True))
+    }
+    graphs = {name: partial(_graphs, shape, way) for name, way in WAYS.items() if way.is_compiled}
+    loss = {"training, callbacks at zero": partial(_loss, shape)}
+    no_tests = "" if _TESTS.is_dir() else "the tests are not beside the package"
     return [
-        *(piece("ids", name, partial(_ids, shape, name), (), "") for name in _specs(shape)),
-        *(
-            piece("waits", f"{name}, {how}", partial(_waits, shape, name, do_sample), ("cuda",), nowhere_else)
-            for name in _specs(shape)
-            if name not in _READ_ELSEWHERE
-            for how, do_sample in (("greedy", False), ("drawn", True))
-        ),
-        *(
-            piece("graphs", name, partial(_graphs, shape, way), ("cuda",), "there are CUDA graphs on CUDA alone")
-            for name, way in compiled.items()
-        ),
-        piece(
-            "loss", "training, callbacks at zero", partial(_loss, shape), ("cuda", "cpu"), "Trainer does not know it"
-        ),
+        *pieces("ids", {name: partial(_ids, shape, name) for name in specs}),
+        *pieces("waits", dict(sorted(waits.items())), elsewhere("torch tells what waits on CUDA alone", "cuda")),
+        *pieces("graphs", graphs, elsewhere("there are CUDA graphs on CUDA alone", "cuda")),
+        *pieces("loss", loss, elsewhere("Trainer does not know the device", "cuda", "cpu")),
+        *pieces("tests", {"marked cuda": _marked_tests}, elsewhere("they are for CUDA", "cuda") or no_tests),
     ]
+
+
+def _without_need(work: Callable[[], Result], _: Result) -> Result:
+    return work()
 
 
 def _batch(shape: DeviceLlama, rows: int) -> dict[str, torch.Tensor]:
@@ -157,3 +172,14 @@ def _loss(shape: DeviceLlama) -> Result:
     if not abs(ours - plain) <= _LOSS_TOLERANCE * abs(plain):
         raise CheckError(f"the loss with callbacks at zero is {ours}, without them {plain}")
     return {"plain": plain, "ours": ours}
+
+
+def _marked_tests() -> Result:
+    """Tests that need a GPU pass, in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", str(_TESTS)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TESTS_SECONDS, cwd=_TESTS.parent, check=False
+    )
+    if done.returncode:
+        raise CheckError(f"pytest returned {done.returncode}: {(done.stdout + done.stderr)[-_TOLD:]}")
+    return {"told": done.stdout.splitlines()[-1:]}

@@ -60,7 +60,7 @@ def speed_pieces(options: Options) -> list[Piece]:
 
 def _training_piece(options: Options) -> Piece:
     name = options.shapes[0]
-    unfit = "" if options.place.type in ("cuda", "cpu") else "Trainer does not know it"
+    unfit = "" if options.place.type in ("cuda", "cpu") else "Trainer does not know the device"
     settings = {"device": options.device, "shape": name, "repeats": options.repeats}
     shape = SHAPES[name].on(options.device, torch.float32)
     return Piece("training", name, settings, lambda _: _training(shape, options), unfit=unfit)
