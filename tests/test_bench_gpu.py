@@ -86,7 +86,7 @@ def test_whole_run_on_a_cpu(out: Path, capsys: pytest.CaptureFixture[str], monke
         "| waits: skip set, drawn | not run |",
         "left out: torch tells what waits on CUDA alone",
         "GB/s",
-        "| tiny, batch 2 | plain, static and compiled |",
+        "| tiny, batch 2 | plain, static and compiled (not compiled here) |",
         "| tiny, batch 2 | ours |",
         "| tiny, batch 1 | draft step |",
         "| tiny, batch 1 | verification |",

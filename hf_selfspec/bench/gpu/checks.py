@@ -26,7 +26,7 @@ from .options import Options
 from .record import Piece, Result
 from .shapes import SHAPES, DeviceLlama
 from .waits import waits_are_errors
-from .ways import WAYS, Way
+from .ways import WAYS, Way, graphs_of
 
 # So that drafts are sometimes right.
 _DAMPING = 0.1
@@ -150,16 +150,14 @@ def _waits(shape: DeviceLlama, name: str, do_sample: bool) -> Result:
 
 def _graphs(shape: DeviceLlama, way: Way) -> Result:
     """A compiled way has graphs, skips none, and writes plain ids."""
-    from torch._dynamo.utils import counters
-
-    model, batch = shape.damped(_DAMPING), _batch(shape, 1)
+    model, batch, found = shape.damped(_DAMPING), _batch(shape, 1), []
     plain = _written(model, batch)
-    counters.clear()
-    near_ties = _compare(model, batch, plain, _written(model, batch, **way.options(shape.exit_layer)))
-    graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
-    if not graphs or skips:
-        raise CheckError(f"{graphs} graphs were compiled, and torch was skipping cudagraphs {skips} times")
-    return {"near_ties": near_ties, "graphs": graphs}
+    graphs = graphs_of(lambda: found.append(_written(model, batch, **way.options(shape.exit_layer))))
+    if not graphs.compiled or graphs.skips:
+        raise CheckError(
+            f"{graphs.compiled} graphs were compiled, and torch was skipping cudagraphs {graphs.skips} times"
+        )
+    return {"near_ties": _compare(model, batch, plain, found[0]), "graphs": graphs.compiled}
 
 
 def _loss(shape: DeviceLlama) -> Result:

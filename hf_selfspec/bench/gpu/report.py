@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .record import Piece, Record
+from .ways import WAYS
 
 _GENERATION = (
     "generation", "way", "ms/token", "spread", "tokens/s", "speed-up", "floor / time", "α", "M", "peak MiB", "first s",
@@ -64,7 +65,7 @@ def _generation(piece: Piece, result: dict[str, Any], bandwidth: float | None) -
     for name, way in ways.items():
         yield (
             piece.name,
-            name,
+            f"{name}{_graphs(name, way)}",
             f"{way['ms']:.3f}",
             f"±{way['spread']:.0%}",
             f"{piece.settings['rows'] * 1e3 / way['ms']:.1f}",
@@ -75,6 +76,15 @@ def _generation(piece: Piece, result: dict[str, Any], bandwidth: float | None) -
             _number(way["peak_mib"], 1, ".0f"),
             f"{way['first_seconds']:.1f}",
         )
+
+
+def _graphs(name: str, way: dict[str, Any]) -> str:
+    """What a compiled way lacks."""
+    if not WAYS[name].is_compiled:
+        return ""
+    if not way["graphs"]:
+        return " (not compiled here)"
+    return f" (skipping cudagraphs {way['skips']} times)" if way["skips"] else ""
 
 
 def _forward(piece: Piece, result: dict[str, Any], bandwidth: float | None) -> Iterator[tuple[str, ...]]:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
@@ -22,7 +23,7 @@ from ..training import VARIANTS, TrainingShape, train
 from .options import Options
 from .record import Piece, Result
 from .shapes import SHAPES, DeviceLlama
-from .ways import NUM_DRAFT, WAYS
+from .ways import NUM_DRAFT, WAYS, Graphs, graphs_of
 
 # What drafts are to agree in, about as often as those of a model that was trained for it.
 AGREEMENT = 0.8
@@ -105,6 +106,7 @@ class _Run:
         self.model, self.tokens = model, tokens
         self.inputs = random_prompt(model, rows, _PROMPT)
         self.options = WAYS[way].options(exit_layer)
+        self.graphs: Graphs | None = None
         self.first_seconds = 0.0
         self.decoding: list[float] = []
         self.peaks: list[float] = []
@@ -115,10 +117,12 @@ class _Run:
         device = self.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        whole, first = (seconds_of(partial(self._run, count), device) for count in (self.tokens, 1))
-        if not self.first_seconds:
-            self.first_seconds = whole
+        if self.graphs is None:
+            begun = perf_counter()
+            self.graphs = graphs_of(partial(self._run, self.tokens))
+            self.first_seconds = perf_counter() - begun
             return
+        whole, first = (seconds_of(partial(self._run, count), device) for count in (self.tokens, 1))
         self.decoding.append((whole - first) / (self.tokens - 1))
         if device.type == "cuda":
             self.peaks.append(torch.cuda.max_memory_allocated(device) / 2**20)
@@ -130,12 +134,15 @@ class _Run:
 
     def figures(self) -> Result:
         """Milliseconds for a token of each row, and what belongs to them."""
+        assert self.graphs is not None
         usual = statistics.median(self.decoding)
         found: Result = {
             "ms": 1e3 * usual,
             "spread": (max(self.decoding) - min(self.decoding)) / 2 / usual,
             "first_seconds": self.first_seconds,
             "peak_mib": max(self.peaks, default=None),
+            "graphs": self.graphs.compiled,
+            "skips": self.graphs.skips,
         }
         if self.stats is not None:
             found |= {"alpha": self.stats.acceptance_rate, "m": self.stats.mean_generated_length}

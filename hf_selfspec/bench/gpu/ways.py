@@ -32,3 +32,25 @@ WAYS = {
     "plain, static and compiled": Way(lambda exit_layer: {"cache_implementation": "static"}, is_compiled=True),
     "ours": Way(lambda exit_layer: {"assistant": SelfSpec(EarlyExit(exit_layer), FixedLength(NUM_DRAFT))}),
 }
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What torch compiled while something ran.
+
+    Attributes:
+        compiled: number of graphs.
+        skips: how often CUDA graphs were skipped.
+    """
+
+    compiled: int
+    skips: int
+
+
+def graphs_of(run: Callable[[], object]) -> Graphs:
+    """Runs something and counts its graphs."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    run()
+    return Graphs(counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"])
