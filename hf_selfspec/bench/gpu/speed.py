@@ -51,9 +51,12 @@ def speed_pieces(options: Options) -> list[Piece]:
                 dampings[name] = Piece("damping", name, model, partial(_damping, shape))
                 pieces.append(dampings[name])
             settings = timed | {"shape": name, "rows": rows}
-            for group, work in (("generate", _generate), ("forwards", _forwards)):
-                given = partial(work, shape, rows, options)
-                pieces.append(Piece(group, f"{name}, batch {rows}", settings, given, needs=dampings[name]))
+            case, damping = f"{name}, batch {rows}", dampings[name]
+            of_ways = settings | {"ways": list(WAYS)}
+            pieces += [
+                Piece("generate", case, of_ways, partial(_generate, shape, rows, options), damping),
+                Piece("forwards", case, settings, partial(_forwards, shape, rows, options), damping),
+            ]
         if rows == options.rows[0]:
             pieces.append(_training_piece(options))
     return pieces
