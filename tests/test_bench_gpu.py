@@ -115,6 +115,12 @@ def test_bytes_of_a_forward() -> None:
     assert speed._bytes_read(model, 1, 1, 0) == 4 * (layer + head)
 
 
+def test_models_are_made_on_the_device_in_their_dtype() -> None:
+    model = SHAPES["13b"].on("meta", torch.bfloat16).model()
+    assert {(weight.device.type, weight.dtype) for weight in model.parameters()} == {("meta", torch.bfloat16)}
+    assert 12.9e9 < model.num_parameters() < 13.1e9
+
+
 # Stopped and gone on with --------------------------------------------------------------------------------------------
 
 
