@@ -245,7 +245,7 @@ def test_a_failing_way_leaves_the_others(monkeypatch: pytest.MonkeyPatch, out: P
     monkeypatch.setattr(speed, "exit_damping", lambda *_: Damping(0.3, 0.8))
     run(out)
     (found,) = (piece for key, piece in written(out)["pieces"].items() if key.startswith("generate"))
-    assert list(found["result"]["ways"]) == ["plain", "plain, static and compiled", "ours"]
+    assert list(found["result"]["ways"]) == ["plain", "plain, static and compiled", "ours", "ours, compiled"]
     assert "cache_implementation" in found["result"]["errors"]["wrong"]
 
 
@@ -350,12 +350,14 @@ def test_run_on_the_pretended_gpu(out: Path) -> None:
     assert {key.partition(":")[0] for key in pieces} == {"ids", "bandwidth", "damping", "generate", "forwards"}
     assert {piece["status"] for piece in pieces.values()} == {"ok"}
     assert not next(piece for key, piece in pieces.items() if key.startswith("generate"))["result"]["errors"]
-    assert len(written(out)["left_out"]) == 8 + 1 + 1 + 2, "CUDA's waits, graphs and tests, and two trainings"
+    assert len(written(out)["left_out"]) == 9 + 2 + 1 + 2, "CUDA's waits, graphs and tests, and two trainings"
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["status"] == 0
     rounds = told["rounds"]
     assert not any(rounds[name] for name in ("early exit, stop rule", "skip set", "lookup"))
-    assert "synchronizing operation: _local_scalar_dense" in rounds["early exit, tree"], "a tree reads its width"
+    assert "synchronizing operation: _local_scalar_dense" in rounds["early exit, tree"], (
+        "drawn siblings are tried in turn"
+    )
     assert "synchronizing operation: tolist" in rounds["waiting"]
     assert told["left in"] == "default"
     assert told["strict rounds"] > 10

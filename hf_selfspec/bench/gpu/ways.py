@@ -27,10 +27,17 @@ class Way:
     is_compiled: bool = False
 
 
+def _ours(exit_layer: int) -> SelfSpec:
+    return SelfSpec(EarlyExit(exit_layer), FixedLength(NUM_DRAFT))
+
+
 WAYS = {
     "plain": Way(lambda exit_layer: {}),
     "plain, static and compiled": Way(lambda exit_layer: {"cache_implementation": "static"}, is_compiled=True),
-    "ours": Way(lambda exit_layer: {"assistant": SelfSpec(EarlyExit(exit_layer), FixedLength(NUM_DRAFT))}),
+    "ours": Way(lambda exit_layer: {"assistant": _ours(exit_layer)}),
+    "ours, compiled": Way(
+        lambda exit_layer: {"assistant": _ours(exit_layer), "cache_implementation": "static"}, is_compiled=True
+    ),
 }
 
 
