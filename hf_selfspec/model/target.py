@@ -94,7 +94,7 @@ class Target:
                 stack.enter_context(eagerly())
             yield self
             if self.fixed is not None:
-                self.fixed.graphs.spare.give(self.cache.buffers())
+                self.fixed.leave_buffers()
 
     def compile(self, config: CompileConfig) -> None:
         """Has forwards over a few tokens be compiled graphs, where the call allows it."""
