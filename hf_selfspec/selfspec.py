@@ -80,8 +80,9 @@ class SelfSpec(Presets):
             for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.
         task: name of what the model is used for; another kind of text is another task.
         compile: forwards over drafts become compiled graphs, each when it comes for the second time: ``True``, or how,
-            as for transformers' static cache. For long texts and services: compiling takes up to a minute for each of
-            some graphs, once in a process. A call with ``cache_implementation="static"`` compiles as well.
+            as for transformers' static cache (``fullgraph`` and ``dynamic`` make no difference: graphs are whole, and
+            of fixed shapes). For long texts and services: compiling takes up to a minute for each of some graphs, once
+            in a process. A call with ``cache_implementation="static"`` compiles as well.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -95,7 +96,7 @@ class SelfSpec(Presets):
     max_draft: int = 25
     cache_dir: str | os.PathLike[str] | None = None
     task: str = "default"
-    compile: bool | CompileConfig = False
+    compile: bool | CompileConfig = field(default=False, hash=False)
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

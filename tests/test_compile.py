@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, STATEFUL, build
-from conftest import ragged_batch, tiny_llama
+from conftest import peft_calls_old_name, ragged_batch, tiny_llama
+from peft import IA3Config, get_peft_model
 from test_architectures import random_skip_set, same_tokens
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SettingTypeError, SkipLayers, TopKTree
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    SkipLayers,
+    TopKTree,
+)
 from hf_selfspec.model import graphs
-from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, graphs_of
+from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, SpareBuffers, graphs_of
 
 # Dynamo alone, which is quick.
 QUICK = CompileConfig(backend="eager", mode="default")
@@ -50,8 +63,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Graphs run as they were traced, without a compiler."""
     found: list[torch.fx.GraphModule] = []
 
-    def keep(graph: torch.fx.GraphModule, **_: Any) -> torch.fx.GraphModule:
-        found.append(graph)
+    def keep(graph: torch.nn.Module, **_: Any) -> torch.nn.Module:
+        if isinstance(graph, torch.fx.GraphModule):
+            found.append(graph)
         return graph
 
     monkeypatch.setattr(torch, "compile", keep)
@@ -141,6 +155,24 @@ def test_wrong_settings(wrong: Any) -> None:
         SelfSpec(compile=wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        CompileConfig(backend="none-such"),
+        CompileConfig(mode="none-such"),
+        CompileConfig(options={"max_autotune": False}),  # beside a mode
+        CompileConfig(mode=None, options={"none-such": 1}),
+    ],
+)
+def test_options_that_torch_does_not_know(wrong: CompileConfig) -> None:
+    with pytest.raises(SettingError, match=r"torch\.compile does not take CompileConfig"):
+        same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE, compile=wrong))
+
+
+def test_a_spec_with_options_is_a_key() -> None:
+    assert {SelfSpec(EarlyExit(2), compile=CompileConfig()): 1}
+
+
 # Where there is no graph ---------------------------------------------------------------------------------------------
 
 
@@ -162,8 +194,62 @@ def test_a_forward_that_reads_values_runs_as_it_is(
 
     monkeypatch.setattr(type(model.model.norm), "forward", reading)
     monkeypatch.setattr("hf_selfspec.notices._warned", set())
-    with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, which its forward does not"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, since none"):
         same_ids(model, specs()["exit"])
+    assert not traced
+    assert not graphs_of(model, QUICK).spare._spare  # no memory is kept for nothing
+
+
+def test_memory_that_is_not_enough_is_an_error(
+    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(graph: torch.fx.GraphModule, **_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    model = tiny_llama(4, factor=0.5)
+    graphs_of(model, QUICK)
+    monkeypatch.setattr(torch, "compile", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        same_ids(model, specs()["exit"])
+    assert not graphs_of(model, QUICK).refused
+
+
+def test_hooks_run(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a user; transformers leaves some of its own, which wait for other calls."""
+    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    model, spec, strength = tiny_llama(4, factor=0.5), specs()["exit"], [1.0]
+    inputs = ragged_batch((9,))
+    model(**inputs, output_hidden_states=True)
+    for _ in range(2):
+        same_ids(model, spec)
+    made = len(traced)
+    assert made
+    handle = model.model.layers[3].register_forward_hook(lambda module, args, output: output * strength[0])
+    with pytest.warns(UserWarning, match="since its modules have hooks"):
+        same_ids(model, spec)
+    strength[0] = -1.0
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
+    handle.remove()
+    same_ids(model, spec)
+    assert len(traced) == made
+
+
+@peft_calls_old_name
+def test_adapters_can_be_switched_off(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    adapter = IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
+    model, spec = get_peft_model(tiny_llama(4, factor=0.5), adapter).eval(), specs()["exit"]
+    for name, values in model.named_parameters():
+        if "ia3" in name:
+            values.data = -torch.ones_like(values)
+    options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="since its adapters can be switched"):
+        assert torch.equal(model.generate(**options, assistant=spec), model.generate(**options))
+    with model.disable_adapter():
+        assert torch.equal(model.generate(**options, assistant=spec), model.generate(**options))
     assert not traced
 
 
@@ -218,6 +304,121 @@ def test_other_weights_are_other_graphs(traced: list[torch.fx.GraphModule]) -> N
     assert graphs_of(model, QUICK) is not first
 
 
+def _sharper(model: LlamaForCausalLM) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 40.0
+
+
+def _longer(model: LlamaForCausalLM) -> None:
+    model.model.rotary_emb.attention_scaling = -20.0
+
+
+@pytest.mark.parametrize("change", [_sharper, _longer])
+def test_other_settings_are_other_graphs(
+    change: Callable[[LlamaForCausalLM], None], traced: list[torch.fx.GraphModule]
+) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(**options, assistant=spec)
+    first = graphs_of(model, QUICK)
+    assert graphs_of(model, QUICK) is first
+    change(model)
+    after = model.generate(**options, assistant=spec)
+    assert torch.equal(after, model.generate(**options))
+    assert not torch.equal(after, before)
+    model.config.use_cache = not model.config.use_cache
+    assert graphs_of(model, QUICK) is not first
+
+
+def test_inference_mode_and_without() -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    with torch.inference_mode():
+        same_ids(model, spec)  # leaves buffers that only such a call can write
+    same_ids(model, spec)
+    with torch.inference_mode():
+        same_ids(model, spec)
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_do_not_run_while_one_is_made() -> None:
+    """Torch's tracer sets a flag of the whole process, with which compiled functions of other threads fail."""
+    inputs, found = [torch.ones(2)], []
+
+    def double(values: torch.Tensor) -> list[torch.Tensor]:
+        return [values * 2]
+
+    known, other = Graphs(QUICK, ()), Graphs(QUICK, ())
+    known.find("one", double, inputs, "Tiny")
+    run = known.find("one", double, inputs, "Tiny")
+    assert run is not None
+    thread = threading.Thread(target=lambda: found.append(run(*inputs)[0].tolist()))
+
+    def slow(values: torch.Tensor) -> list[torch.Tensor]:
+        thread.start()
+        thread.join(0.2)
+        return [values * 3]
+
+    warm_up = other.find("two", slow, inputs, "Tiny")
+    assert warm_up is None
+    assert other.find("two", slow, inputs, "Tiny") is not None
+    thread.join()
+    assert found == [[2.0, 2.0]]
+
+
+def test_threads_make_graphs_in_turn() -> None:
+    spec = specs()["exit"]
+    call, forward = torch.nn.Module.__call__, torch.nn.Module.__getattr__
+    failed: list[BaseException] = []
+
+    def work(model: LlamaForCausalLM, expected: torch.Tensor) -> None:
+        try:
+            for drafted in (1, 2, 3, 4):
+                spec = SelfSpec(EarlyExit(2), FixedLength(drafted), compile=QUICK)
+                assert torch.equal(model.generate(**options, assistant=spec), expected)
+        except BaseException as error:
+            failed.append(error)
+
+    options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    one, two = tiny_llama(4, factor=0.5), tiny_llama(4, factor=0.5)
+    expected = one.generate(**options)
+    threads = [threading.Thread(target=work, args=(model, expected)) for model in (one, two, one)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert not graphs_of(one, QUICK).refused
+    assert not graphs_of(two, QUICK).refused
+    assert (torch.nn.Module.__call__, torch.nn.Module.__getattr__) == (call, forward)
+    same_ids(one, spec)
+
+
+def test_results_of_a_cuda_graph_are_copied_before_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    place = torch.zeros(1)
+
+    def run(value: torch.Tensor) -> list[torch.Tensor]:
+        place.copy_(value)
+        time.sleep(0.05)
+        return [place]
+
+    copied, found = graphs._copied(run), {}
+    threads = [
+        threading.Thread(target=lambda number=number: found.update({number: float(copied(torch.tensor([number]))[0])}))
+        for number in (1.0, 2.0, 3.0)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {1.0: 1.0, 2.0: 2.0, 3.0: 3.0}
+
+
+# What they leave -----------------------------------------------------------------------------------------------------
+
+
 def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     model: LlamaForCausalLM | None = tiny_llama(4, factor=0.5)
     assert model is not None
@@ -228,3 +429,27 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     gc.collect()
     assert gone() is None
     assert not graphs._of_models
+
+
+def test_generations_have_the_same_buffers() -> None:
+    """Which are zeros at first, and belong to one generation at a time."""
+    spare, like = SpareBuffers(), torch.ones(1)
+    first, second = spare.take((2, 3), like), spare.take((2, 3), like)
+    assert first is not second
+    first.add_(1.0)
+    spare.give([first, second])
+    assert spare.take((2, 4), like).shape == (2, 4)
+    again = spare.take((2, 3), like)
+    assert again is first
+    assert not again.any()
+    assert spare.take((2, 3), like) is second
+    assert spare.take((2, 3), like) is not first
+
+
+def test_buffers_are_left_for_the_next_call(traced: list[torch.fx.GraphModule]) -> None:
+    model, spec, seen = tiny_llama(4, factor=0.5), specs()["exit"], []
+    for _ in range(2):
+        same_ids(model, spec)
+        seen.append([buffer.data_ptr() for buffer in graphs_of(model, QUICK).spare._spare])
+    assert len(seen[0]) == 2 * 4
+    assert seen[0] == seen[1]

@@ -62,7 +62,7 @@ def test_measuring_script_prints_all_ways(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(EXAMPLES / "demo_model").save_pretrained(tmp_path / "model")
     settings = ["--model", str(tmp_path / "model"), "--humaneval", str(tasks)]
-    settings += ["--prompts", "1", "--repeats", "1", "--tokens", "40"]
+    settings += ["--prompts", "1", "--repeats", "1", "--tokens", "12"]
     printed = run("measure_demo_model.py", *settings, "--output", str(tmp_path / "figures.md"))
     written = (tmp_path / "figures.md").read_text()
     for way in ("plain generate", "assistant_early_exit", "prompt lookup", "ours", "early exit only", "Attainable"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import subprocess
@@ -159,3 +160,16 @@ def test_script_measures_drawn_batches_of_texts(files: dict[str, Path], folder: 
     assert "lookup2 " not in printed.partition("\n\n")[2].partition("\n\n")[2]
     run = Figures.load(tmp_path / "figures.json").samples[0].runs["plain"]
     assert run.tokens == 16
+
+
+def test_script_measures_compiled_decoding(
+    files: dict[str, Path], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure_compiled = importlib.import_module("measure_compiled")
+    monkeypatch.setattr(measure_compiled.COMPILED, "backend", "eager")  # dynamo alone
+    arguments = f"--model {folder} --spec-bench {files['spec_bench']} --kinds chat --prompts-per-kind 1"
+    monkeypatch.setattr(sys, "argv", ["measure_compiled.py", *arguments.split(), "--max-new-tokens", "12"])
+    measure_compiled.main()
+    printed = capsys.readouterr().out
+    assert "| kind | plain | static, compiled | SelfSpec() | SelfSpec(compile=...) |" in printed
+    assert "| ids of plain | 1/1 | 1/1 | 1/1 | 1/1 |" in printed

@@ -19,6 +19,7 @@ from ..stop.rules import FixedLength
 from . import known_answer
 from .engine import EngineFigures, engine_figures, peak_memory
 from .forward import COUNTS, forward_seconds
+from .gpu.command import main as gpu
 from .measure import machine
 from .synthetic import LlamaShape, damped_llama, known_skips_llama, random_prompt
 from .training import VARIANTS, TrainingShape, peak_training_memory, step_seconds
@@ -28,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_selfspec.bench",
         description="Engine figures on random models whose early exit agrees at a set rate (synthetic acceptance).",
+        epilog="`gpu` in the place of the figure checks and times an accelerator; it has options of its own.",
     )
     parser.add_argument(
         "figure",
@@ -222,6 +224,8 @@ def _forward(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Runs one figure and prints it as a table."""
+    if sys.argv[1:2] == ["gpu"]:
+        sys.exit(gpu(sys.argv[2:]))
     args = _parser().parse_args()
     has_known_set = args.figure == "known-answer" or args.draft != "exit"
     args.agreement = args.agreement or (0.95 if has_known_set else 0.8)

@@ -77,8 +77,8 @@ def damped_llama(
         The model and the agreement that it has.
     """
     model = shape.model()
-    upper = [(layer, block) for layer in range(exit_layer, shape.layers) for block in ("attention", "mlp")]
-    return model, _damped(model, upper, SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft)), agreement)
+    spec = SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft))
+    return model, _damped(model, exit_blocks(shape.layers, exit_layer), spec, agreement).agreement
 
 
 def known_skips_llama(
@@ -100,16 +100,51 @@ def known_skips_llama(
     known = space.random(np.random.default_rng(shape.seed), ratio)
     draft = SkipLayers(tuple(known.skipped_attention), tuple(known.skipped_mlp))
     places = [space.blocks[place] for place in space.places(known)]
-    return model, draft, _damped(model, places, SelfSpec(draft=draft, stop=FixedLength(num_draft)), agreement)
+    return model, draft, _damped(model, places, SelfSpec(draft=draft, stop=FixedLength(num_draft)), agreement).agreement
 
 
-def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSpec, agreement: float) -> float:
-    """Damps blocks until drafts of ``spec`` agree about as often as wanted; returns how often they do."""
+@dataclass(frozen=True)
+class Damping:
+    """What blocks were damped by.
+
+    Attributes:
+        factor: of the weights that end them.
+        agreement: how often drafts agree then.
+    """
+
+    factor: float
+    agreement: float
+
+
+def exit_damping(shape: LlamaShape, exit_layer: int, num_draft: int = 4, agreement: float = 0.8) -> Damping:
+    """The damping of :func:`damped_llama`, which :func:`damp_blocks` can repeat on the same model."""
+    spec = SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft))
+    return _damped(shape.model(), exit_blocks(shape.layers, exit_layer), spec, agreement)
+
+
+def exit_blocks(layers: int, exit_layer: int) -> list[tuple[int, str]]:
+    """All blocks behind an exit, of a model with so many layers."""
+    return [(layer, block) for layer in range(exit_layer, layers) for block in ("attention", "mlp")]
+
+
+def damp_blocks(model: LlamaForCausalLM, places: list[tuple[int, str]], factor: float) -> None:
+    """Multiplies what ends blocks, so that they matter less."""
+    with torch.no_grad():
+        for weight in _ends(model, places):
+            weight.mul_(factor)
+
+
+def _ends(model: LlamaForCausalLM, places: list[tuple[int, str]]) -> list[torch.nn.Parameter]:
     decoder = model.model.layers
-    weights = [
+    return [
         (decoder[layer].self_attn.o_proj if block == "attention" else decoder[layer].mlp.down_proj).weight
         for layer, block in places
     ]
+
+
+def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSpec, agreement: float) -> Damping:
+    """Damps blocks until drafts of ``spec`` agree about as often as wanted."""
+    weights = _ends(model, places)
     full = [weight.detach().clone() for weight in weights]
     best = (2.0, 0.0, 0.0)
     for low, high in _RANGES:
@@ -122,7 +157,7 @@ def _damped(model: LlamaForCausalLM, places: list[tuple[int, str]], spec: SelfSp
             best = min(best, (abs(found - agreement), factor, found))
             low, high = (factor, high) if found > agreement else (low, factor)
     _damp(weights, full, best[1])
-    return best[2]
+    return Damping(*best[1:])
 
 
 def _damp(weights: list[torch.nn.Parameter], originals: list[torch.Tensor], factor: float) -> None:

@@ -85,8 +85,21 @@ class _StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._begun)
 
 
-def train(model: LlamaForCausalLM, shape: TrainingShape, callbacks: Callbacks, steps: int, device: str) -> list[float]:
-    """Trains for ``steps`` steps with the stock ``Trainer`` and returns the seconds of each."""
+@dataclass(frozen=True)
+class Trained:
+    """What a short training gave.
+
+    Attributes:
+        seconds: of each step.
+        loss: mean over the steps.
+    """
+
+    seconds: list[float]
+    loss: float
+
+
+def train(model: LlamaForCausalLM, shape: TrainingShape, callbacks: Callbacks, steps: int, device: str) -> Trained:
+    """Trains for ``steps`` steps with the stock ``Trainer``."""
     clock = _StepClock(torch.device(device))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -107,8 +120,8 @@ def train(model: LlamaForCausalLM, shape: TrainingShape, callbacks: Callbacks, s
             train_dataset=_RandomTokens(shape, shape.batch * steps),
             callbacks=[*callbacks(), clock],
         )
-        trainer.train()
-    return clock.seconds
+        loss = trainer.train().training_loss
+    return Trained(clock.seconds, loss)
 
 
 def step_seconds(shape: TrainingShape, cycles: int, device: str) -> dict[str, float]:
@@ -118,7 +131,7 @@ def step_seconds(shape: TrainingShape, cycles: int, device: str) -> dict[str, fl
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for _ in range(cycles):
         for name, callbacks in VARIANTS.items():
-            found[name].append(statistics.fmean(train(model, shape, callbacks, 8, device)))
+            found[name].append(statistics.fmean(train(model, shape, callbacks, 8, device).seconds))
     return {name: statistics.median(means) for name, means in found.items()}
 
 

@@ -12,7 +12,8 @@ from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.partial import LayerPlan
-from ..model.target import PrefillObserver, Target
+from ..model.step import PrefillObserver
+from ..model.target import Target
 from ..parts.adapter import Adapter
 from ..parts.part import part_of
 from ..registry import register

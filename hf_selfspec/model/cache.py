@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ..transfer import RowNumbers, upload
-from .graphs import ChangingNumber
+from .graphs import ChangingNumber, SpareBuffers
 from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
 
@@ -44,7 +44,8 @@ class _SpeculativeLayer(CacheLayerMixin):
 
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         b, k, _, h = states.shape
-        return states.new_zeros(b, k, self._cache.capacity, h)
+        shape, spare = (b, k, self._cache.capacity, h), self._cache.spare
+        return states.new_zeros(shape) if spare is None else spare.take(shape, states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -113,7 +114,7 @@ class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs.
 
     Attributes:
-        in_steps: capacities are few, so that forwards of fixed shapes are, too.
+        spare: where buffers come from; capacities are few then, so that forwards of fixed shapes are, too.
         fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
 
     Args:
@@ -128,7 +129,7 @@ class SpeculativeCache(Cache):
         self.cursors = RowNumbers([0] * batch_size)
         self.max_cursor = 0
         self.fixed_slots: torch.Tensor | None = None
-        self.in_steps = False
+        self.spare: SpareBuffers | None = None
         self.feed = Feed(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
@@ -183,7 +184,7 @@ class SpeculativeCache(Cache):
         needed = self.max_cursor + new_slots
         if needed > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
-        if self.in_steps:
+        if self.spare is not None:
             self.capacity = step_above(self.capacity)
 
     def buffers(self) -> list[torch.Tensor]:

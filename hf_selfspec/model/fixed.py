@@ -23,6 +23,9 @@ from .partial import ForwardPass, obeying
 if TYPE_CHECKING:
     from .target import Target
 
+# Of all modules with adapters of PEFT.
+_ADAPTED = "_disable_adapters"
+
 
 class FixedShapes:
     """Serves the forwards of one generation with the graphs of its model.
@@ -44,7 +47,12 @@ class FixedShapes:
                 f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
             )
             return None
-        return cls(target, graphs_of(target.model, config))
+        graphs = graphs_of(target.model, config)
+        return None if graphs.refused else cls(target, graphs)
+
+    def leave_buffers(self) -> None:
+        """Leaves keys and values to the next generation, where that can have graphs."""
+        self.graphs.spare.give([] if self.graphs.refused else self.target.cache.buffers())
 
     def call(
         self,
@@ -89,7 +97,7 @@ class FixedShapes:
         parts = [module is self.target.model, nodes is not None, run.state is not None]
         key: Hashable = (
             *parts,
-            self.target.model.training,
+            _modes(device),
             run.plan,
             run.start,
             run.stop,
@@ -164,9 +172,27 @@ def _cannot(target: Target) -> str:
         return "the model is compiled already, as a whole; pass the model itself"
     if is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "it is spread over several devices"
-    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, "lora_A") for m in model.modules()):
+    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, _ADAPTED) for m in model.modules()):
         return "its adapters can be switched from call to call; merge them first"
+    if any(map(_has_hooks, model.modules())):
+        return "its modules have hooks, which graphs would not run; remove them first"
     return ""
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether others see or change what goes through a module (transformers' own hooks wait for other calls)."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return hasattr(module, "_hf_hook") or any(not _is_of_transformers(hook) for hook in hooks)
+
+
+def _is_of_transformers(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def _modes(device: torch.device) -> Hashable:
+    """What is on around a call that operations depend on."""
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return autocast, torch.is_inference_mode_enabled()
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:

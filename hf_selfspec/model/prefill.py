@@ -17,7 +17,8 @@ from .given_cache import tokens_in
 from .masks import at_positions
 from .partial import ForwardPass, obeying
 from .prompt import Prompt
-from .target import PrefillObserver, Target
+from .step import PrefillObserver
+from .target import Target
 
 
 class Prefill(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -30,34 +29,7 @@ from .positions import LastPositions
 from .prompt import Holes
 from .rows import ActiveRows
 from .states import Feed
-
-
-@dataclass
-class Step:
-    """What one forward gave.
-
-    Attributes:
-        logits: ``[b, s, v]``, or ``None`` for a forward without the output head.
-        prefix_state: ``[b, s, d]`` hidden state at the layer that was to be captured, else ``None``.
-        exit_state: ``[b, s, d]`` hidden state that left the last layer that ran, before the final norm.
-    """
-
-    logits: torch.Tensor | None
-    prefix_state: torch.Tensor | None
-    exit_state: torch.Tensor | None
-
-
-@dataclass
-class PrefillObserver:
-    """What receives the states of prefills.
-
-    Attributes:
-        layer: the layer.
-        observe: receives the states ``[b, s, d]`` that enter it, each row's first slot and number of real tokens.
-    """
-
-    layer: int
-    observe: Callable[[torch.Tensor, Sequence[int], list[int]], None]
+from .step import PrefillObserver, Step
 
 
 class Target:
@@ -121,11 +93,13 @@ class Target:
                 # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
                 stack.enter_context(eagerly())
             yield self
+            if self.fixed is not None:
+                self.fixed.leave_buffers()
 
     def compile(self, config: CompileConfig) -> None:
         """Has forwards over a few tokens be compiled graphs, where the call allows it."""
         self.fixed = FixedShapes.of(self, config)
-        self.cache.in_steps = self.fixed is not None
+        self.cache.spare = None if self.fixed is None else self.fixed.graphs.spare
 
     @property
     def compile_seconds(self) -> float:

@@ -10,6 +10,7 @@ import torch
 from ..errors import SettingError, SettingTypeError
 from ..registry import register
 from ..settings import MOST_CANDIDATES, check_count, check_share
+from ..transfer import read
 
 _USUAL_PRICE = 0.05
 
@@ -59,7 +60,7 @@ class TopKTree:
             top: ``[b, most]`` the draft's highest probabilities, in order.
             reach: ``[b]`` how likely it is that all earlier tokens of the draft are accepted.
         """
-        lowest = float(top[:, 0].min())
+        lowest = read(top[:, 0].min())[0]
         return next(width for edge, width in self.widths if lowest <= edge + 1e-6)
 
 
@@ -88,7 +89,7 @@ class CostTree:
     def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
         """As :meth:`TopKTree.width`."""
         price = _USUAL_PRICE if self.price is None else self.price
-        return max(1, int((top * reach[:, None] > price).sum(-1).max()))
+        return max(1, read((top * reach[:, None] > price).sum(-1).max())[0])
 
 
 Tree = TopKTree | CostTree

@@ -1,0 +1,130 @@
+"""The command: runs what the file does not have yet, as far as the time goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from ... import __version__
+from ...errors import SelfSpecError, SettingError, brief
+from ..measure import machine
+from .checks import check_pieces
+from .options import Options, parsed, parser
+from .record import Piece, Record
+from .report import report
+from .speed import speed_pieces
+
+# Characters of a traceback that are kept.
+_TRACEBACK = 4000
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; 1 if a check failed, 2 for options that cannot be served."""
+    try:
+        return _serve(arguments)
+    except SelfSpecError as error:
+        print(f"{parser().prog}: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    options = parsed(arguments)
+    _check_device(options)
+    header = {"machine": machine(options.place), "package": f"hf_selfspec {__version__}"}
+    record = Record.opened(options.out, header)
+    if options.retry:
+        record.forget_failures()
+    pieces = [*check_pieces(options), *speed_pieces(options)]
+    begun = perf_counter()
+    if not _run(pieces, record, options):
+        _go_on_in_a_new_process(arguments, max(options.seconds - (perf_counter() - begun), 0.0))
+    print(f"\n{report(record, pieces)}")
+    return int(any(piece.is_check and record.status(piece) == "failed" for piece in pieces))
+
+
+def _check_device(options: Options) -> None:
+    try:
+        torch.zeros(1, device=options.place)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError(
+            f"--device {options.device}: torch cannot use it here ({brief(error)}). With --device cpu --shapes tiny "
+            "--check-shape tiny the command can be tried without one."
+        ) from error
+
+
+def _run(pieces: Sequence[Piece], record: Record, options: Options) -> bool:
+    """Runs pieces in turn; false if the device cannot be used any more by this process."""
+    begun = perf_counter()
+    record.left_out = {}
+    for piece in pieces:
+        if record.status(piece) in ("ok", "failed"):
+            continue
+        why = _why_not(piece, record, options.seconds - (perf_counter() - begun))
+        if why:
+            record.left_out[piece.key] = why
+            continue
+        _run_one(piece, record)
+        if not _is_usable(options.place):
+            return False
+    record.save()
+    return True
+
+
+def _why_not(piece: Piece, record: Record, left: float) -> str:
+    """Why a piece is not run, if it is not."""
+    if piece.unfit:
+        return piece.unfit
+    if piece.needs is not None and record.result(piece.needs) is None:
+        return f"it needs the result of {piece.needs.group}: {piece.needs.name}"
+    usual = record.usual_seconds(piece.group)
+    if left <= usual:
+        return f"{max(left, 0):.0f} s are left, and such a piece took {usual:.0f} s"
+    return ""
+
+
+def _run_one(piece: Piece, record: Record) -> None:
+    """Runs a piece and keeps its result, or what it raised."""
+    if not record.begin(piece):
+        return
+    needed = {} if piece.needs is None else record.result(piece.needs)
+    begun = perf_counter()
+    try:
+        result = piece.work(needed or {})
+        record.finish(piece, perf_counter() - begun, result)
+    except Exception as error:  # whatever it is, it is kept, and the other pieces still tell something
+        record.fail(piece, perf_counter() - begun, brief(error), traceback.format_exc()[-_TRACEBACK:])
+    except BaseException:  # the user ends the run, which tells nothing about the piece
+        record.withdraw(piece)
+        raise
+    print(f"{perf_counter() - begun:7.1f} s  {record.status(piece):<6}  {piece.group}: {piece.name}", flush=True)
+    _free()
+
+
+def _free() -> None:
+    """Gives the memory of models and graphs back."""
+    if torch.cuda.is_available():
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _is_usable(device: torch.device) -> bool:
+    """Whether the device still works: after some errors of CUDA nothing does in the same process."""
+    try:
+        return bool(torch.ones(1, device=device).item() == 1)
+    except RuntimeError:
+        return False
+
+
+def _go_on_in_a_new_process(arguments: Sequence[str], seconds: float) -> None:
+    """Replaces this process by one that goes on behind what has failed."""
+    again = [argument for argument in arguments if argument != "--retry"]
+    print("the device cannot be used any more in this process; a new one goes on", flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", "hf_selfspec.bench", "gpu", *again, "--seconds", f"{seconds:.0f}"])

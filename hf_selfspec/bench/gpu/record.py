@@ -1,0 +1,141 @@
+"""The file of results: written whole after each piece, and read by the run that goes on behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import SettingError
+from ...files import check_folder, read_json, reported, written_whole
+
+Result = dict[str, Any]
+
+# A piece that the process did not outlive so often is not begun again.
+_LIVES = 2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One measurement or check.
+
+    Attributes:
+        group: of pieces that take about as long as each other.
+        name: what tells it from others of its group.
+        settings: what its result depends on.
+        work: returns the result, given that of the piece that it needs, if it needs one.
+        needs: that piece.
+        is_check: whether it tells right from wrong.
+        unfit: why it cannot run on the device, if it cannot.
+    """
+
+    group: str
+    name: str
+    settings: Mapping[str, Any]
+    work: Callable[[Result], Result]
+    needs: Piece | None = None
+    is_check: bool = False
+    unfit: str = ""
+
+    @property
+    def key(self) -> str:
+        """What it is found by in the file."""
+        return f"{self.group}: {self.name} {json.dumps(self.settings, sort_keys=True)}"
+
+
+@dataclass
+class Record:
+    """What was found so far.
+
+    Attributes:
+        path: the file.
+        header: machine and versions, which all results of a file share.
+        pieces: ``{"status", "lives", "seconds", "result" or "error"}`` of each piece, by key.
+        left_out: of the last run, by key, and why.
+    """
+
+    path: Path
+    header: dict[str, str]
+    pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def opened(cls, path: Path, header: dict[str, str]) -> Record:
+        """What an earlier run has written, or an empty record.
+
+        Raises:
+            SettingError: the file is something else, or of another machine or other versions; or none can be written.
+        """
+        check_folder("the folder of --out", path.parent, [path.name])
+        try:
+            found = read_json(path)
+            written, pieces = dict(found["header"]), {key: dict(piece) for key, piece in found["pieces"].items()}
+        except FileNotFoundError:
+            return cls(path, header)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SettingError(
+                f"--out {path}: this is no file of results ({error}). Move it away, or give another name."
+            ) from error
+        other = [
+            f"{name} {written.get(name)!r}, now {now!r}" for name, now in header.items() if written.get(name) != now
+        ]
+        if other:
+            raise SettingError(
+                f"--out {path} has results of another machine or other versions ({'; '.join(other)}), which cannot be "
+                "compared with new ones. Give another name, or move the file away."
+            )
+        return cls(path, header, pieces)
+
+    def status(self, piece: Piece) -> str:
+        """``ok``, ``failed``, ``begun`` by a process that ended, or empty."""
+        return str(self.pieces.get(piece.key, {}).get("status", ""))
+
+    def result(self, piece: Piece) -> Result | None:
+        """What a piece found, ``None`` if nothing."""
+        return self.pieces.get(piece.key, {}).get("result")
+
+    def usual_seconds(self, group: str) -> float:
+        """The longest that a piece of the group took, 0 where none is known."""
+        known = [float(found.get("seconds", 0.0)) for key, found in self.pieces.items() if key.startswith(f"{group}: ")]
+        return max(known, default=0.0)
+
+    def forget_failures(self) -> None:
+        """Drops what has no result, or only a part of it, so that it is run again."""
+        self.pieces = {
+            key: found
+            for key, found in self.pieces.items()
+            if found.get("status") == "ok" and not found["result"].get("errors")
+        }
+
+    def begin(self, piece: Piece) -> bool:
+        """Notes that a piece begins; false where processes have ended in it too often, which counts as a failure."""
+        lives = int(self.pieces.get(piece.key, {}).get("lives", _LIVES))
+        if lives < 1:
+            self.fail(piece, 0.0, f"the process ended {_LIVES} times while this ran", "")
+            return False
+        self.pieces[piece.key] = {"status": "begun", "lives": lives - 1}
+        self.save()
+        return True
+
+    def withdraw(self, piece: Piece) -> None:
+        """As if it had not begun."""
+        self.pieces.pop(piece.key, None)
+        self.save()
+
+    def finish(self, piece: Piece, seconds: float, result: Result) -> None:
+        """Keeps a result."""
+        self.pieces[piece.key] = {"status": "ok", "seconds": seconds, "result": result}
+        self.save()
+
+    def fail(self, piece: Piece, seconds: float, error: str, where: str) -> None:
+        """Keeps what was raised, and where."""
+        self.pieces[piece.key] = {"status": "failed", "seconds": seconds, "error": error, "where": where}
+        self.save()
+
+    def save(self) -> None:
+        """Writes the file."""
+        content = {"header": self.header, "pieces": self.pieces, "left_out": self.left_out}
+        with reported(self.path), written_whole(self.path) as beside:
+            beside.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")

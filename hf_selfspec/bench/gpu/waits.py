@@ -1,0 +1,58 @@
+"""What makes the host wait in a round, where torch can tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ... import transfer
+from ...decoding import Decoder
+
+# Rounds before a text is long enough for all that is cached to be there.
+_WARM = 2
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Rounds but for the first two raise where the host waits for the device elsewhere than in ``transfer.read``."""
+    original_round, original_read = Decoder._round, transfer.read
+    readers = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("hf_selfspec.") and getattr(module, "read", None) is original_read
+    ]
+
+    def strict_round(decoder: Decoder) -> None:
+        if len(decoder.stats.timeline) < _WARM:
+            original_round(decoder)
+            return
+        with _mode("error"):
+            original_round(decoder)
+
+    def read(*tensors: torch.Tensor) -> list[Any]:
+        with _mode("default"):
+            return original_read(*tensors)
+
+    Decoder._round = strict_round  # type: ignore[assignment,method-assign]
+    for module in readers:
+        module.read = read  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        Decoder._round = original_round  # type: ignore[method-assign]
+        for module in readers:
+            module.read = original_read  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _mode(name: str) -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(name)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
