@@ -70,11 +70,18 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def models() -> set[int]:
+    """The models that there are, other tests' among them."""
+    gc.collect()
+    return {id(found) for found in gc.get_objects() if type(found).__name__ == "LlamaForCausalLM"}
+
+
 # The whole run -------------------------------------------------------------------------------------------------------
 
 
 def test_whole_run_on_a_cpu(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "exit_damping", lambda *_: Damping(0.3, 0.8))
+    before = models()
     assert main([*TINY, "--rows", "1", "2", "--tokens", "6", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     content = written(out)
@@ -95,8 +102,7 @@ def test_whole_run_on_a_cpu(out: Path, capsys: pytest.CaptureFixture[str], monke
         assert shown in printed
     rates = [piece["result"]["acceptance_rates"] for key, piece in content["pieces"].items() if key.startswith("ids")]
     assert any(rate and 0 < rate < 1 for pair in rates for rate in pair), "drafts must be right now and then"
-    gc.collect()
-    assert not any(type(found).__name__ == "LlamaForCausalLM" for found in gc.get_objects()), "models must be freed"
+    assert models() <= before, "models must be freed"
 
 
 def test_command_line(out: Path) -> None:
@@ -307,7 +313,8 @@ def test_a_broken_device_is_left_to_a_new_process(out: Path, begun: list[str], m
     assert len(begun) == 2
     assert "--retry" not in called
     assert called[1:4] == ["-m", "hf_selfspec.bench", "gpu"]
-    assert called[-2:] in (["--seconds", "100"], ["--seconds", "99"])
+    assert called[-2] == "--seconds"
+    assert 50 < int(called[-1]) <= 100, "the seconds that are left"
 
 
 def test_a_way_without_graphs_fails() -> None:
