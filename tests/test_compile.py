@@ -29,7 +29,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.model import graphs
+from hf_selfspec.model import graphs, linear
 from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, SpareBuffers, graphs_of
 
 # Dynamo alone, which is quick.
@@ -453,3 +453,14 @@ def test_buffers_are_left_for_the_next_call(traced: list[torch.fx.GraphModule]) 
         seen.append([buffer.data_ptr() for buffer in graphs_of(model, QUICK).spare._spare])
     assert len(seen[0]) == 2 * 4
     assert seen[0] == seen[1]
+
+
+def test_graphs_hold_no_linear_layers_chosen_by_time(
+    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers know other ways to multiply, and not all of ours."""
+    monkeypatch.setattr(linear, "_SMALLEST", 1)
+    monkeypatch.setattr(linear, "_fastest", linear.FastestWays([linear.Way(linear.onednn_transposed)]))
+    same_ids(tiny_llama(4, factor=0.5), specs()["exit"])
+    assert traced
+    assert not any("mkldnn" in str(node.target) for graph in traced for node in graph.graph.nodes)

@@ -207,6 +207,8 @@ def _few_token_forward(
         weight, key = parameters["weight"], (size, torch.get_num_threads())
         if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
             return original(input)
+        if is_tracing():
+            return original(input)  # a graph is multiplied as its compiler does it
         way = chosen.get(key)
         if way is None:
             way = chosen[key] = _fastest.way(size // width, weight, alike)
