@@ -35,6 +35,7 @@ from .registry import register
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
+from .stats import GenerationStats
 from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
 from .train import (
     EarlyExitLoss,
@@ -47,7 +48,7 @@ from .train import (
     fit_probe,
 )
 from .tuning import OfflineSearch, tune
-from .types import Draft, GenerationStats, Text, Verdict
+from .types import Draft, Text, Verdict
 from .verify import CostTree, TopKTree
 from .verify.stateless import register_stateless
 

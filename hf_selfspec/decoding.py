@@ -18,8 +18,9 @@ from .model.layout import TreeLayout
 from .model.prefill import Prefill
 from .model.prompt import Prompt
 from .model.target import Target
+from .stats import GenerationStats
 from .transfer import upload
-from .types import Draft, GenerationStats, Text, Verdict
+from .types import Draft, Text, Verdict
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper

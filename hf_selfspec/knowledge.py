@@ -22,9 +22,9 @@ from .findings import Findings, TextFindings
 from .model.fingerprint import Fingerprint
 from .notices import warn_once
 from .saving import Key, Kind
+from .stats import GenerationStats
 from .stop.rules import Memory
 from .text_file import TextFile
-from .types import GenerationStats
 
 # Calls that are kept for pictures.
 _LOGGED, _POINTS = 4096, 256

@@ -12,7 +12,7 @@ import numpy as np
 from .errors import SettingError, SettingTypeError
 from .files import reported
 from .search.skip_search import SkipSearch
-from .types import GenerationStats
+from .stats import GenerationStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

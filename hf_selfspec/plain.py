@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .model.anatomy import Anatomy
 from .model.checkpointing import without_checkpointing
 from .model.partial import LayerPlan
-from .types import GenerationStats
+from .stats import GenerationStats
 from .verify.stopping import Stopper
 
 

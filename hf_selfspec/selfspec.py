@@ -43,8 +43,8 @@ from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
 from .settings import MOST_DRAFT, check_count
 from .spec_checks import check_folder_and_task, check_parts, check_whole_drafts
+from .stats import GenerationStats
 from .stop.rules import StopRule
-from .types import GenerationStats
 from .verify.tree import Tree
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..selfspec import SelfSpec
-from ..types import GenerationStats
+from ..stats import GenerationStats
 from .measure import Sample, Timings, interleave, timed_generate
 from .synthetic import random_prompt
 

@@ -24,8 +24,8 @@ from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
 from ..search.exit_study import choose_exit, exits_to_try
 from ..search.replay import Trace, rules, trace
 from ..selfspec import SelfSpec
+from ..stats import GenerationStats
 from ..stop.rules import confidence
-from ..types import GenerationStats
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..lookup import LookupKnowledge, LookupRow
 from ..lookup.suffix import SEPARATOR
-from ..types import GenerationStats
+from ..stats import GenerationStats
 from .clock import RoundClock
 
 # Slots of context that share a clock: up to 1,024, 4,096, 16,384, ...

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..types import GenerationStats
+from ..stats import GenerationStats
 
 # How much the rounds before count beside the last one, and rounds after which a source's own rates are believed.
 _MEMORY, _TRIED = 0.95, 4

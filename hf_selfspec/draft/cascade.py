@@ -15,8 +15,9 @@ from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..lookup import TokenTree
 from ..notices import warn_once
 from ..registry import register
+from ..stats import GenerationStats
 from ..transfer import upload
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..types import Draft, Text, Verdict
 from .constrained import allowed
 from .lookup import Lookup, LookupDrafter
 from .source import Drafter, DraftSource, Session

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..grammar.rows import Constraint, Spot
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..stats import GenerationStats
+from ..types import Draft, Text, Verdict
 from .source import Drafter
 
 # Tokens that are drafted at once where the text is forced: verification of so many costs hardly more than of 8.

@@ -8,8 +8,8 @@ from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..registry import register
 from ..settings import MOST_LAYERS, check_count, check_exit
+from ..stats import GenerationStats
 from ..stop.rules import FixedLength
-from ..types import GenerationStats
 from .partial import PartialDraft
 from .probe import start_probe
 from .source import Drafter, DraftSource, FixedDrafter, Session

@@ -18,10 +18,11 @@ from ..parts.heads import METRICS, ExitHeads
 from ..parts.part import part_of
 from ..registry import register
 from ..settings import check_flag, check_share
+from ..stats import GenerationStats
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
 from ..transfer import RowNumbers, upload
-from ..types import Draft, GenerationStats, Text
+from ..types import Draft, Text
 from ..verify.scoring import Scorer
 from .partial import DraftStep, PartialDraft
 from .source import Drafter, DraftSource, Limits, Session

@@ -15,8 +15,9 @@ from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree, VerifyCosts
 from ..registry import register
 from ..settings import check_count
+from ..stats import GenerationStats
 from ..transfer import read
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..types import Draft, Text, Verdict
 from .source import Drafter, DraftSource, Session
 
 # Tokens of earlier texts that are kept, and successors that are kept of each pair of tokens.

@@ -14,10 +14,11 @@ from ..grammar.rows import Constraint
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
+from ..stats import GenerationStats
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import FixedLength, RunningRule, StopRule, start
 from ..transfer import RowNumbers, read, upload
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..types import Draft, Text, Verdict
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
 from .growing import GrowingDraft

@@ -22,9 +22,10 @@ from ..search.on_the_fly import OnTheFlySearch, Search, usual_ratio
 from ..search.replay import Trace, rules_for, trace
 from ..search.skip_search import SkipSearch
 from ..search.skip_space import SkipSpace
+from ..stats import GenerationStats
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import CostTree
 from .last_logits import LastLogits

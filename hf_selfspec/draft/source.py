@@ -12,8 +12,9 @@ from ..model.anatomy import Anatomy, is_tensor_parallel
 from ..model.fingerprint import Fingerprint
 from ..model.partial import LayerPlan
 from ..model.target import Target
+from ..stats import GenerationStats
 from ..stop.rules import Memory, StopRule
-from ..types import Draft, GenerationStats, Text, Verdict
+from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import Tree
 

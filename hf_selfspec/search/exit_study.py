@@ -8,7 +8,7 @@ from typing import Any
 
 from ..control.choice import fastest
 from ..model.partial import LayerPlan
-from ..types import GenerationStats
+from ..stats import GenerationStats
 from .choice import ExitChoice, LayerArm, replayed_arm
 from .costs import ForwardCosts, Stopwatch, Timings
 from .replay import Rule, Trace

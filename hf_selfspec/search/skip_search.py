@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files import as_count
 from ..model.partial import LayerPlan
-from ..types import GenerationStats
+from ..stats import GenerationStats
 from .budget import Pace
 from .choice import SkipChoice
 from .costs import ForwardCosts, Stopwatch, Timings

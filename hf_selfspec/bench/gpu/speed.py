@@ -17,7 +17,7 @@ from ...model.given_cache import cache_for
 from ...model.partial import LayerPlan
 from ...model.target import Target
 from ...search.costs import seconds_of
-from ...types import GenerationStats
+from ...stats import GenerationStats
 from ..synthetic import exit_damping, random_prompt
 from ..training import VARIANTS, TrainingShape, train
 from .options import Options

@@ -1,0 +1,141 @@
+"""What one call of ``generate`` did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+# A plan's picture as two lines of blocks.
+_ATTENTION, _MLP = str.maketrans("#am.", "■■□□"), str.maketrans("#am.", "■□■□")
+
+
+@dataclass
+class GenerationStats:
+    """What one call of ``generate`` did.
+
+    Attributes:
+        tokens: tokens generated, all rows.
+        rounds: verification passes that each row took part in, all rows; the prefill is not one.
+        drafted: drafting steps, all rows (siblings in a tree do not count).
+        accepted: drafted tokens that were kept.
+        accepted_lengths: how often a round kept that many drafted tokens.
+        draft_steps: forwards of the draft, whatever the batch.
+        verify_passes: forwards of verification, whatever the batch.
+        prefill_seconds, draft_seconds, verify_seconds, search_seconds, total_seconds: wall-clock time; verification
+            includes bringing the last drafted token and siblings to the first layer that the draft altered, and search
+            is whatever the draft learns from, the probe of an early exit among it.
+        forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
+        from_draft: for each row and generated token whether it came from the draft.
+        plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
+        phase: of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
+        matchness: of the sets that such a search tried, in order, those of earlier calls included.
+        drafts: whether it was worth drafting with part of the model at the end of the call.
+        left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
+            verified then.
+        together_for: processors and criteria that may keep a state, for which the rows of a batch advanced together.
+        exit_layers: of drafts that choose an exit for each token, how many were taken at each.
+        round_sizes: for each verification pass the drafted nodes of a row that it took, and the tokens that all rows
+            gained by it.
+        timeline: after each round the tokens of all rows so far and the seconds since the call began.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    draft_steps: int = 0
+    verify_passes: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    search_seconds: float = 0.0
+    total_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    from_draft: list[list[bool]] = field(default_factory=list, repr=False)
+    plan: str = ""
+    phase: str = ""
+    matchness: list[float] = field(default_factory=list, repr=False)
+    drafts: bool = True
+    left_to_generate: str = ""
+    together_for: str = ""
+    exit_layers: Counter[int] = field(default_factory=Counter)
+    round_sizes: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    timeline: list[tuple[int, float]] = field(default_factory=list, repr=False)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α, accepted draft tokens / drafting steps (0 if nothing was drafted)."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_generated_length(self) -> float:
+        """M, tokens per verification pass and row (0 before the first)."""
+        after_prefill = self.tokens - len(self.from_draft)
+        return after_prefill / self.rounds if self.rounds else 0.0
+
+    def ctar(self, w: int) -> float:
+        """CTAR(w), the share of rounds in which ``w`` drafted tokens in a row were kept."""
+        long_enough = sum(count for length, count in self.accepted_lengths.items() if length >= w)
+        return long_enough / self.rounds if self.rounds else 0.0
+
+    @property
+    def other_seconds(self) -> float:
+        """Time outside prefill, drafting, verification and search."""
+        known = self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.search_seconds
+        return self.total_seconds - known
+
+    @property
+    def draft_cost(self) -> float:
+        """c, time of a drafting step / time of a verification pass, both as measured in this call (0 if no draft).
+
+        METHODS of the field divide by a one-token pass of the full model; a verification pass takes as long as long as
+        memory bandwidth is the limit. ``hf_selfspec.bench`` measures the one-token pass itself.
+        """
+        if not self.draft_steps or not self.verify_passes or not self.verify_seconds:
+            return 0.0
+        return (self.draft_seconds / self.draft_steps) / (self.verify_seconds / self.verify_passes)
+
+    @property
+    def expected_speedup(self) -> float:
+        """``M α / ((M - 1) c + α)`` (SWIFT, equation 6) with the measured ``c``; 1 if nothing was drafted."""
+        m, alpha = self.mean_generated_length, self.acceptance_rate
+        if not self.drafted:
+            return 1.0
+        if not self.accepted:
+            return 1.0 / (1.0 + self.draft_cost * self.drafted / self.rounds)
+        return m * alpha / ((m - 1) * self.draft_cost + alpha)
+
+    def __str__(self) -> str:
+        if self.left_to_generate:
+            return (
+                f"left to plain generate, since {self.left_to_generate}: {self.tokens} tokens in "
+                f"{self.total_seconds:.2f} seconds"
+            )
+        seconds = (
+            f"{self.total_seconds:.2f} = prefill {self.prefill_seconds:.2f} + draft {self.draft_seconds:.2f}"
+            f" + verify {self.verify_seconds:.2f} + search {self.search_seconds:.2f} + rest {self.other_seconds:.2f}"
+        )
+        lines = [
+            ("tokens", f"{self.tokens} in {self.rounds} rounds"),
+            ("drafted", f"{self.drafted}, accepted {self.accepted}"),
+            ("acceptance rate α", f"{self.acceptance_rate:.3f}"),
+            ("mean generated length M", f"{self.mean_generated_length:.2f}"),
+            ("CTAR(1), (2), (4)", ", ".join(f"{self.ctar(w):.2f}" for w in (1, 2, 4))),
+            ("seconds", seconds),
+        ]
+        if self.draft_steps:
+            lines.append(("c (step / verify pass)", f"{self.draft_cost:.3f}"))
+            lines.append(("expected speed-up", f"{self.expected_speedup:.2f}"))
+        if self.together_for:
+            lines.append(("rows advance together", f"since {self.together_for} may keep a state"))
+        if self.exit_layers:
+            taken = ", ".join(f"{count} at {layer}" for layer, count in sorted(self.exit_layers.items()))
+            lines.append(("exits", taken))
+        if self.phase:
+            last = f", last of {len(self.matchness)} trials {self.matchness[-1]:.2f}" if self.matchness else ""
+            lines.append(("search", f"{self.phase}{last}{'' if self.drafts else ', no set pays'}"))
+        if self.plan:
+            lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
+            lines.append(("MLP blocks", self.plan.translate(_MLP)))
+        return "\n".join(f"{name:<24} {value}" for name, value in lines)
