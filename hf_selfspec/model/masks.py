@@ -22,6 +22,9 @@ from .attention import grouped_attention
 from .layout import TreeLayout
 from .prompt import Holes
 
+# Numbers of which sdpa's kernels on a GPU want a multiple from each row of a mask to the next.
+_ALIGNED = 8
+
 
 @dataclass
 class Geometry:
@@ -69,15 +72,19 @@ class Geometry:
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line, additive.
 
-        Made once a forward: sdpa would make an additive mask of a boolean one in each layer.
+        Made once a forward, with rows that begin where GPUs read fast: sdpa would make an additive mask of a boolean
+        one, and pad one of another width, in each layer.
         """
         key = (id(mask), group, dtype)
         if key not in self.grouped:
-            additive = mask
+            b, _, s, n = mask.shape
+            wide = mask.new_zeros((b, 1, group, s, -(-n // _ALIGNED) * _ALIGNED), dtype=dtype)
             if mask.dtype is torch.bool:
-                additive = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+                wide[..., :n].masked_fill_(~mask[:, :, None], -torch.inf)
+            else:
+                wide[..., :n] = mask[:, :, None]
             # The mask itself is kept too: another one would get its id once it is freed.
-            self.grouped[key] = mask, additive.repeat(1, 1, group, 1)
+            self.grouped[key] = mask, wide.view(b, 1, group * s, -1)[..., :n]
         return self.grouped[key][1]
 
 
