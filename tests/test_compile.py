@@ -30,7 +30,7 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.model import graphs, linear
-from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, SpareBuffers, graphs_of
+from hf_selfspec.model.graphs import ChangingNumber, Graph, Graphs, NotTraceableError, SpareBuffers, graphs_of
 
 # Dynamo alone, which is quick.
 QUICK = CompileConfig(backend="eager", mode="default")
@@ -38,6 +38,12 @@ THREE = FixedLength(3)
 
 # Types that run as they are: they build masks of their own, count tokens or choose experts on the host.
 EAGER = ("biogpt", "bloom", "dbrx", "falcon-alibi", "gpt_neo", "mpt", "opt", "opt-350m", "xglm")
+
+
+@pytest.fixture(autouse=True)
+def _always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are taken wherever there are any, however fast they are here; the choice has tests of its own."""
+    monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())
 
 
 def same_ids(model: PreTrainedModel, spec: SelfSpec, rows: int = 1, new: int = 40, **options: Any) -> None:
@@ -281,12 +287,12 @@ def test_graphs_are_made_when_a_shape_comes_again() -> None:
         made.append(values)
         return [values * 2]
 
-    assert known.find("one", double, inputs, "Tiny") is None
-    run = known.find("one", double, inputs, "Tiny")
-    assert run is not None
-    assert known.find("one", double, inputs, "Tiny") is run
+    assert known.find("one", double, inputs, "Tiny", "two numbers") is None
+    graph = known.find("one", double, inputs, "Tiny", "two numbers")
+    assert graph is not None
+    assert known.find("one", double, inputs, "Tiny", "two numbers") is graph
     assert len(made) == 1  # by the tracer
-    assert run(torch.full((2,), 3.0))[0].tolist() == [6.0, 6.0]
+    assert graph.run(torch.full((2,), 3.0))[0].tolist() == [6.0, 6.0]
     assert known.seconds > 0
 
 
@@ -350,19 +356,19 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
         return [values * 2]
 
     known, other = Graphs(QUICK, ()), Graphs(QUICK, ())
-    known.find("one", double, inputs, "Tiny")
-    run = known.find("one", double, inputs, "Tiny")
-    assert run is not None
-    thread = threading.Thread(target=lambda: found.append(run(*inputs)[0].tolist()))
+    known.find("one", double, inputs, "Tiny", "two numbers")
+    graph = known.find("one", double, inputs, "Tiny", "two numbers")
+    assert graph is not None
+    thread = threading.Thread(target=lambda: found.append(graph.run(*inputs)[0].tolist()))
 
     def slow(values: torch.Tensor) -> list[torch.Tensor]:
         thread.start()
         thread.join(0.2)
         return [values * 3]
 
-    warm_up = other.find("two", slow, inputs, "Tiny")
+    warm_up = other.find("two", slow, inputs, "Tiny", "two numbers")
     assert warm_up is None
-    assert other.find("two", slow, inputs, "Tiny") is not None
+    assert other.find("two", slow, inputs, "Tiny", "two numbers") is not None
     thread.join()
     assert found == [[2.0, 2.0]]
 

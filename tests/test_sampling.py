@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_llama
 from scipy.stats import chisquare
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.generation import (
     CandidateGenerator,
     RepetitionPenaltyLogitsProcessor,
@@ -19,6 +28,7 @@ from transformers.generation import (
 )
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec.model.graphs import Graph
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.sampling import choose_sampled
 
@@ -129,6 +139,22 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
 def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
     sampled = sample(SPECS[spec], rows=1, calls=150, top_k=2)
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(2)]))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = []
+
+    def by_graph(graph: Graph, count: int, by_graph: Callable[[], Any], eager: Callable[[], Any]) -> Any:
+        served.append(count)
+        return by_graph()
+
+    monkeypatch.setattr(Graph, "faster_of", by_graph)
+    compiled = replace(SPECS[spec], compile=CompileConfig(backend="eager", mode="default"))
+    sampled = sample(compiled, rows=SAMPLES // 4, calls=4, top_k=3)
+    assert 1 in served  # steps of drafts
+    assert max(served) > 1  # verifications
+    check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))
 
 
 @pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")

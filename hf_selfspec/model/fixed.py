@@ -12,9 +12,9 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..notices import warn_once
-from ..transfer import RowNumbers
 from .anatomy import is_tensor_parallel
 from .compiled import is_compiled
+from .eager import EagerForwards, Forward
 from .graphs import Graphs, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
@@ -50,46 +50,29 @@ class FixedShapes:
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs)
 
-    def leave_buffers(self) -> None:
-        """Leaves keys and values to the next generation, where that can have graphs."""
+    def end(self) -> None:
+        """Leaves keys and values to the next generation, where that can have graphs, and reports on new graphs."""
+        self.graphs.report(self.target.anatomy.model_name)
         self.graphs.spare.give([] if self.graphs.refused else self.target.cache.buffers())
 
-    def call(
-        self,
-        module: nn.Module,
-        tokens: torch.Tensor,
-        starts: RowNumbers,
-        last: RowNumbers,
-        run: ForwardPass,
-        nodes: TreeLayout | None,
-        first_node: int = 0,
-    ) -> list[torch.Tensor | None] | None:
-        """What a forward gives, by its graph; ``None`` where it has none (yet).
+    def call(self, forward: Forward, eager: EagerForwards) -> torch.Tensor | None:
+        """The logits ``[b, s, v]`` of a forward, ``None`` where the module gives none.
 
-        Args:
-            module: the model, or its decoder.
-            tokens: ``[b, s]``.
-            starts: slot of each row's first token.
-            last: the last position of each row.
-            run: what runs; it is left the states behind.
-            nodes: the draft tree, ``None`` for a line.
-            first_node: the first of its nodes that ``tokens`` has.
-
-        Returns:
-            A list of the logits ``[b, s, v]``, ``None`` where the module gives none.
+        They come from its graph where there is one and that is not slower than the model's own code.
         """
+        module, tokens, run, nodes = forward.module, forward.tokens, forward.run, forward.nodes
         device, (b, s) = tokens.device, tokens.shape[:2]
         has_hooks = run.stop_fn is not None or run.after_layer is not None or run.head_input_fn is not None
-        is_part = nodes is not None and (first_node or nodes.hidden or len(nodes.parents) != b)
+        is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused:
-            return None
-        self.target.cache.seek(starts, size)
+            return eager.call(forward)
+        self.target.cache.seek(forward.starts, size)
         buffers = self.target.cache.buffers()
         inputs = [
             _filled(tokens, size),
-            _plain(starts.on(device).expand(b, 1)),
-            _plain(last.on(device).expand(b, 1)),
+            _plain(forward.starts.on(device).expand(b, 1)),
+            _plain(forward.last.on(device).expand(b, 1)),
             *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
             *([] if run.state is None else [_filled(run.state, size)]),
             *buffers,
@@ -105,17 +88,24 @@ class FixedShapes:
             _shapes(inputs),
         )
 
-        def forward(*given: torch.Tensor) -> list[torch.Tensor]:
+        def function(*given: torch.Tensor) -> list[torch.Tensor]:
             return self._forward(module, run, nodes is not None, given)
 
-        graph = self.graphs.find(key, forward, inputs, self.target.anatomy.model_name)
+        what = (
+            f"{'tree' if nodes else 'line'} of {size} tokens, {b} x {buffers[0].shape[2]} slots, {run.plan.picture()}"
+        )
+        graph = self.graphs.find(key, function, inputs, self.target.anatomy.model_name, what)
         if graph is None:
-            return None
-        found = list(graph(*inputs))
-        logits = found.pop(0)[:, :s] if module is self.target.model else None
-        run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
-        run.exit_state = found.pop(0)[..., :s, :]
-        return [logits]
+            return eager.call(forward)
+
+        def by_graph() -> torch.Tensor | None:
+            found = list(graph.run(*inputs))
+            logits = found.pop(0)[:, :s] if module is self.target.model else None
+            run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
+            run.exit_state = found.pop(0)[..., :s, :]
+            return logits
+
+        return graph.faster_of(s, by_graph, lambda: eager.call(forward))
 
     def _forward(
         self, module: nn.Module, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]

@@ -9,6 +9,7 @@ and hooks of a forward are constants of its graph. ``torch.compile`` makes a ker
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import warnings
 import weakref
@@ -16,22 +17,28 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError
 from ..notices import warn_once
+from .faster import Faster
 
 # Tokens in a forward; fewer are filled up.
 SIZES = (1, 2, 4, 8, 16, 32)
 # A graph is worth its compilation for what comes again and again.
 _USES = 2
+# Choices against graphs, without one for them, after which no more are made.
+_LOST = 2
 # Attributes of modules with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
 
 Run = Callable[..., Sequence[torch.Tensor]]
+Result = TypeVar("Result")
+
+_logger = logging.getLogger(__name__)
 
 
 class _Current(threading.local):
@@ -101,9 +108,15 @@ class ChangingNumber:
     def _refuse(self, *_: object) -> NoReturn:
         raise NotTraceableError("the forward computes with the number of tokens in the cache")
 
+    def __eq__(self, other: object) -> bool:
+        self._refuse(other)
+
+    def __ne__(self, other: object) -> bool:
+        self._refuse(other)
+
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __floordiv__ = __mod__ = __truediv__ = __int__ = __index__ = __float__ = __bool__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __hash__ = object.__hash__
 
 
@@ -137,6 +150,29 @@ class SpareBuffers:
 
 
 @dataclass
+class Graph:
+    """One graph, and whether it is taken.
+
+    Attributes:
+        run: takes the inputs, and returns the results.
+        what: it is of, for messages.
+        on_cpu: there a graph may be slower than the model's own code, whose linear layers are chosen by times; on GPUs
+            it never waits for Python.
+    """
+
+    run: Run
+    what: str
+    on_cpu: bool
+    choices: dict[int, Faster] = field(default_factory=dict)
+
+    def faster_of(self, count: int, by_graph: Callable[[], Result], eager: Callable[[], Result]) -> Result:
+        """The result for ``count`` tokens, by the graph or without it."""
+        if not self.on_cpu:
+            return by_graph()
+        return self.choices.setdefault(count, Faster()).run(by_graph, eager)
+
+
+@dataclass
 class Graphs:
     """The graphs of one model.
 
@@ -144,7 +180,7 @@ class Graphs:
         config: how they are compiled.
         state: what else of the model they depend on.
         seconds: spent on tracing and compiling.
-        refused: why the model's forwards cannot be traced, empty as long as they can.
+        refused: why no (further) graphs are made, empty as long as they are.
         spare: buffers of keys and values.
     """
 
@@ -153,11 +189,12 @@ class Graphs:
     seconds: float = 0.0
     refused: str = ""
     spare: SpareBuffers = field(default_factory=SpareBuffers)
-    _runs: dict[Hashable, Run] = field(default_factory=dict)
+    _graphs: dict[Hashable, Graph] = field(default_factory=dict)
     _uses: dict[Hashable, int] = field(default_factory=dict)
+    _told: tuple[int, float] = (0, 0.0)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str) -> Run | None:
+    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str, what: str) -> Graph | None:
         """The graph of ``function``, ``None`` as long as there is none.
 
         Args:
@@ -165,29 +202,67 @@ class Graphs:
             function: takes the inputs, and returns tensors.
             inputs: an example; the graph is for their shapes.
             whose: the model, for messages.
+            what: the forward, for messages.
         """
         with self._lock:
-            if key in self._runs or self.refused:
-                return self._runs.get(key)
+            if key in self._graphs or self.refused:
+                return self._graphs.get(key)
             self._uses[key] = self._uses.get(key, 0) + 1
-            if self._uses[key] < _USES:
+            if self._uses[key] < _USES or self._are_slower(whose):
                 return None
-            began = perf_counter()
-            try:
-                with _turns.alone():
-                    self._runs[key] = self._compiled(function, inputs)
-            except torch.OutOfMemoryError:
-                raise
-            except (NotTraceableError, RuntimeError, TypeError) as error:
-                self.refused = _first_line(error)
-                warn_once(
-                    f"{whose} runs without compiled graphs, since none could be made of its forward: {self.refused} "
-                    "The output is the same."
-                )
-                return None
-            finally:
-                self.seconds += perf_counter() - began
-            return self._runs[key]
+            return self._made(key, function, inputs, whose, what)
+
+    def report(self, whose: str) -> None:
+        """Tells how many graphs were made since the last time, how long that took, and whether no more are made."""
+        count, seconds = len(self._graphs) - self._told[0], self.seconds - self._told[1]
+        if count:
+            self._told = len(self._graphs), self.seconds
+            _logger.warning(f"{whose}: {count} graphs made in {seconds:.1f} s.")
+        with self._lock:
+            self._are_slower(whose)
+
+    def _made(
+        self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str, what: str
+    ) -> Graph | None:
+        if not self._graphs:
+            _logger.warning(
+                f"{whose}: making compiled graphs of its forwards, one for each shape that comes again; each takes a "
+                "second to a minute, once in a process."
+            )
+        began = perf_counter()
+        try:
+            with _turns.alone():
+                run = self._compiled(function, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except (NotTraceableError, RuntimeError, TypeError) as error:
+            self.refused = _first_line(error)
+            warn_once(
+                f"{whose} runs without compiled graphs, since none could be made of its forward: {self.refused} "
+                "The output is the same."
+            )
+            return None
+        finally:
+            self.seconds += perf_counter() - began
+        _logger.info(f"{whose}: graph of {what}: {perf_counter() - began:.1f} s.")
+        graph = self._graphs[key] = Graph(run, what, inputs[0].device.type == "cpu")
+        return graph
+
+    def _are_slower(self, whose: str) -> bool:
+        """Whether graphs have turned out to be slower than the model's own code, and so no more are made."""
+        choices = [
+            (graph.what, choice)
+            for graph in self._graphs.values()
+            for choice in graph.choices.values()
+            if choice.is_first is not None
+        ]
+        if self.refused or len(choices) < _LOST or any(choice.is_first for _, choice in choices):
+            return False
+        what, choice = choices[-1]
+        mine, other = choice.shortest
+        self.refused = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
+        _logger.warning(f"{whose}: no more graphs are made, since {self.refused}")
+        return True
 
     def _compiled(self, function: Run, inputs: Sequence[torch.Tensor]) -> Run:
         # Imported here: it takes a second, and most programs do not compile.

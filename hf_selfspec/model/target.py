@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from time import perf_counter
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -18,17 +16,17 @@ from .anatomy import Anatomy
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
+from .eager import EagerForwards, Forward
 from .fixed import FixedShapes
 from .following import Following
 from .given_cache import cache_name
-from .kernels import served_kernels, turns
+from .kernels import served_kernels
 from .layout import TreeLayout
-from .masks import Geometry, at_positions, padded_mask, speculative_attention
-from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, obeying, partial_forwards
+from .masks import speculative_attention
+from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, partial_forwards
 from .positions import LastPositions
 from .prompt import Holes
 from .rows import ActiveRows
-from .states import Feed
 from .step import PrefillObserver, Step
 
 
@@ -73,10 +71,11 @@ class Target:
         self.last_slots: Sequence[int] = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
         parameters = inspect.signature(type(model).forward).parameters
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
+        self._eager = EagerForwards(self)
         self.active_rows: ActiveRows | None = None
         self.fixed: FixedShapes | None = None
         self.prefill_observer: PrefillObserver | None = None
@@ -94,7 +93,7 @@ class Target:
                 stack.enter_context(eagerly())
             yield self
             if self.fixed is not None:
-                self.fixed.leave_buffers()
+                self.fixed.end()
 
     def compile(self, config: CompileConfig) -> None:
         """Has forwards over a few tokens be compiled graphs, where the call allows it."""
@@ -189,7 +188,7 @@ class Target:
         if not ragged:
             return logits[:, -1]
         last = torch.tensor(lengths, device=logits.device) - 1
-        if self._takes_logits_to_keep:
+        if self.takes_logits_to_keep:
             last = torch.searchsorted(ends.to(logits.device), last)
         return logits[torch.arange(len(lengths), device=logits.device), last]
 
@@ -288,43 +287,13 @@ class Target:
         if rows is not None:
             tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
             run = rows.enter(run)
-        s = tokens.shape[1]
         starts = starts.ahead(first_node)
         last = self._last_positions(len(starts))
-        if self.fixed is not None and counts is None:
-            found = self.fixed.call(module, tokens, starts, last, run, nodes, first_node)
-            if found is not None:
-                return found[0], run
-        self.cache.seek(starts, s, Feed.of(starts, counts, nodes))
-        device = tokens.device
-        kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
-        kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
-        geometry = None
-        if self.padding is None:
-            if nodes is None:
-                positions = starts.onwards(s, device)
-            else:
-                positions = starts.on(device) + (nodes.offsets(device)[:, first_node:] - first_node)
-            positions = positions.expand(tokens.shape[0], s)
-            if not simple:
-                geometry = Geometry.of(positions, starts, nodes, first_node, self.holes)
+        forward = Forward(module, tokens, starts, last, run, nodes, first_node, keep, simple, counts)
+        if self.fixed is None or counts is not None:
+            logits = self._eager.call(forward)
         else:
-            mask = padded_mask(self.padding, starts[0] + s)
-            kwargs["attention_mask"] = mask
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
-        if self.anatomy.takes_positions:
-            kept = None if rows is None else rows.kept
-            if any(start + s - 1 > end for start, end in zip(starts, last, strict=True)):
-                positions = positions.minimum(last.on(device))
-            kwargs["position_ids"] = self.following.positions(positions, kept)
-        if self._takes_logits_to_keep and module is self.model:
-            kwargs["logits_to_keep"] = keep
-        kwargs.update(self.following.extra)
-        kwargs.update(self.following.marks_of(s))
-        begun = perf_counter()
-        with obeying(run), at_positions(geometry), turns():
-            logits = getattr(module(**kwargs), "logits", None)
-        self.forward_seconds += perf_counter() - begun
+            logits = self.fixed.call(forward, self._eager)
         if rows is not None:
             logits = None if logits is None else rows.spread(logits)
             rows.leave(run)

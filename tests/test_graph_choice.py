@@ -1,0 +1,96 @@
+"""Whether a compiled graph or the model's own code serves a forward, by time, and what is told of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_compile import QUICK, same_ids, specs
+
+from hf_selfspec.model.faster import Faster
+from hf_selfspec.model.graphs import Graph, Graphs
+
+
+class Ways:
+    """Two ways whose times are known, and which of them ran."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = seconds
+        self.now, self.ran = 0.0, ""
+
+    def ways(self) -> tuple[Callable[[], str], Callable[[], str]]:
+        return lambda: self._run(0), lambda: self._run(1)
+
+    def _run(self, which: int) -> str:
+        self.now += self.seconds[which]
+        self.ran += "ge"[which]
+        return "ge"[which]
+
+
+@pytest.mark.parametrize(("seconds", "then"), [((1.0, 2.0), "gg"), ((2.0, 1.0), "ee"), ((1.0, 1.0), "gg")])
+def test_the_faster_way_stays(seconds: tuple[float, float], then: str) -> None:
+    two = Ways(*seconds)
+    faster = Faster(lambda: two.now)
+    for _ in range(8):
+        assert faster.run(*two.ways()) == two.ran[-1]
+    assert two.ran == "gegege" + then
+
+
+def test_a_disturbed_time_does_not_decide() -> None:
+    two = Ways(1.0, 2.0)
+    faster = Faster(lambda: two.now)
+    for index in range(6):
+        two.seconds = (9.0, 2.0) if index == 2 else (1.0, 2.0)
+        faster.run(*two.ways())
+    assert faster.run(*two.ways()) == "g"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_gpu_graphs_are_always_taken(device: str) -> None:
+    two = Ways(2.0, 1.0)
+    graph = Graph(lambda *_: [], "two numbers", device == "cpu", {5: Faster(lambda: two.now)})
+    for _ in range(8):
+        graph.faster_of(5, *two.ways())
+    assert two.ran == ("gegegeee" if device == "cpu" else "gggggggg")
+
+
+def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCaptureFixture) -> None:
+    known, inputs = Graphs(QUICK, ()), [torch.ones(2)]
+
+    def double(values: torch.Tensor) -> list[torch.Tensor]:
+        return [values * 2]
+
+    def made(key: str) -> Graph | None:
+        known.find(key, double, inputs, "Tiny", key)
+        return known.find(key, double, inputs, "Tiny", key)
+
+    def choose(graph: Graph | None, *seconds: float) -> None:
+        two = Ways(*seconds)
+        assert graph is not None
+        graph.choices[1] = Faster(lambda: two.now)
+        for _ in range(6):
+            graph.faster_of(1, *two.ways())
+
+    choose(made("one"), 2.0, 1.0)
+    choose(made("two"), 1.0, 2.0)
+    choose(made("three"), 2.0, 1.0)
+    assert made("four") is not None  # one of them is faster
+    assert not known.refused
+    known = Graphs(QUICK, ())
+    choose(made("one"), 2.0, 1.0)
+    choose(made("two"), 3.0, 1.0)
+    assert made("three") is None
+    assert known.find("one", double, inputs, "Tiny", "one") is not None  # it is there, and chooses by itself
+    assert "two: 3 s to 1 s" in known.refused
+    assert "no more graphs are made" in caplog.text
+
+
+def test_who_waits_for_graphs_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    for _ in range(3):
+        same_ids(model, spec)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("making compiled graphs of its forwards" in message for message in told) == 1
+    assert sum("graphs made in" in message for message in told) == len(told) - 1
