@@ -36,8 +36,8 @@ def check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlock
     if not apart <= allowed:
         raise UnsupportedModelError(
             f"the checkpoint would not predict what this part of {anatomy.model_name} predicts (logits differ by "
-            f"{apart:.2g}, at most {allowed:.2g} is rounding): something in the model goes by the number of its layers "
-            "or their places. Nothing was written. Export another part, or use it with generate(assistant=...)."
+            f"{apart:.2g}, at most {allowed:.2g} is rounding): the model treats positions, residuals or the number of "
+            "its layers in a way of its own. Nothing was written. Export another part, or use it with generate(assistant=...)."
         )
 
 

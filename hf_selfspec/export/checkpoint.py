@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,11 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
 
-# Gives what stands in the place of a tensor of the whole model, by its name there; ``None`` for the tensor itself.
-Replace = Callable[[str, torch.Tensor], torch.Tensor | None]
-
 # What families call the last projection of an attention block and of an MLP: what it returns is added to the stream.
 # ``dense`` is the last one of an attention block, ``2`` that of a Sequential (CTRL).
-_LAST_OF_ATTENTION = ("c_proj", "dense", "o_proj", "out_proj")
+_LAST_OF_ATTENTION = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
 _LAST_OF_MLP = (
-    "2", "c_proj", "dense_4h_to_h", "down_proj", "down_proj_bias", "fc2", "fc_out", "output_linear", "w2",
+    "2", "Wo", "c_proj", "dense_4h_to_h", "down_proj", "down_proj_bias", "fc2", "fc_out", "output_linear", "w2",
 )  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None))
 # Attributes of modules that have nothing to do with what they compute.
@@ -37,39 +34,57 @@ def layers_name(model: nn.Module, anatomy: Anatomy) -> str:
     return next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
 
 
-def silenced(plan: LayerPlan, model: nn.Module, anatomy: Anatomy) -> set[str]:
-    """Names of the parameters that are zero where one block of a layer is left out.
+def silenced(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
+    """Zeros for the last projections of blocks that are left out of a layer whose other block stays.
+
+    Args:
+        plan: the blocks that run.
+        anatomy: of the whole model.
+        prefix: name of the list of layers, with a dot behind it.
+
+    Returns:
+        The tensors by their names in the model of the layers that stay.
 
     Raises:
         UnsupportedModelError: a block, or its last projection, was not found.
     """
     check_plan(plan, anatomy)
-    found: set[str] = set()
-    names = {id(module): name for name, module in model.named_modules()}
-    alone = plan.skipped_attention ^ plan.skipped_mlp
-    for layer in sorted(alone):
+    found: dict[str, torch.Tensor] = {}
+    for place, layer in enumerate(kept_layers(plan)):
+        last: tuple[str, ...]
         if layer in plan.skipped_attention:
             block, last = anatomy.attention[layer], _LAST_OF_ATTENTION
-        else:
+        elif layer in plan.skipped_mlp:
             block, last = anatomy.mlp[layer][-1], _LAST_OF_MLP
+        else:
+            continue
+        inside = next(name for name, module in anatomy.layers[layer].named_modules() if module is block)
         assert block is not None
-        inside = {name for name, _ in block.named_parameters() if isinstance(block, nn.Linear) or _ends(name, last)}
-        if not inside:
+        zeros = {
+            f"{prefix}{place}.{inside}.{name}": torch.zeros_like(parameter)
+            for name, parameter in block.named_parameters()
+            if isinstance(block, nn.Linear) or _is_last(name, last)
+        }
+        if not zeros:
             raise UnsupportedModelError(
                 f"the last projection of {type(block).__name__} in layer {layer} of {anatomy.model_name} is not known, "
                 "so the block cannot be left out of a checkpoint on its own. Skip the layer as a whole."
             )
-        found |= {f"{names[id(block)]}.{name}" for name in inside}
+        found |= zeros
     return found
 
 
-def _ends(name: str, last: Sequence[str]) -> bool:
-    parts = name.split(".")
-    return parts[-1] in last or (len(parts) > 1 and parts[-2] in last)
+def _is_last(name: str, last: Sequence[str]) -> bool:
+    """Whether a parameter, or the module that has it, is one of these."""
+    return any(part in last for part in name.split(".")[-2:])
 
 
 def model_of_layers(
-    model: PreTrainedModel, config: PreTrainedConfig, kept: Sequence[int], prefix: str, replace: Replace
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    kept: Sequence[int],
+    prefix: str,
+    replaced: Mapping[str, torch.Tensor],
 ) -> PreTrainedModel:
     """A model of that config with the tensors of another one; nothing is copied.
 
@@ -78,7 +93,7 @@ def model_of_layers(
         config: of the new one.
         kept: for each layer of the new one the layer whose tensors it has.
         prefix: name of the list of layers, with a dot behind it.
-        replace: gives other tensors in the place of some.
+        replaced: other tensors, by their names in the new one.
 
     Raises:
         UnsupportedModelError: the two differ in more than their layers.
@@ -90,22 +105,24 @@ def model_of_layers(
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(draft.named_parameters(remove_duplicate=False)):
         old = source.tensor(name, parameters)
-        given = replace(name, old)
-        if given is None:
-            _check_shape(name, parameter, old, model)
-            new = made.setdefault(id(old), nn.Parameter(old.detach(), requires_grad=False))
+        if name in replaced:
+            new = _frozen(replaced[name].to(old.device, old.dtype))
         else:
-            new = nn.Parameter(given.detach().to(old.device, old.dtype), requires_grad=False)
+            new = made.setdefault(id(old), _frozen(old))  # tied ones stay tied
+        _check_shape(name, parameter, new, model)
         _set(draft, name, new)
     for name, buffer in list(draft.named_buffers()):
         old = source.tensor(name, buffers)
         _check_shape(name, buffer, old, model)
         _set(draft, name, old)
     _fill_attributes(draft, source)
-    draft.generation_config = model.generation_config
-    if hasattr(model, "_weight_conversions"):  # by which names and layouts are those of the family's files
+    if hasattr(model, "_weight_conversions"):  # the names and layouts of the family's files
         draft._weight_conversions = model._weight_conversions
     return draft.eval()
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
 class _Source:
