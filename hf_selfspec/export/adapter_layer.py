@@ -105,18 +105,16 @@ def _check_positions(config: Any, adapter: Adapter, anatomy: Anatomy) -> None:
 
 
 def _layer_like_it(config: Any, adapter: Adapter, anatomy: Anatomy) -> int:
-    """The last layer that sees the whole text, as the adapter does."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        if getattr(config, "sliding_window", None) is not None:
-            raise _unlike(
-                anatomy, f"all its layers see {config.sliding_window} tokens, the adapter sees the whole text"
-            )
-        return adapter.exit_layer - 1
-    whole = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-    if not whole:
-        raise _unlike(anatomy, "none of its layers sees the whole text, which the adapter does")
-    return whole[-1]
+    """The last layer that, as the adapter does, sees the whole text and tokens' positions in it."""
+    depth = anatomy.num_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
+    rotary = getattr(config, "no_rope_layers", None) or [True] * depth  # 1 where there are positions
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
+        raise _unlike(anatomy, f"all its layers see {config.sliding_window} tokens, the adapter sees the whole text")
+    alike = [layer for layer in range(depth) if kinds[layer] == "full_attention" and rotary[layer]]
+    if not alike:
+        raise _unlike(anatomy, "none of its layers sees the whole text with positions, as the adapter does")
+    return alike[-1]
 
 
 def _check_heads(config: Any, attention: nn.Module, adapter: Adapter, anatomy: Anatomy) -> None:

@@ -37,7 +37,8 @@ def check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlock
         raise UnsupportedModelError(
             f"the checkpoint would not predict what this part of {anatomy.model_name} predicts (logits differ by "
             f"{apart:.2g}, at most {allowed:.2g} is rounding): the model treats positions, residuals or the number of "
-            "its layers in a way of its own. Nothing was written. Export another part, or use it with generate(assistant=...)."
+            "its layers in a way of its own. Nothing was written. Export another part, or use this one with "
+            "generate(assistant=...)."
         )
 
 

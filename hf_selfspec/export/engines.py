@@ -25,9 +25,9 @@ tags:
 
 # A draft of {model}
 
-{what}, written by hf_selfspec as an ordinary checkpoint of {layers} ({parameters:,} parameters). It is no model
-to use alone: it drafts tokens that `{model}` verifies, so that what is generated is that model's own. Use it with the
-weights that it was taken from, and with their tokenizer.
+{what}, written by hf_selfspec as an ordinary checkpoint of {layers} ({parameters:,} parameters).
+It is no model to use alone: it drafts tokens that `{model}` verifies, so that what is generated is that model's own.
+Use it with the weights that it was taken from, and with their tokenizer.
 
 - draft: `{draft}`
 - layers (`#` runs, `a` attention alone, `m` MLP alone, `.` is left out): `{picture}`
