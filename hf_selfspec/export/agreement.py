@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..draft.blocks import DraftBlocks
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 
 # Tokens of the text on which the two are compared.
 _TOKENS = 16
@@ -55,8 +55,12 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
     current = ForwardPass(blocks.plan)
     if adapter is not None and adapter.head is None:
         current.head_input_fn = lambda states: adapter.on(states.device)(states).to(states.dtype)
-    with partial_forwards(model, anatomy), obeying(current):
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    with partial_forwards(model, anatomy):
+        if blocks.plan.skipped_attention != blocks.plan.skipped_mlp:
+            with obeying(ForwardPass(LayerPlan(anatomy.num_layers))):  # shows what blocks return beside states
+                model(input_ids=ids, use_cache=False)
+        with obeying(current):
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     if adapter is None or adapter.head is None:
         return logits
     assert current.exit_state is not None
