@@ -31,6 +31,7 @@ from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource
 from .draft.standalone import standalone_draft
 from .errors import SettingError, SettingTypeError
+from .export import export_draft
 from .files import reported
 from .knowledge import Knowledge, KnowledgeOfCall
 from .model.anatomy import causal_lm, is_tensor_parallel
@@ -208,6 +209,12 @@ class SelfSpec(Presets):
         spec = saving.construct(cls, saved)
         spec._knowledge.saved = saved
         return spec
+
+    def export_draft(
+        self, folder: str | os.PathLike[str], model: Any, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        """Writes what drafts as a checkpoint for other engines, see :func:`hf_selfspec.export.export_draft`."""
+        export_draft(self, folder, model, tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON has them, with which a ``GenerationConfig`` that holds this ``SelfSpec`` is saved.

@@ -22,6 +22,7 @@ from ..stop.rules import ConfidenceThreshold
 from ..transfer import RowNumbers
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
+from .blocks import DraftBlocks, FindChoice
 from .partial import DraftStep, PartialDraft
 from .source import Drafter, DraftSource, Limits, Session
 
@@ -71,6 +72,10 @@ class EarlyExitAdapter(DraftSource):
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`."""
+        return DraftBlocks(self.plan(anatomy), self.module)
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""

@@ -13,11 +13,13 @@ from ..control.choice import Arm, fastest
 from ..control.source_rates import RatesFindings, SourceRates
 from ..errors import SelfSpecError, SettingError, SettingTypeError
 from ..lookup import TokenTree
+from ..model.anatomy import Anatomy
 from ..notices import warn_once
 from ..registry import register
 from ..stats import GenerationStats
 from ..transfer import upload
 from ..types import Draft, Text, Verdict
+from .blocks import DraftBlocks, FindChoice
 from .constrained import allowed
 from .lookup import Lookup, LookupDrafter
 from .source import Drafter, DraftSource, Session
@@ -59,6 +61,20 @@ class Cascade(DraftSource):
         """See :meth:`DraftSource.part`."""
         found = (source.part(kind) for source in self.sources)
         return next((part for part in found if part is not None), None)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`; free drafts are left out.
+
+        Raises:
+            SettingError: several other sources could be meant.
+        """
+        others = [source for source in self.sources if not isinstance(source, Lookup)]
+        if len(others) > 1:
+            raise SettingError(
+                f"this cascade has {len(others)} sources beside its free drafts, {others!r}, and a checkpoint drafts "
+                "as one. Export SelfSpec(draft=...) with the one that is meant."
+            )
+        return (others or self.sources)[0].blocks(anatomy, find_choice)
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`. Warns of a source that is left out, unless it is optional."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..registry import register
+from ..search.choice import ExitChoice
 from ..settings import MOST_LAYERS, check_count, check_exit
 from ..stats import GenerationStats
 from ..stop.rules import FixedLength
+from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .probe import start_probe
 from .source import Drafter, DraftSource, FixedDrafter, Session
@@ -47,6 +49,10 @@ class EarlyExit(DraftSource):
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`."""
+        return DraftBlocks(self.plan(anatomy) or chosen_plan(repr(self), find_choice(ExitChoice), anatomy))
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""
@@ -90,6 +96,10 @@ class EarlyExitOnly(DraftSource):
     def whole_model(self, anatomy: Anatomy) -> LayerPlan:
         """See :meth:`DraftSource.whole_model`."""
         return self.plan(anatomy)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`."""
+        return DraftBlocks(self.plan(anatomy))
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""

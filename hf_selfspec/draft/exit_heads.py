@@ -24,6 +24,7 @@ from ..stop.rules import ConfidenceThreshold
 from ..transfer import RowNumbers, upload
 from ..types import Draft, Text
 from ..verify.scoring import Scorer
+from .blocks import DraftBlocks, FindChoice
 from .partial import DraftStep, PartialDraft
 from .source import Drafter, DraftSource, Limits, Session
 
@@ -94,6 +95,17 @@ class DynamicExit(DraftSource):
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`.
+
+        Raises:
+            UnsupportedOptionError: always.
+        """
+        raise UnsupportedOptionError(
+            f"exit heads after layers {list(self.module.layers)} cannot be exported: each token leaves at another "
+            "depth, and a checkpoint has one. Export EarlyExit(layer), or fit an adapter (fit_adapter)."
+        )
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""

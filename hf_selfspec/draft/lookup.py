@@ -11,13 +11,16 @@ import torch
 
 from ..control.clock import SIZES, RoundClock
 from ..control.shared import LookupFindings
+from ..errors import UnsupportedOptionError
 from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree, VerifyCosts
+from ..model.anatomy import Anatomy
 from ..registry import register
 from ..settings import check_count
 from ..stats import GenerationStats
 from ..transfer import read
 from ..types import Draft, Text, Verdict
+from .blocks import DraftBlocks, FindChoice
 from .source import Drafter, DraftSource, Session
 
 # Tokens of earlier texts that are kept, and successors that are kept of each pair of tokens.
@@ -62,6 +65,18 @@ class Lookup(DraftSource):
     def findings(self, vocabulary: int) -> LookupFindings:
         """What is known of a model with so many tokens before the first call."""
         return LookupFindings(self.stored_tokens, vocabulary)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`.
+
+        Raises:
+            UnsupportedOptionError: always.
+        """
+        raise UnsupportedOptionError(
+            f"{self!r} cannot be exported: free drafts come from texts and not from a model. Serving engines have such "
+            'drafts of their own (vLLM: {"method": "ngram"}, SGLang: --speculative-algorithm NGRAM); for a checkpoint '
+            "export EarlyExit(layer), SkipLayers(attention=[...], mlp=[...]) or an adapter."
+        )
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""

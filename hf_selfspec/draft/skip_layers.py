@@ -10,9 +10,11 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
 from ..registry import register
+from ..search.choice import SkipChoice
 from ..search.on_the_fly import Search
 from ..settings import MOST_LAYERS, check_count, check_share
 from ..stop.rules import ConfidenceThreshold
+from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .searching import check_window, start_search
 from .source import Drafter, DraftSource, Session
@@ -116,6 +118,12 @@ class SkipLayers(DraftSource):
         self.plan(anatomy)
         if self.search is not None:
             check_window(self.search, anatomy, max_new)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`."""
+        if self.search is None:
+            return DraftBlocks(self.plan(anatomy))
+        return DraftBlocks(chosen_plan(repr(self), find_choice(SkipChoice), anatomy))
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""

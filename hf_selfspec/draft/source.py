@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from ..errors import UnsupportedOptionError
 from ..findings import Findings
 from ..grammar.rows import Constraint
 from ..model.anatomy import Anatomy, is_tensor_parallel
@@ -17,6 +18,7 @@ from ..stop.rules import Memory, StopRule
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import Tree
+from .blocks import DraftBlocks, FindChoice
 
 _F = TypeVar("_F", bound=Findings)
 _S = TypeVar("_S", bound="DraftSource")
@@ -251,6 +253,21 @@ class DraftSource:
     def part(self, kind: type[_S]) -> _S | None:
         """The source of a class that this one is, or holds; ``None`` where there is none."""
         return self if isinstance(self, kind) else None
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """The part of a model that drafts as this source does, for :meth:`SelfSpec.export_draft`.
+
+        Args:
+            anatomy: the parts of the model.
+            find_choice: gives what was found for the model.
+
+        Raises:
+            SelfSpecError: there is no such part.
+        """
+        raise UnsupportedOptionError(
+            f"{self!r} cannot be exported: it drafts with more than layers of the model, and a checkpoint has nothing "
+            "else. Export EarlyExit(layer), SkipLayers(attention=[...], mlp=[...]) or an adapter."
+        )
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:
         """What plays the whole model, ``None`` for all of it."""

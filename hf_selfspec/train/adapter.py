@@ -76,7 +76,8 @@ def fit_adapter(
     heads = num_heads or usual_heads(config.num_attention_heads, width)
     with seeded(args):
         vocabulary = config.vocab_size if own_head else None
-        adapter = Adapter(chosen, width, heads, tuple(blocks), vocabulary, norm_eps=1e-6).to(backbone.device)
+        settings = (usual_theta(config), usual_eps(config))
+        adapter = Adapter(chosen, width, heads, tuple(blocks), vocabulary, *settings).to(backbone.device)
     if adapter.head is not None:
         copy_head(adapter.head, backbone)
 
@@ -107,3 +108,15 @@ def usual_exit(config: Any) -> int:
 def usual_heads(most: int, width: int) -> int:
     """Attention heads of an adapter: as many as the model has, or fewer that share the width in even parts."""
     return next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
+
+
+def usual_theta(config: Any) -> float:
+    """Base of an adapter's rotary positions: the model's, so that the adapter can be a layer of it."""
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    return float(theta) if isinstance(theta, (int, float)) and theta > 0 else 10000.0
+
+
+def usual_eps(config: Any) -> float:
+    """What is added to the variance in an adapter's norms: as in the model's."""
+    eps = getattr(config, "rms_norm_eps", None)
+    return float(eps) if isinstance(eps, (int, float)) and 0 < eps < 1 else 1e-6

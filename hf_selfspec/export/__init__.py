@@ -1,0 +1,5 @@
+"""Drafts for other engines."""
+
+from .exporting import export_draft
+
+__all__ = ["export_draft"]

@@ -1,0 +1,202 @@
+"""An adapter (Kangaroo) as one more decoder layer with an MLP that adds nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from transformers import PreTrainedModel
+
+from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from ..model.anatomy import Anatomy
+from ..parts.adapter import Adapter
+
+_QUERY, _KEYS_AND_VALUES, _OUTPUT = "q_proj", ("k_proj", "v_proj"), "o_proj"
+_PROJECTIONS = (_QUERY, *_KEYS_AND_VALUES, _OUTPUT)
+# The norm before a layer's attention.
+_NORM = "input_layernorm"
+# The size of states, and how far apart, with which norms are compared: what they add to the variance is seen in both.
+_SMALL, _CLOSE = 0.05, 1e-4
+# What differs in attention blocks whose heads have keys and values of their own.
+WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
+
+
+@dataclass(frozen=True)
+class AdapterLayer:
+    """What a checkpoint needs for an adapter.
+
+    Attributes:
+        twin: the model's layer that the new one is like.
+        replaced: tensors of the new layer, of the final norm and of the head by their names in the checkpoint, and
+            keys' and values' projections of the other layers where heads shared them.
+        settings: of its config.
+        may_differ: attributes in which its layers differ from the model's.
+    """
+
+    twin: int
+    replaced: Mapping[str, torch.Tensor]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    may_differ: tuple[str, ...] = ()
+
+
+def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str) -> AdapterLayer:
+    """The adapter as the layer behind its exit.
+
+    Heads that share keys and values are written out for all layers, since a config has one number for them: the numbers
+    are the same ones, several times.
+
+    Args:
+        model: the model that it was fitted to.
+        anatomy: of the model.
+        adapter: attention alone.
+        prefix: name of the list of layers, with a dot behind it.
+
+    Raises:
+        SelfSpecError: the model's layers cannot be like the adapter.
+    """
+    if not adapter.attention or adapter.mlp is not None:
+        raise UnsupportedOptionError(
+            "only an adapter with attention alone can be exported: no layer of a model has an MLP like the adapter's. "
+            'Fit one with blocks=("attention",), or export EarlyExit(layer).'
+        )
+    config = model.config
+    _check_positions(config, adapter, anatomy)
+    twin = _layer_like_it(config, adapter, anatomy)
+    attention = anatomy.attention[twin]
+    if attention is None or not all(isinstance(getattr(attention, name, None), nn.Linear) for name in _PROJECTIONS):
+        raise _unlike(anatomy, f"its attention has no linear {', '.join(_PROJECTIONS)}")
+    _check_heads(config, attention, adapter, anatomy)
+    new = _layer_tensors(adapter, anatomy, twin, attention)
+    replaced = {f"{prefix}{adapter.exit_layer}.{name}": tensor for name, tensor in new.items()}
+    replaced |= _final_norm(model, anatomy, adapter)
+    settings: dict[str, Any] = {}
+    if adapter.head is not None:
+        replaced |= _own_head(model, anatomy, adapter)
+        settings["tie_word_embeddings"] = False
+    groups = config.num_attention_heads // config.num_key_value_heads
+    if groups == 1:
+        return AdapterLayer(twin, replaced, settings)
+    settings["num_key_value_heads"] = config.num_attention_heads
+    for index in range(adapter.exit_layer):
+        replaced |= _written_out(anatomy, index, f"{prefix}{index}", groups, adapter.head_width)
+    return AdapterLayer(twin, replaced, settings, WRITTEN_OUT)
+
+
+def _unlike(anatomy: Anatomy, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the adapter cannot become a layer of {anatomy.model_name}: {why}. Export EarlyExit(layer) or "
+        "SkipLayers(attention=[...], mlp=[...]), or use the adapter with generate(assistant=SelfSpec.kangaroo(...))."
+    )
+
+
+def _check_positions(config: Any, adapter: Adapter, anatomy: Anatomy) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _unlike(anatomy, f"its positions are {rope or 'no rotary ones'}, the adapter's are plain rotary ones")
+    if rope["rope_theta"] != adapter.rope_theta:
+        raise SettingError(
+            f"the adapter has rope_theta={adapter.rope_theta:g}, and all layers of a checkpoint have that of "
+            f"{anatomy.model_name}, {rope['rope_theta']:g}. Fit it again: fit_adapter takes the model's."
+        )
+
+
+def _layer_like_it(config: Any, adapter: Adapter, anatomy: Anatomy) -> int:
+    """The last layer that, as the adapter does, sees the whole text and tokens' positions in it."""
+    depth = anatomy.num_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
+    rotary = getattr(config, "no_rope_layers", None) or [True] * depth  # 1 where there are positions
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
+        raise _unlike(anatomy, f"all its layers see {config.sliding_window} tokens, the adapter sees the whole text")
+    alike = [layer for layer in range(depth) if kinds[layer] == "full_attention" and rotary[layer]]
+    if not alike:
+        raise _unlike(anatomy, "none of its layers sees the whole text with positions, as the adapter does")
+    return alike[-1]
+
+
+def _check_heads(config: Any, attention: nn.Module, adapter: Adapter, anatomy: Anatomy) -> None:
+    query = getattr(attention, _QUERY)
+    heads = config.num_attention_heads
+    if heads != adapter.num_heads or tuple(query.weight.shape) != (heads * adapter.head_width,) * 2:
+        raise _unlike(
+            anatomy,
+            f"it has {heads} heads and queries of {list(query.weight.shape)}, the adapter {adapter.num_heads} heads "
+            f"and a width of {adapter.num_heads * adapter.head_width}",
+        )
+
+
+def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors of the new layer by their names in it; its MLP and what else it adds are zero."""
+    layer = anatomy.layers[twin]
+    inside = next(name for name, module in layer.named_modules() if module is attention)
+    norm = getattr(layer, _NORM, None)
+    if norm is None:
+        raise _unlike(anatomy, f"its layers have no {_NORM} before their attention")
+    query, key, value = adapter.qkv.weight.chunk(3)
+    projections = zip(_PROJECTIONS, (query, key, value, adapter.output.weight), strict=True)
+    known = {f"{inside}.{name}.weight": weight for name, weight in projections}
+    known[f"{_NORM}.weight"] = _norm_weight(norm, adapter.input_norm, anatomy)
+    known |= {name.replace("weight", "bias"): weight.new_zeros(len(weight)) for name, weight in known.items()}
+    names = dict(layer.named_parameters())
+    odd = [name for name in names if name.startswith(f"{inside}.") and name not in known]
+    if odd:
+        raise _unlike(anatomy, f"its attention has {odd[0]}, which the adapter has not")
+    return {name: known.get(name, torch.zeros_like(parameter)) for name, parameter in names.items()}
+
+
+def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch.Tensor:
+    """The weight with which a norm of the model does what the adapter's does (some add 1 to theirs).
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    twin = copy.deepcopy(module).float().cpu()
+    weights = [parameter for _, parameter in twin.named_parameters()]
+    generator = torch.Generator().manual_seed(0)
+    wanted = norm.weight.detach().float().cpu()
+    states = _SMALL * torch.randn(4, len(wanted), generator=generator)
+    if len(weights) == 1 and weights[0].shape == wanted.shape:
+        reference = copy.deepcopy(norm).float().cpu()
+        with torch.no_grad():
+            for weight in (wanted, wanted - 1.0):
+                weights[0].copy_(weight)
+                if torch.allclose(twin(states), reference(states), rtol=_CLOSE, atol=_CLOSE):
+                    return weight
+    raise _unlike(anatomy, f"its {type(module).__name__} is another norm than the adapter's {norm!r}")
+
+
+def _final_norm(model: nn.Module, anatomy: Anatomy, adapter: Adapter) -> dict[str, torch.Tensor]:
+    path = next(name for name, module in model.named_modules() if module is anatomy.stack)
+    norms = [
+        (name, module)
+        for name, module in anatomy.stack.named_children()
+        if getattr(getattr(module, "weight", None), "shape", None) == adapter.norm.weight.shape
+    ]
+    if len(norms) != 1:
+        raise _unlike(anatomy, f"it has {len(norms)} norms behind its layers")
+    name, module = norms[0]
+    return {".".join(filter(None, (path, name, "weight"))): _norm_weight(module, adapter.norm, anatomy)}
+
+
+def _own_head(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter) -> dict[str, torch.Tensor]:
+    head = model.get_output_embeddings()
+    assert adapter.head is not None
+    if head is None or head.bias is not None or head.weight.shape != adapter.head.weight.shape:
+        raise _unlike(anatomy, "its output head is no matrix of the shape of the adapter's own")
+    name = next(name for name, module in model.named_modules() if module is head)
+    return {f"{name}.weight": adapter.head.weight}
+
+
+def _written_out(anatomy: Anatomy, index: int, path: str, groups: int, width: int) -> dict[str, torch.Tensor]:
+    """Keys' and values' projections of a layer with one copy for each head that shares them."""
+    attention = anatomy.attention[index]
+    inside = next(name for name, module in anatomy.layers[index].named_modules() if module is attention)
+    found = {}
+    for name in _KEYS_AND_VALUES:
+        for kind, tensor in getattr(attention, name).named_parameters():
+            heads = tensor.detach().unflatten(0, (-1, width))
+            found[f"{path}.{inside}.{name}.{kind}"] = heads.repeat_interleave(groups, 0).flatten(0, 1)
+    return found

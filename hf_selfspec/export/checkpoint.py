@@ -1,0 +1,221 @@
+"""An ordinary model of some of another one's blocks, which shares its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..model.anatomy import Anatomy
+from ..model.partial import LayerPlan, check_plan
+
+# What families call the last projection of an attention block and of an MLP: what it returns is added to the stream.
+# ``dense`` is the last one of an attention block, ``2`` that of a Sequential (CTRL).
+_LAST_OF_ATTENTION = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
+_LAST_OF_MLP = (
+    "2", "Wo", "c_proj", "dense_4h_to_h", "down_proj", "down_proj_bias", "fc2", "fc_out", "output_linear", "w2",
+)  # fmt: skip
+_PLAIN = (bool, int, float, str, type(None))
+# Attributes of modules that have nothing to do with what they compute.
+_STATES = ("training", "_is_hf_initialized")
+
+
+def kept_layers(plan: LayerPlan) -> list[int]:
+    """Layers of which something runs."""
+    return [layer for layer in range(plan.num_layers) if layer not in plan.skipped_layers]
+
+
+def layers_name(model: nn.Module, anatomy: Anatomy) -> str:
+    """The name of the list of decoder layers in the model, with a dot behind it."""
+    return next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
+
+
+def silenced(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
+    """Zeros for the last projections of blocks that are left out of a layer whose other block stays.
+
+    Args:
+        plan: the blocks that run.
+        anatomy: of the whole model.
+        prefix: name of the list of layers, with a dot behind it.
+
+    Returns:
+        The tensors by their names in the model of the layers that stay.
+
+    Raises:
+        UnsupportedModelError: a block, or its last projection, was not found.
+    """
+    check_plan(plan, anatomy)
+    found: dict[str, torch.Tensor] = {}
+    for place, layer in enumerate(kept_layers(plan)):
+        last: tuple[str, ...]
+        if layer in plan.skipped_attention:
+            block, last = anatomy.attention[layer], _LAST_OF_ATTENTION
+        elif layer in plan.skipped_mlp:
+            block, last = anatomy.mlp[layer][-1], _LAST_OF_MLP
+        else:
+            continue
+        inside = next(name for name, module in anatomy.layers[layer].named_modules() if module is block)
+        assert block is not None
+        zeros = {
+            f"{prefix}{place}.{inside}.{name}": torch.zeros_like(parameter)
+            for name, parameter in block.named_parameters()
+            if isinstance(block, nn.Linear) or _is_last(name, last)
+        }
+        if not zeros:
+            raise UnsupportedModelError(
+                f"the last projection of {type(block).__name__} in layer {layer} of {anatomy.model_name} is not known, "
+                "so the block cannot be left out of a checkpoint on its own. Skip the layer as a whole."
+            )
+        found |= zeros
+    return found
+
+
+def _is_last(name: str, last: Sequence[str]) -> bool:
+    """Whether a parameter, or the module that has it, is one of these."""
+    return any(part in last for part in name.split(".")[-2:])
+
+
+def model_of_layers(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    kept: Sequence[int],
+    prefix: str,
+    replaced: Mapping[str, torch.Tensor],
+) -> PreTrainedModel:
+    """A model of that config with the tensors of another one; nothing is copied.
+
+    Args:
+        model: the other one.
+        config: of the new one.
+        kept: for each layer of the new one the layer whose tensors it has.
+        prefix: name of the list of layers, with a dot behind it.
+        replaced: other tensors, by their names in the new one.
+
+    Raises:
+        UnsupportedModelError: the two differ in more than their layers.
+    """
+    with torch.device("meta"):
+        draft = type(model)(config)
+    source = _Source(model, kept, prefix)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(draft.named_parameters(remove_duplicate=False)):
+        old = source.tensor(name, parameters)
+        if name in replaced:
+            new = _frozen(replaced[name].to(old.device, old.dtype))
+        else:
+            new = made.setdefault(id(old), _frozen(old))  # tied ones stay tied
+        _check_shape(name, parameter, new, model)
+        _set(draft, name, new)
+    for name, buffer in list(draft.named_buffers()):
+        old = source.tensor(name, buffers)
+        _check_shape(name, buffer, old, model)
+        _set(draft, name, old)
+    _fill_attributes(draft, source)
+    if hasattr(model, "_weight_conversions"):  # the names and layouts of the family's files
+        draft._weight_conversions = model._weight_conversions
+    return draft.eval()
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+class _Source:
+    """Where the parts of the new model come from."""
+
+    def __init__(self, model: PreTrainedModel, kept: Sequence[int], prefix: str) -> None:
+        self.model = model
+        self.kept = kept
+        self.prefix = prefix
+
+    def name(self, name: str) -> str:
+        """The name in the whole model of a tensor or module of the new one."""
+        if not name.startswith(self.prefix):
+            return name
+        layer, dot, rest = name.removeprefix(self.prefix).partition(".")
+        return f"{self.prefix}{self.kept[int(layer)]}{dot}{rest}"
+
+    def tensor(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor that the new model's one of that name is."""
+        found = tensors.get(self.name(name))
+        if found is None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no {self.name(name)}, which a model of its config with "
+                f"{len(self.kept)} of its layers has: which layers it would have cannot be written in its config. "
+                "Export an early exit, or a set that skips other layers."
+            )
+        return found
+
+
+def _check_shape(name: str, wanted: torch.Tensor, found: torch.Tensor, model: PreTrainedModel) -> None:
+    if wanted.shape != found.shape:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {name} of {list(found.shape)}, but with fewer layers it would be "
+            f"{list(wanted.shape)}: its layers share what cannot be taken apart, so it cannot be exported."
+        )
+
+
+def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    places = module._parameters if attribute in module._parameters else module._buffers
+    places[attribute] = value  # type: ignore[assignment]
+
+
+def _fill_attributes(draft: nn.Module, source: _Source) -> None:
+    """Tensors that modules keep as they are, neither parameters nor buffers."""
+    for name, module in draft.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                setattr(module, attribute, getattr(source.model.get_submodule(source.name(name)), attribute))
+
+
+def check_same_layers(
+    model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str, but: Sequence[str] = ()
+) -> None:
+    """Checks that the layers are of the same kind: windows, positions, experts and whatever else goes by their place.
+
+    Args:
+        model: the whole model.
+        draft: the one with some of its layers.
+        kept, prefix: see :func:`model_of_layers`.
+        but: attributes that may differ.
+
+    Raises:
+        UnsupportedModelError: one is not.
+    """
+    for place, layer in enumerate(kept):
+        old, new = model.get_submodule(f"{prefix}{layer}"), draft.get_submodule(f"{prefix}{place}")
+        numbers = (layer, place)
+        for difference in _differences(old, new, numbers, but):
+            raise UnsupportedModelError(
+                f"layer {layer} of {type(model).__name__} would be another one as layer {place} of a checkpoint "
+                f"({difference}): what goes by a layer's place cannot be written in its config. Export an early exit, "
+                "or a set that leaves these layers where they are."
+            )
+
+
+def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: Sequence[str]) -> Iterator[str]:
+    modules = dict(old.named_modules())
+    for name, module in new.named_modules():
+        twin = modules.pop(name, None)
+        if type(twin) is not type(module):
+            yield f"{name} is a {type(twin).__name__} and would be a {type(module).__name__}"
+            return
+        was, now = _plain(twin), _plain(module)
+        for attribute in was.keys() | now.keys():
+            pair = was.get(attribute), now.get(attribute)
+            # The number of a layer is its place.
+            if attribute not in but and pair[0] != pair[1] and pair != numbers:
+                yield f"its {name}.{attribute} is {pair[0]!r} and would be {pair[1]!r}"
+    if modules:
+        yield f"it would have no {next(iter(modules))}"
+
+
+def _plain(module: nn.Module | None) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in _STATES}

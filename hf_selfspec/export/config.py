@@ -1,0 +1,67 @@
+"""The config of a model that has some of another one's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+# Settings that are lists of layer numbers; other lists with an entry for each layer are told by their length.
+_LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
+# Settings that are a number of layers at the beginning.
+_LEADING = ("first_k_dense_replace", "max_window_layers", "num_dense_layers")
+# Lists that have nothing to do with layers, whatever their length.
+_NO_LAYERS = ("architectures", "bad_words_ids", "eos_token_id", "suppress_tokens")
+# Layers behind the model's own that predict further tokens; transformers and drafts do without them.
+_FURTHER = "num_nextn_predict_layers"
+
+
+def depth_name(config: PreTrainedConfig) -> str:
+    """What this kind of config calls its number of layers."""
+    return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+
+
+def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: Any) -> PreTrainedConfig:
+    """The config of a model whose layers are these of another one.
+
+    Args:
+        config: of the other one.
+        kept: for each layer the one that it is, or is like.
+        changes: further settings.
+    """
+    depth, values = config.num_hidden_layers, config.to_dict()
+    chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
+    chosen |= _sparse_steps(values, kept) | _kinds_of_attention(chosen) | {depth_name(config): len(kept)} | changes
+    if _FURTHER in chosen:
+        chosen[_FURTHER] = 0
+    found = type(config).from_dict(chosen)
+    found._attn_implementation = config._attn_implementation
+    return found
+
+
+def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
+    if name in _LAYER_NUMBERS and value is not None:
+        return [place for place, layer in enumerate(kept) if layer in value]
+    if name in _LEADING and value is not None:
+        return sum(layer < value for layer in kept)
+    if isinstance(value, (list, tuple)) and len(value) == depth and name not in _NO_LAYERS:
+        return [value[layer] for layer in kept]
+    return value
+
+
+def _sparse_steps(values: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """Experts in every n-th layer (Qwen's MoE) as a list of the layers without them."""
+    step = values.get("decoder_sparse_step")
+    if step is None:
+        return {}
+    dense = values.get("mlp_only_layers") or ()
+    named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": named}
+
+
+def _kinds_of_attention(chosen: dict[str, Any]) -> dict[str, Any]:
+    """GPT-Neo's kinds of attention, which stand twice in its config."""
+    if "attention_types" not in chosen:
+        return {}
+    return {"attention_types": [[list(chosen["attention_layers"]), 1]]}
