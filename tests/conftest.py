@@ -12,6 +12,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# For processes that tests start: threads of several workers wait for each other longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

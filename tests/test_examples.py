@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ sys.path.append(str(EXAMPLES))
 
 def run(script: str, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
