@@ -40,7 +40,7 @@ def test_history_of_the_gaussian_process_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         GaussianProcessRegressor, "fit", lambda self, x, y: sizes.append(len(y)) or original(self, x, y)
     )
-    large, rng = space(40), np.random.default_rng(7)
+    large, rng = space(16), np.random.default_rng(7)
     settings = OnTheFlySearch(max_steps=251, bayes_interval=50, target_matchness=1.0)
     search = SkipSearch(settings, large, 0.5, large.random(rng, 0.5))
     while not search.is_over:
