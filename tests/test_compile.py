@@ -84,7 +84,7 @@ def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]
     exits, skips = SelfSpec(EarlyExit(2), THREE, compile=QUICK), random_skip_set(name, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what some models cannot do is said once
-        for spec, rows in ((exits, 1), (exits, 3), (SelfSpec(skips, THREE, compile=QUICK), 1)):
+        for spec, rows in ((exits, 3), (SelfSpec(skips, THREE, compile=QUICK), 1)):
             same_tokens(model, spec, rows)
     assert bool(traced) == (name not in EAGER), graphs_of(model, QUICK).refused
 
@@ -100,15 +100,15 @@ def test_compiled_forwards_are_exact(kind: str) -> None:
     spec = specs()[kind]
     counters.clear()
     for rows in (1, 3):
-        same_ids(model, spec, rows, new=100)
-        same_ids(model, spec, rows, new=100)  # what came once, at the end of a text, comes again
+        same_ids(model, spec, rows, new=60)
+        same_ids(model, spec, rows, new=60)  # what came once, at the end of a text, comes again
     known = graphs_of(model, QUICK)
     assert not known.refused
     assert not counters["graph_break"]
     made = len(known._runs)
     assert counters["stats"]["unique_graphs"] == made > 1
     for rows in (1, 3):
-        same_ids(model, spec, rows, new=100)
+        same_ids(model, spec, rows, new=60)
     assert counters["stats"]["unique_graphs"] == len(known._runs) == made
 
 

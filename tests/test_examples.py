@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import tiny_llama
+from conftest import peft_calls_old_name, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
 
 
 def run(script: str, *arguments: str) -> str:
@@ -21,6 +26,36 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A standard library of few files, six of which are held out."""
+    from train_demo_model import corpus_files, is_held_out
+
+    folder, whole = tmp_path_factory.mktemp("library"), Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in corpus_files(whole) if 10_000 < (whole / path).stat().st_size < 50_000]
+    for held_out, count in ((True, 6), (False, 12)):
+        for path in [path for path in files if is_held_out(path) == held_out][:count]:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(whole / path, folder / path)
+    return folder
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, library: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a script in this process, with few files of the standard library and these constants."""
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+
+    def run(script: str, *arguments: str, **constants: int) -> str:
+        module = importlib.import_module(script.removesuffix(".py"))
+        for name, value in constants.items():
+            monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        module.main()
+        return capsys.readouterr().out
+
+    return run
+
+
 def test_quickstart_shows_marked_text_and_equal_tokens() -> None:
     printed = run("quickstart.py", "--tokens", "16", "--no-color")
     assert "tokens equal to plain generate: yes" in printed
@@ -28,8 +63,8 @@ def test_quickstart_shows_marked_text_and_equal_tokens() -> None:
     assert printed.count("tokens/s   α") == 2
 
 
-def test_training_script_makes_a_model_in_two_steps(tmp_path: Path) -> None:
-    run(
+def test_training_script_makes_a_model_in_two_steps(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    run_here(
         "train_demo_model.py",
         "--steps",
         "2",
@@ -46,15 +81,18 @@ def test_training_script_makes_a_model_in_two_steps(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
 
 
-def test_lora_script_trains_adapters_in_two_steps(tmp_path: Path) -> None:
+@peft_calls_old_name
+def test_lora_script_trains_adapters_in_two_steps(tmp_path: Path, run_here: Callable[..., str]) -> None:
     settings = ["--steps", "2", "--held-out-blocks", "1", "--threads", "1", "--rank", "2"]
-    printed = run("lora_layerskip.py", "--model", str(EXAMPLES / "demo_model"), "--output", str(tmp_path), *settings)
+    printed = run_here(
+        "lora_layerskip.py", "--model", str(EXAMPLES / "demo_model"), "--output", str(tmp_path), *settings
+    )
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert "| 24 |" in (tmp_path / "exits.md").read_text()
     assert "| 24 |" in printed
 
 
-def test_measuring_script_prints_all_ways(tmp_path: Path) -> None:
+def test_measuring_script_prints_all_ways(tmp_path: Path, run_here: Callable[..., str]) -> None:
     tasks = tmp_path / "tasks.jsonl"
     prompt = "import os\n\n\n" + "def read(path):\n    return open(path).read()\n\n\n" * 8
     tasks.write_text("\n".join([json.dumps({"prompt": prompt})] * 9))
@@ -63,12 +101,12 @@ def test_measuring_script_prints_all_ways(tmp_path: Path) -> None:
     AutoTokenizer.from_pretrained(EXAMPLES / "demo_model").save_pretrained(tmp_path / "model")
     settings = ["--model", str(tmp_path / "model"), "--humaneval", str(tasks)]
     settings += ["--prompts", "1", "--repeats", "1", "--tokens", "12"]
-    printed = run("measure_demo_model.py", *settings, "--output", str(tmp_path / "figures.md"))
+    printed = run_here("measure_demo_model.py", *settings, "--output", str(tmp_path / "figures.md"), CHOOSING=4)
     written = (tmp_path / "figures.md").read_text()
     for way in ("plain generate", "assistant_early_exit", "prompt lookup", "ours", "early exit only", "Attainable"):
         assert written.count(f"{way}") >= 4
         assert way in printed
-    run("measure_demo_model.py", *settings, "--plot", str(tmp_path / "exits.png"))
+    run_here("measure_demo_model.py", *settings, "--plot", str(tmp_path / "exits.png"), CHOOSING=4)
     assert (tmp_path / "exits.png").stat().st_size > 1000
 
 

@@ -257,7 +257,7 @@ def live_tensors() -> int:
     return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
 
 
-def test_no_growth_over_200_calls(llama: LlamaForCausalLM) -> None:
+def test_no_growth_over_100_calls(llama: LlamaForCausalLM) -> None:
     """One leaked cache would be 1.6 MB a call."""
     specs = [EXIT, SKIPS, SelfSpec(), TREE]
 
@@ -270,7 +270,7 @@ def test_no_growth_over_200_calls(llama: LlamaForCausalLM) -> None:
         call(index)
     process = psutil.Process()
     tensors, memory = live_tensors(), process.memory_info().rss
-    for index in range(200):
+    for index in range(100):
         call(index)
     assert live_tensors() <= tensors
     assert process.memory_info().rss - memory < 32 * 2**20
@@ -304,7 +304,7 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
     """Token for token plain ``generate``, with eos tokens somewhere in its text."""
     rates: list[float] = []
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
     @given(
         spec=SPECS,
         lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
@@ -324,4 +324,4 @@ def test_any_prompt_any_plan(llama: LlamaForCausalLM) -> None:
         rates.append(spec.stats.acceptance_rate)
 
     run()
-    assert sum(0 < rate < 1 for rate in rates) > 10
+    assert sum(0 < rate < 1 for rate in rates) > 6

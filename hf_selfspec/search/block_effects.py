@@ -8,11 +8,16 @@ import numpy as np
 
 from .estimates import Scores
 
-# Weight of no effect against the trials, for each block and for each window of text.
+# Weight of no effect against the trials, for each block and for each window of text: the variance of the noise over
+# that of effects. A block counts as much as one trial; a window hardly, since texts differ as they like.
 _NO_EFFECT, _USUAL_TEXT = 1.0, 1e-3
-# A set with an expected score so far below the best counts for 1/e, if as many trials as this count then.
+# A set with an expected score so far below the best counts for 1/e, if as many trials as this count then: more than
+# the 60 effects of a model of 32 layers. Otherwise the scale is widened by that factor.
 _NEAR, _LEAST, _WIDER = 0.1, 80, 1.3
+# Weights follow from expected scores and these from weights, so both are computed in turn.
 _ROUNDS = 3
+# Effects that are drawn towards 0 use up less than one degree of freedom each, and most trials remain in any case.
+_DEGREES = 0.3
 
 
 @dataclass(frozen=True)
@@ -30,15 +35,22 @@ class BlockEffects:
     sets: np.ndarray
 
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
-        """``[blocks]`` effects as they could be after these trials (Thompson sampling)."""
+        """``[blocks]`` effects drawn from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
         return np.asarray(self.mean + self.doubt @ rng.standard_normal(len(self.mean)))
 
 
 def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffects:
     """Fits scores by the blocks that are skipped and by the window of text.
 
-    Blocks add up only among sets that are about as good, so what is near the best counts most. A set's own trials
-    show by how much it differs from what its blocks suggest.
+    The model is ``s = level + x' beta + b(window) + noise / sqrt(weight)``, with ``x`` the skipped blocks and a normal
+    prior about 0 for ``beta``: Bayesian linear regression. Its posterior mean is ``A^-1 X' W s`` and its covariance
+    ``noise A^-1`` with ``A = X' W X + _NO_EFFECT I``; the windows are taken out of both first (the Schur complement of
+    their diagonal block), since there may be many. What is left over is a set's own effect, drawn towards 0 as in
+    :func:`.estimates.effects`.
+
+    Blocks add up only among sets that are about as good, so what is near the best counts most: a trial's weight is
+    multiplied by ``exp((expected - best) / scale)``, with a scale at which the effective number of trials
+    ``(sum w)^2 / sum w^2`` (Kish 1965) is large enough.
 
     Args:
         scores: of the trials.
@@ -52,7 +64,6 @@ def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffe
         counted = weights * near
         middle, level = np.average(rows, axis=0, weights=counted), np.average(values, weights=counted)
         skipped, above = rows - middle, values - level
-        # The effects of windows are solved for first: there may be many, and each trial is on one.
         per_window = np.bincount(windows, counted) + _USUAL_TEXT
         in_window = np.zeros((len(per_window), width))
         np.add.at(in_window, windows, skipped * counted[:, None])
@@ -64,7 +75,7 @@ def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffe
         near = _nearness(skipped @ mean)
     left = above - skipped @ mean - text[windows]
     total = counted.sum()
-    noise = (counted * left**2).sum() / max(total - 0.3 * width, 0.3 * total)
+    noise = (counted * left**2).sum() / max(total - _DEGREES * width, _DEGREES * total)
     own = np.bincount(sets, weights * left) / (np.bincount(sets, weights) + doubt)
     usual = level + np.average(text[windows], weights=weights)
     root = np.linalg.cholesky(inverse * noise + 1e-12 * np.eye(width))

@@ -1,15 +1,22 @@
-"""How drafts fare, compared with what trials have promised."""
+"""How drafts fare, compared with what trials have promised.
+
+Accepted tokens are modelled as Poisson counts with the mean ``ease`` times what the trials promised, and ``ease`` as
+Gamma-distributed about 1 with the weight of ``_DOUBTED`` tokens. Its posterior mean is
+``(accepted + _DOUBTED) / (expected + _DOUBTED)``; both sums forget exponentially.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
-# Drafted tokens of which something is remembered, how many have to contradict the trials to count as much as these,
-# and how far the difference may go, in steps of so much.
+# Drafted tokens of which something is remembered, how many have to contradict the trials to count as much as these
+# (a window of SWIFT's), and how far the difference may go, in steps of so much: a share of 512 tokens has a standard
+# error of 0.022 at most, so that a step is about two of them and the choice does not follow noise.
 _REMEMBERED, _DOUBTED, _EASE, _STEP = 512, 32, (0.2, 1.1), 0.05
-# How much longer rounds may take than foretold before that counts.
+# How much longer rounds may take than foretold before that counts: what the loop itself takes beside the forwards.
 _TOLERANCE = 1.05
-# Text has become hard where, of so many drafted tokens, less than this share of the usual is accepted.
+# Text has become hard where, of so many drafted tokens, less than this share of the usual is accepted. The share has a
+# standard error of 0.031 at most: where half of the tokens are usually accepted, that is more than five of them.
 _WATCHED, _FAR_BELOW = 256, 0.65
 
 

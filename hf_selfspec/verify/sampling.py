@@ -10,12 +10,17 @@ def choose_sampled(
 ) -> tuple[int, int | None]:
     """Accepts one of the drafted tokens or draws another, so that the result is distributed as ``softmax(scores)``.
 
-    One drawn token: Leviathan et al. 2023, algorithm 1. Several (a tree): they are tried in the order in which they
-    were drawn without replacement; a rejection replaces ``p`` by ``norm(max(0, p - q))`` and takes the token out of
-    ``q``, so that the next one stands before the same question with what is left (SpecInfer, multi-step speculative
-    sampling; the siblings there are drawn with replacement). Named tokens have a ``q`` that is 1 at each in its turn:
-    accepting ``x`` with probability ``p(x)``, and going on with ``p`` without it, is drawing from ``p`` and looking
-    whether the token is among them.
+    One token ``x`` drawn from ``q`` (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1) is accepted with
+    probability ``min(1, p(x) / q(x))``; after a rejection the token is drawn from ``p' = norm(max(0, p - q))``. A token
+    ``x`` is then the result with probability ``min(p(x), q(x)) + max(0, p(x) - q(x)) = p(x)`` (appendix A.1 there).
+
+    Several drawn tokens (a tree) are tried in the order in which they were drawn without replacement: a rejection
+    replaces ``p`` by ``p'`` and ``q`` by ``norm(q`` without the token ``)``, from which the next one was drawn, so that
+    the same argument holds for each of them. With replacement this is multi-step speculative sampling (SpecInfer,
+    arXiv:2305.09781, algorithm 2), without it recursive rejection sampling (Jeon et al. 2024, arXiv:2402.14160).
+
+    Named tokens have a ``q`` that is 1 at each in its turn: ``x`` is accepted with probability ``p(x)``, and ``p'`` is
+    ``p`` without ``x``. That is the same as drawing from ``p`` and testing whether the token is among them.
 
     Args:
         scores: ``[v]`` processed scores of the full model.
@@ -51,8 +56,9 @@ def choose_sampled(
 def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
     """Tokens ``[b, count]`` drawn one after another from ``q`` ``[b, v]`` without putting back, in that order.
 
-    Dividing by exponential noise and taking the largest is the same as drawing in turn (Efraimidis and Spirakis 2006);
-    where fewer than ``count`` tokens have a probability, the rest are tokens of probability 0.
+    Dividing by exponential noise and taking the largest is the same as drawing in turn (Efraimidis and Spirakis 2006,
+    algorithm A; the Gumbel-top-k trick of Kool et al. 2019, arXiv:1903.06059, in logarithms). Where fewer than
+    ``count`` tokens have a probability, the rest are tokens of probability 0.
     """
     noise = torch.empty_like(q).exponential_()
     return (q / noise).topk(count, dim=-1).indices
@@ -61,13 +67,16 @@ def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
 def draw(p: torch.Tensor) -> torch.Tensor:
     """``[...]`` a token from each of the distributions ``[..., v]``, which need not add up to 1.
 
-    ``torch.multinomial`` makes the host of a GPU wait.
+    Of exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, that of ``x`` is the least with probability
+    ``p(x) / sum(p)``. ``torch.multinomial`` makes the host of a GPU wait.
     """
     return (p / torch.empty_like(p).exponential_()).argmax(-1)
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All decisions about a line of drawn tokens at once (Leviathan et al. 2023, algorithm 1).
+    """All decisions about a line of drawn tokens at once (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1).
+
+    Accepting where ``u < p(x) / q(x)``, with ``u`` uniform on ``[0, 1)``, is written as ``u q(x) < p(x)``.
 
     Args:
         p: ``[b, t, v]`` the full model's distributions at the drafted tokens.

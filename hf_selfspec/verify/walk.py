@@ -1,4 +1,10 @@
-"""From the full model's logits over a draft to the tokens that follow."""
+"""From the full model's logits over a draft to the tokens that follow.
+
+A walk starts at the last token of the text and moves to the child that holds the token chosen there, until there is
+none (SpecInfer, arXiv:2305.09781, algorithm 2; a line is a tree without siblings). Greedy: the token is the argmax of
+the processed logits. Sampling: the token is chosen by rejection sampling, so that it has the full model's distribution
+(:mod:`.sampling`). Either way one token more than was accepted follows from the same forward.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""Calls whose searches are looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_selfspec import FixedLength, SelfSpec, SkipLayers
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from hf_selfspec.search.skip_search import SkipSearch
+
+
+def search_of(spec: SelfSpec, model: PreTrainedModel) -> SkipSearch:
+    """What ``spec`` has found for the last kind of call of ``model``."""
+    search = spec._knowledge.latest(model)
+    assert isinstance(search, SkipSearch)
+    return search
+
+
+def generated(model: PreTrainedModel, prompts: torch.Tensor | dict[str, Any], tokens: int, **options: Any) -> Any:
+    """Greedily by default."""
+    if isinstance(prompts, torch.Tensor):
+        prompts = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    model.generation_config.eos_token_id = None
+    return model.generate(**prompts, max_new_tokens=tokens, pad_token_id=0, **{"do_sample": False} | options)
+
+
+def prompt(rows: int = 1, length: int = 6) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def an_end(texts: torch.Tensor) -> tuple[int, list[int]]:
+    """The token at which the texts would end at the most different lengths, and these."""
+    ends = {
+        token: [row.index(token) if token in row else len(row) for row in texts.tolist()]
+        for token in texts.unique().tolist()
+    }
+    token = max(ends, key=lambda token: max(ends[token]) - min(ends[token]))
+    return token, ends[token]
+
+
+def use_costs(monkeypatch: pytest.MonkeyPatch, **costs: float) -> None:
+    """Forwards of a model of 8 layers are taken to cost that."""
+    usual = {"fixed": 0.1, "attention": 1.0, "mlp": 1.0, "several": 0.0, "token": 0.01, "step": 0.0}
+    found = ForwardCosts(num_layers=8, **usual | costs)
+    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: found)
+
+
+SEARCHES = [
+    OnTheFlySearch(context_window=8, bayes_interval=4, budget=1.0),
+    ClosestLayers(context_window=8, target_matchness=1.0, budget=1.0),
+]
+
+
+def fixed_drafts(search: Search, ratio: Any = "auto") -> SelfSpec:
+    """Drafts of three tokens, some of which are rejected."""
+    return SelfSpec(SkipLayers(search=search, ratio=ratio), FixedLength(3))
+
+
+def lines_of(spec: SelfSpec) -> dict[str, str]:
+    """The lines of the statistics, by what comes first in them."""
+    assert spec.stats is not None
+    return {line[:24].rstrip(): line[25:] for line in str(spec.stats).splitlines()}

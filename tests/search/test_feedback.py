@@ -1,0 +1,177 @@
+"""How drafts fare beside what trials promised."""
+
+from __future__ import annotations
+
+import pytest
+from searches import BOLD, CAREFUL, COSTS, draft, draft_much, no_layers, predicted, space, speedup, timed_search
+
+from hf_selfspec import FixedLength
+from hf_selfspec.search import feedback, schedule
+from hf_selfspec.search.feedback import Feedback
+from hf_selfspec.search.on_the_fly import OnTheFlySearch
+from hf_selfspec.search.skip_search import SkipSearch
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def rounds(*shares: float, drafted: int = 64, pace: float = 1.0) -> Feedback:
+    """Rounds in each of which this share of what was expected is accepted."""
+    found = Feedback()
+    for share in shares:
+        found.add(drafted, expected=drafted / 2, accepted=share * drafted / 2, foretold=pace, taken=1.0)
+    return found
+
+
+def test_ease_by_hand() -> None:
+    assert rounds().ease == pytest.approx(1.0)
+    # 32 are expected, 16 accepted, and 32 more count as they were expected.
+    assert rounds(0.5).ease == pytest.approx(0.75)
+    # Of the first round 7 in 8 are remembered: 60 expected, 16 * 7 / 8 + 32 = 46 accepted; in steps of 0.05.
+    assert rounds(0.5, 1.0).ease == pytest.approx(0.85)
+    assert rounds(1.0, 0.5).ease == pytest.approx(0.85)
+    assert rounds(*[0.5] * 50).ease == pytest.approx(0.55)
+    assert rounds(*[0.0] * 50).ease == pytest.approx(0.2)
+    assert rounds(*[9.0] * 50).ease == pytest.approx(1.1)
+    assert rounds(*[0.0] * 50, drafted=1000).ease == pytest.approx(0.2)
+
+
+def test_pace_by_hand() -> None:
+    """Over that of one-token steps, which take longer than foretold, too, where a machine is busy."""
+    assert rounds(1.0, pace=0.5).pace(1.0) == pytest.approx(1.05 / 2)
+    assert rounds(1.0, pace=0.98).pace(1.0) == 1.0
+    assert rounds(1.0, pace=3.0).pace(1.0) == 1.0
+    assert rounds(1.0, pace=0.5, drafted=16).pace(1.0) == 1.0  # too little to say
+    assert rounds(1.0, pace=0.0).pace(1.0) == 1.0  # not known
+    assert rounds(1.0, pace=0.5).pace(1.2) == pytest.approx(1.2 * 1.05 / 2)
+    busy = rounds(1.0, pace=0.5, drafted=512)
+    busy.add_plain(foretold=1.0, taken=1.4)
+    assert busy.pace(1.2) == pytest.approx(1.4 * 1.05 / 2)
+
+
+def test_windows_without_a_draft_let_doubt_fade() -> None:
+    """What an earlier set's drafts have shown shows little of the next, and nothing corrects it while none is made."""
+    search = timed_search(OnTheFlySearch(), BOLD)
+    search.register(BOLD, predicted(0.9))
+    promised = search.choice.expected_speedup
+    draft(search, 0.3, 160)
+    search.begin_window()
+    assert not search.choice.drafts
+    search.register(BOLD, predicted(0.9))
+    assert not search.choice.drafts
+    search.begin_window()  # nothing was drafted in the window before
+    search.register(BOLD, predicted(0.9))
+    assert search.choice.drafts
+    assert search.choice.expected_speedup == pytest.approx(promised)
+
+
+def test_another_set_is_not_blamed_for_the_drafts_of_the_one_before() -> None:
+    search = timed_search(OnTheFlySearch(), BOLD)
+    search.register(BOLD, predicted(0.7))
+    draft(search, 0.1, 160)
+    for _ in range(3):
+        search.register(CAREFUL, predicted(0.99))
+    assert search.best == CAREFUL
+    fresh = timed_search(OnTheFlySearch(), BOLD)
+    fresh.register(BOLD, predicted(0.7))
+    for _ in range(3):
+        fresh.register(CAREFUL, predicted(0.99))
+    assert search.choice == fresh.choice
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_search_begins_again_where_much_less_is_accepted(auto: bool) -> None:
+    """Its set drafts on, and is the first to be tried; what is usual is what was accepted when the search had ended."""
+    settings = OnTheFlySearch(max_steps=1)
+    search = timed_search(settings, BOLD) if auto else SkipSearch(settings, space(), 0.5, BOLD)
+    search.register(BOLD, predicted(0.9))
+    for share in (0.5, 0.5, 0.62, 0.5, 0.44):  # it is 0.5 by far that counts, not the 0.855 of the trials
+        draft_much(search, share)
+        assert search.is_over, share
+    draft_much(search, 0.19)
+    assert not search.is_over
+    assert (search.phase, search.steps, search.best) == ("optimization", 0, BOLD)
+    assert search.history == pytest.approx([0.9])
+    assert search.propose(no_layers) == BOLD
+    assert search.propose(no_layers) not in (None, BOLD)
+    search.register(BOLD, predicted(0.9))
+    assert search.is_over  # once more after one step
+    draft_much(search, 0.19)
+    assert search.is_over  # which is the usual by now
+    rounds = feedback._WATCHED // 16
+    assert search.generated == rounds * sum(1 + accepted for accepted in (8, 8, 10, 8, 7, 3, 3))
+
+
+@pytest.mark.parametrize("what", ["too few", "of another set", "still searching"])
+def test_a_search_does_not_begin_again(what: str) -> None:
+    search = timed_search(OnTheFlySearch(max_steps=3 if what == "still searching" else 1), BOLD)
+    search.register(BOLD, predicted(0.9))
+    draft_much(search, 0.8)
+    search._schedule.steps += 100  # a mark
+    for _ in range(2 if what == "too few" else feedback._WATCHED // 16):
+        draft(search, 0.0, plan=CAREFUL if what == "of another set" else BOLD)
+    search.begin_window()
+    assert search.steps > 100
+
+
+def test_a_search_that_begins_again_tries_what_was_best_before() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=2), BOLD)
+    search.register(CAREFUL, predicted(0.9))
+    search.register(BOLD, predicted(0.9))
+    draft_much(search, 0.8)
+    draft_much(search, 0.1)
+    assert [search.propose(no_layers) for _ in range(2)] == [BOLD, CAREFUL]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_drafts_that_fare_worse_than_trials_lower_the_expected_speed(share: float) -> None:
+    """By hand: of 160 drafted tokens 0.855 each were promised, and 32 more are taken to be accepted as promised."""
+    search = timed_search(OnTheFlySearch(), BOLD)
+    search.register(BOLD, predicted(0.9))
+    rate = (0.9 + 0.9**2) / 2
+    assert search.choice.expected_speedup == pytest.approx(speedup(predicted(0.9), BOLD, FixedLength(2)))
+    draft(search, share, 160)
+    search.begin_window()
+    ease = (share * 160 + 32) / (rate * 160 + 32)
+    expected = speedup(predicted(0.9), BOLD, FixedLength(2), round(ease / 0.05) * 0.05)  # as steps of it go
+    assert search.choice.expected_speedup == pytest.approx(expected)
+    assert search.choice.acceptance_rate < rate
+    assert search.choice.drafts == (expected >= 1.02)
+    assert search.choice.drafts == (share > 0.5)
+
+
+def test_a_set_whose_drafts_fared_badly_is_given_another_chance() -> None:
+    """While it does not draft nothing more is learned of how its drafts would fare, so what was is forgotten."""
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, predicted(0.9))
+    draft(search, 0.2, 160)
+    search.begin_window()
+    windows = 0
+    while not search.choice.drafts:
+        windows += 1
+        for _ in range(32):
+            search.watch(BOLD, 1, 0, 1, 0, 0, COSTS.plain())
+        search.begin_window()
+        if search.propose(no_layers) is not None:
+            search.register(BOLD, predicted(0.9))
+        assert windows < 6 * schedule._IDLE
+    assert windows >= schedule._IDLE - 2
+
+
+def test_rounds_that_take_longer_than_foretold_lower_the_expected_speed() -> None:
+    for slowness, factor in ((0.5, 1.0), (1.04, 1.0), (2.0, 1.05 / 2)):
+        search = timed_search(OnTheFlySearch(), BOLD)
+        search.register(BOLD, predicted(0.5))
+        draft(search, (0.5 + 0.5**2) / 2, 160, slowness)
+        search.begin_window()
+        expected = speedup(predicted(0.5), BOLD, FixedLength(2))
+        assert search.choice.expected_speedup == pytest.approx(factor * expected)
+
+
+def test_a_new_trial_does_not_make_up_for_drafts_that_fare_badly() -> None:
+    search = timed_search(OnTheFlySearch(), BOLD)
+    search.register(BOLD, predicted(0.9))
+    draft(search, 0.3, 160)
+    search.begin_window()
+    before = search.choice.expected_speedup
+    search.register(BOLD, predicted(0.9))
+    assert search.choice.expected_speedup == pytest.approx(before)

@@ -1,0 +1,259 @@
+"""The search from one trial to the next, without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from searches import (
+    BOLD,
+    CAREFUL,
+    COSTS,
+    DEAR,
+    SHARES,
+    draft,
+    no_layers,
+    predicted,
+    skipping,
+    space,
+    speedup,
+    timed_search,
+    timings,
+)
+
+from hf_selfspec import ConfidenceThreshold, FixedLength
+from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.search import schedule, skip_search
+from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from hf_selfspec.search.replay import Trace
+from hf_selfspec.search.skip_search import SkipSearch
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def test_search_begins_with_the_set_that_drafts() -> None:
+    search = SkipSearch(OnTheFlySearch(), space(), 0.5, start := LayerPlan(10, frozenset([3]), frozenset()))
+    search.begin(no_layers)
+    assert search.choice.matchness == 0
+    assert search.propose(no_layers) == search.best == start
+    search.register(start, predicted(0.4))
+    assert search.choice.matchness == pytest.approx(0.4)
+    drawn = [search.propose(no_layers) for _ in range(20)]
+    assert None not in drawn
+    assert {len(search.space.places(plan)) for plan in drawn} == {8}
+    assert len(set(drawn)) > 10
+    search.register(drawn[0], predicted(0.3))
+    assert search.best == start
+    search.register(drawn[1], predicted(0.5))
+    assert search.best == drawn[1]
+    assert search.history == pytest.approx([0.4, 0.3, 0.5])
+    assert list(search.found) == [(0, start), (3, drawn[1])]
+
+
+def test_a_lucky_set_is_found_out() -> None:
+    """What scored best is tried again on later text, and it is believed only in part."""
+    steady, lucky, other = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
+    search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
+    search.propose(no_layers)
+    for plan, score in ((steady, 0.6), (lucky, 0.9), (other, 0.0)):
+        search.register(plan, predicted(score))
+    assert search.best == lucky
+    assert 0.6 < search.choice.matchness < 0.89
+    search.begin_window()
+    assert [search.propose(no_layers) for _ in range(3)] == [lucky, steady, other]
+    assert search.propose(no_layers) not in (steady, lucky, other)
+    for plan, score in ((lucky, 0.1), (steady, 0.6)):
+        search.register(plan, predicted(score))
+    assert search.best == steady
+
+
+def test_easy_text_makes_no_set_the_best() -> None:
+    steady, spoilt, plucky = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
+    search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
+    for easiness, trials in ((0.1, ((steady, 0.4),)), (0.5, ((steady, 0.4), (spoilt, 0.35)))):
+        search.begin_window()
+        for plan, score in trials:
+            search.register(plan, predicted(easiness + score))
+    assert search.best == steady
+    search.begin_window()
+    for plan, score in ((steady, 0.4), (plucky, 0.45)):
+        search.register(plan, predicted(score))
+    assert search.best == plucky
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores", "steps"),
+    [
+        (OnTheFlySearch(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
+        (OnTheFlySearch(patience=2), [0.1, 0.9, 0.1, 0.1, 0.9], 4),
+        (OnTheFlySearch(target_matchness=0.85), [0.1, 0.2, 1.0, 1.0, 1.0, 1.0], 5),
+        (ClosestLayers(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
+        (ClosestLayers(patience=2), [0.1, 0.2, 0.2, 0.1, 0.9], 4),
+    ],
+    ids=["max_steps", "patience", "target", "clasp: max_steps", "clasp: patience"],
+)
+def test_search_ends(settings: Search, scores: list[float], steps: int) -> None:
+    """A third set that gets better and better, or is good again and again."""
+    search = SkipSearch(settings, space(), 0.5, LayerPlan(10))
+    plans = [skipping(0), skipping(1), skipping(2)]
+    search.begin_window()
+    for count, score in enumerate(scores):
+        assert search.is_over == (count >= steps)
+        assert search.phase == ("acceleration" if count >= steps else "optimization")
+        if not search.is_over:
+            search.register(plans[min(count, 2)], predicted(score))
+    assert len(search.history) == steps
+
+
+def test_a_search_that_is_over_tries_nothing_more() -> None:
+    search = SkipSearch(OnTheFlySearch(max_steps=4), space(), 0.5, skipping(0))
+    for place in range(3):
+        search.register(skipping(place), predicted(0.5))
+    search.begin_window()
+    plan = search.propose(no_layers)
+    assert plan is not None
+    search.register(plan, predicted(0.5))
+    assert search.is_over
+    assert search.propose(no_layers) is None
+
+
+def test_a_search_that_is_over_keeps_its_set() -> None:
+    search = SkipSearch(OnTheFlySearch(max_steps=2), space(), 0.5, skipping(0))
+    for plan, score in ((skipping(0), 0.5), (skipping(1), 0.6)):
+        search.register(plan, predicted(score))
+    assert search.is_over
+    search.register(skipping(2), predicted(1.0))  # from another thread
+    assert search.best == skipping(1)
+    for _ in range(2 * schedule._IDLE):
+        search.begin_window()
+        assert search.propose(no_layers) is None
+
+
+@pytest.mark.parametrize("times_first", [True, False])
+def test_the_faster_size_wins_over_the_one_that_matches_more(times_first: bool) -> None:
+    rules = [FixedLength(1), FixedLength(2), FixedLength(4)]
+    search = SkipSearch(OnTheFlySearch(), space(), 0.5, CAREFUL, auto=True, rules=rules)
+    if times_first:
+        search.time(timings(space(), COSTS))
+    search.register(CAREFUL, predicted(0.9))
+    search.register(BOLD, predicted(0.8))
+    if not times_first:
+        assert (search.best, search.choice.stop, search.choice.expected_speedup) == (CAREFUL, None, None)
+        search.time(timings(space(), COSTS))
+    speeds = {(plan, rule): speedup(predicted(share), plan, rule) for plan, share in SHARES for rule in rules}
+    choice = search.choice
+    assert (choice.plan, choice.stop) == (BOLD, FixedLength(2)) == max(speeds, key=lambda key: speeds[key])
+    # A single trial is drawn a little towards the other size's.
+    assert choice.expected_speedup == pytest.approx(speeds[BOLD, FixedLength(2)], rel=0.02)
+    assert choice.drafts
+    assert choice.matchness == pytest.approx(0.8, abs=0.02)
+    assert choice.acceptance_rate == pytest.approx((0.8 + 0.8**2) / 2)
+
+
+def test_matchness_decides_where_the_ratio_is_given() -> None:
+    search = SkipSearch(OnTheFlySearch(), space(), 0.5, CAREFUL)
+    search.time(timings(space(), COSTS))
+    for plan, share in SHARES:
+        search.register(plan, predicted(share))
+    assert (search.best, search.choice.stop, search.choice.expected_speedup) == (CAREFUL, None, None)
+
+
+def test_the_stop_rule_with_the_most_tokens_per_second_is_chosen() -> None:
+    """Where the draft knows when it is wrong, its confidence shows when to stop."""
+    rules = [FixedLength(1), FixedLength(4), ConfidenceThreshold(0.5)]
+    rights = np.array([[1.0, 0, 1, 1, 1, 1, 1, 0] * 5])
+    for sure, stop in ((0.2 + 0.6 * rights, ConfidenceThreshold(0.5)), (np.full((1, 40), 0.8), FixedLength(1))):
+        search = timed_search(OnTheFlySearch(), BOLD, rules)
+        search.register(BOLD, [Trace(rights, sure)])
+        assert search.choice.stop == stop
+
+
+def test_closest_layers_of_all_sizes_are_tried_whatever_matches() -> None:
+    """Where the size is searched for, a set that matches enough is no reason to stop."""
+    for auto in (True, False):
+        search = SkipSearch(ClosestLayers(), space(), 0.5, CAREFUL, auto, [FixedLength(2)])
+        for _ in range(4):
+            search.begin_window()
+            search.register(CAREFUL, predicted(1.0))
+        assert search.is_over != auto
+
+
+def test_no_set_drafts_where_none_pays() -> None:
+    search = timed_search(OnTheFlySearch(), BOLD, costs=DEAR)
+    search.register(BOLD, predicted(1.0))
+    assert not search.choice.drafts
+    assert search.choice.expected_speedup is not None
+    assert search.choice.expected_speedup < 1
+    for share, pays in ((0.86, False), (0.88, True)):  # a little more than 1 is within what estimates are wrong by
+        search = timed_search(OnTheFlySearch(), CAREFUL, [FixedLength(1)])
+        search.register(CAREFUL, predicted(share))
+        assert search.choice.expected_speedup == pytest.approx(speedup(predicted(share), CAREFUL, FixedLength(1)))
+        assert search.choice.expected_speedup > 1
+        assert search.choice.drafts == pays
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_a_set_that_does_not_pay_is_tried_again(pays: bool) -> None:
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, predicted(0.9 if pays else 0.1))
+    assert (search.is_over, search.choice.drafts) == (True, pays)
+    tried = []
+    for _ in range(2 * schedule._IDLE):
+        search.begin_window()
+        tried.append(search.propose(no_layers))
+        assert search.propose(no_layers) is None
+    assert tried.count(BOLD) == (0 if pays else 2)
+    assert tried.count(None) == len(tried) - tried.count(BOLD)
+    search.register(BOLD, predicted(1.0, 320))
+    assert search.choice.drafts
+
+
+def test_a_search_that_is_over_is_idle_until_it_tries_again() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, predicted(0.1))
+    assert search.is_over
+    assert search.is_idle
+    search.add_idle_call(32 * (schedule._IDLE - 2), 1.0)
+    assert search.is_idle
+    search.add_idle_call(32, 1.0)
+    assert not search.is_idle
+    search.begin_window()
+    assert search.propose(no_layers) == BOLD
+    search.register(BOLD, predicted(0.1))
+    assert search.is_idle
+
+
+def test_short_calls_add_up_while_a_search_is_idle() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, predicted(0.1))
+    calls = 0
+    while search.is_idle:
+        search.add_idle_call(5, 1.0)
+        calls += 1
+        assert calls < 1000
+    assert calls == -(-32 * (schedule._IDLE - 1) // 5)
+
+
+def test_a_set_that_stops_to_pay_is_replaced() -> None:
+    """Text on which the drafts of a search that is over no longer pay lets it begin again, once in a while."""
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    search.register(BOLD, predicted(0.9))
+    assert (search.is_over, search.choice.drafts) == (True, True)
+    draft(search, 0.3, 160)
+    search.begin_window()
+    assert (search.is_over, search.choice.drafts) == (True, False)  # too soon
+    later = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    later.register(BOLD, predicted(0.9))
+    for _ in range(schedule._IDLE):
+        later.begin_window()
+    draft(later, 0.3, 160)
+    later.begin_window()
+    assert not later.is_over
+    assert later.propose(no_layers) == BOLD
+
+
+def test_trials_of_a_set_that_is_over_do_not_pile_up() -> None:
+    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
+    for _ in range(50):
+        search.register(BOLD, predicted(0.1))
+    assert len(search._records.sets[BOLD].trials) == skip_search._KEPT
+    assert len(search.history) == 50
