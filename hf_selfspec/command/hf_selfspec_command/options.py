@@ -1,0 +1,80 @@
+"""Options that several commands take, declared once, and dataclasses of options as parameters of a command."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+
+ModelOption = Annotated[str, typer.Option(help="Folder of the model, or its name on the Hub.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of the model's weights.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
+]
+ThreadsOption = Annotated[int | None, typer.Option(help="Threads of torch on the CPU.")]
+DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
+FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
+PromptsOption = Annotated[int, typer.Option(help="How many prompts of the data to take.")]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
+SpecOption = Annotated[
+    str,
+    typer.Option(
+        help="selfspec, lookup, layerskip, swift or adaspeed; a folder that was saved or fitted; or an expression such "
+        'as "SelfSpec.layerskip(8)".'
+    ),
+]
+MethodsOption = Annotated[
+    list[str], typer.Option(help="As --spec; several with commas between them, or by giving the option again.")
+]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how it is loaded."""
+
+    model: ModelOption
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = None
+    threads: ThreadsOption = None
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command options for the fields of those of its parameters that are dataclasses."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)}
+    options: list[inspect.Parameter] = []
+    for name, parameter in parameters.items():
+        options += _options(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    vars(flat).pop("__wrapped__")  # whose signature would be taken
+    vars(flat)["__signature__"] = inspect.Signature(options)
+    flat.__annotations__ = {option.name: option.annotation for option in options}
+    return flat
+
+
+def _options(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]
+
+
+def _default(field: Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default
