@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ...selfspec import SelfSpec
 from ..forward import forward_seconds
 from ..measure import machine
 from .journal import Journal
+from .memory import Peaks
 from .page import html, markdown
 from .progress import shown
 from .prompts import Batch, Encoder, Given, Prompt, batches_of, padding, stream_of
@@ -43,7 +44,7 @@ RESULTS, REPORT, PAGE = "results.json", "report.md", "report.html"
 _CONTEXT, _REPEATS = 256, 7
 _KIND = "text"
 
-Methods = Iterable[str | SelfSpec] | Mapping[str, SelfSpec]
+Methods = Iterable[str | SelfSpec] | Mapping[str, str | SelfSpec]
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ class Asked:
         measures_costs: whether forwards over several tokens are timed, too.
         about: what else the report tells, by name.
         around: what holds while ways run, see ``ablations.py``.
+        peaks: measures the memory of a way where the device does not tell, ``None`` to leave that out.
     """
 
     model: PreTrainedModel
@@ -198,7 +200,8 @@ class Asked:
     traces: bool = False
     measures_costs: bool = True
     about: Mapping[str, Any] | None = None
-    around: AbstractContextManager[Any] = nullcontext()
+    around: AbstractContextManager[Any] = field(default_factory=lambda: nullcontext())
+    peaks: Peaks | None = None
 
     def measured(self, progress: bool) -> Comparison:
         """Measures what is missing and writes the report."""
@@ -232,12 +235,13 @@ class Asked:
         stream = Stream(self.model, self.settings, parts, pad, journal)
         with shown(stream.total, len(journal.calls), progress) as bar:
             stream.run(bar)
+            stream.measure_memory(self.peaks, bar)
         return results(about, self.settings, parts, left_out, journal, self._costs(), self._clock())
 
     def _ways(self, first: Batch) -> tuple[list[Way], list[LeftOut]]:
         if self.methods is None:
             return usual_ways(self.model, first)
-        return ways_of(self.methods, self.model.device.type), []
+        return ways_of(self.methods), []
 
     def _clock(self) -> str:
         if self.settings.clock != "auto":
@@ -309,8 +313,8 @@ def _checked(texts: Any) -> list[Given]:
     chats = [isinstance(text, list) and text and all(isinstance(one, Mapping) for one in text) for text in given]
     if not given or not all(chat or (isinstance(text, str) and text) for chat, text in zip(chats, given, strict=True)):
         raise SettingTypeError(
-            "compare(texts) must be a list of strings that are not empty or of chats (lists of messages), at least one, "
-            f"got {repr(texts)[:100]}."
+            "compare(texts) must be a list of strings that are not empty or of chats (lists of messages), at least "
+            f"one, got {repr(texts)[:100]}."
         )
     return given
 

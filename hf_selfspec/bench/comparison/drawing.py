@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,7 +60,8 @@ def _bar(axes: Axes, place: int, way: Json) -> None:
         low, high = found.value - found.low, found.high - found.value
         axes.errorbar(found.value, place, xerr=[[low], [high]], color="black", capsize=3, linewidth=1)
         end = max(end, found.high)
-    axes.text(end, place, f"  {found.value:.2f}", va="center", fontsize="medium")
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    axes.annotate(f"{found.value:.2f}", (end, place), (6, 0), textcoords="offset points", va="center", bbox=behind)
 
 
 def _right_end(ways: list[Json]) -> float:
@@ -83,7 +84,7 @@ def by_kind(condition: Json) -> Figure | None:
             if (found := way["by_kind"].get(kind)) and found["decode"] is not None
         ]
         speeds, places = zip(*points, strict=True) if points else ((), ())
-        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+        style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
         axes.plot(speeds, places, linestyle="", markersize=8, label=_short(way["name"]), **style)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(kinds)), [f"{kind} ({condition['kinds'][kind]})" for kind in kinds])
@@ -105,7 +106,7 @@ def acceptance(condition: Json) -> Figure | None:
     left, right = figure.subplots(1, 2)
     for number, way in enumerate(ways[:_DRAWN]):
         kept = way["acceptance"]
-        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+        style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
         shares = kept["conditional_acceptance"]
         left.plot(range(1, len(shares) + 1), shares, label=_short(way["name"]), markersize=5, **style)
         lengths = np.array([int(length) for length in kept["acceptance_histogram"]])
@@ -128,7 +129,11 @@ def costs(found: Json) -> Figure:
     axes = figure.subplots()
     for number, whose in enumerate(("transformers", "ours")):
         counts = [int(count) for count in found[whose]]
-        style = {"color": _COLOURS[1 - number], "marker": _MARKERS[number], "linestyle": ("--", "-")[number]}
+        style: dict[str, Any] = {
+            "color": _COLOURS[1 - number],
+            "marker": _MARKERS[number],
+            "linestyle": ("--", "-")[number],
+        }
         axes.plot(counts, list(found[whose].values()), label=f"{whose}' forwards" if not number else whose, **style)
     axes.set(xlabel="tokens that are verified together (n)", ylabel="verify(n) / verify(1)")
     axes.set_ylim(bottom=0)

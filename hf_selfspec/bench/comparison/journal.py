@@ -19,7 +19,7 @@ from .calls import Call
 FILE = "calls.jsonl"
 _TRACE, _STATES = "trace.jsonl", "states"
 # Kinds of lines.
-_HEADER, _CALL, _PARTED = "settings", "call", "parted"
+_HEADER, _CALL, _PARTED, _PEAK = "settings", "call", "parted", "peak"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Journal:
         calls: by way, condition, pass and prompt.
         parted: texts that differ from plain generate's.
         compared: conditions and prompts whose texts were compared.
+        peaks: by way and condition the bytes that it took at most in a process of its own.
         traces: whether statistics of each call are written, too.
     """
 
@@ -60,6 +61,7 @@ class Journal:
     calls: dict[tuple[str, int, int, int], Call] = field(default_factory=dict)
     parted: list[Parted] = field(default_factory=list)
     compared: set[tuple[int, int]] = field(default_factory=set)
+    peaks: dict[tuple[str, int], int | None] = field(default_factory=dict)
     traces: bool = False
 
     @classmethod
@@ -101,6 +103,11 @@ class Journal:
         found = {"condition": condition, "prompt": prompt, "parted": [asdict(one) for one in parted]}
         self._write(FILE, _line(_PARTED, found))
 
+    def add_peak(self, way: str, condition: int, peak: int | None) -> None:
+        """Keeps a peak of memory, ``None`` where it could not be measured."""
+        self.peaks[way, condition] = peak
+        self._write(FILE, _line(_PEAK, {"way": way, "condition": condition, "bytes": peak}))
+
     def keep_state(self, name: str, spec: SelfSpec, model: Any) -> None:
         """Keeps what a ``SelfSpec`` has learned, with which a run that is started again goes on."""
         if self.folder is not None:
@@ -126,14 +133,17 @@ class Journal:
         other = list(_differences(written, json.loads(json.dumps(self.header))))
         if other:
             raise SettingError(
-                f"{path} was measured with other settings ({'; '.join(other)}), which cannot be put together with these. "
-                "Give another folder, or the settings from before."
+                f"{path} was measured with other settings ({'; '.join(other)}), which cannot be put together with "
+                "these. Give another folder, or the settings from before."
             )
 
     def _take_in(self, line: Mapping[str, Any]) -> None:
         if _CALL in line:
             call = Call.from_json(line[_CALL])
             self.calls[call.way, call.condition, call.turn, call.prompt] = call
+        elif _PEAK in line:
+            peak = line[_PEAK]
+            self.peaks[peak["way"], peak["condition"]] = peak["bytes"]
         else:
             found = line[_PARTED]
             self.parted += [Parted(**one) for one in found["parted"]]

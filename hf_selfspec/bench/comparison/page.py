@@ -37,6 +37,8 @@ pre { background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto; margin: .6rem
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ccc; text-align: right; vertical-align: top; }
+th:first-child, td:first-child { overflow-wrap: anywhere; }
+td { white-space: nowrap; } td:first-child, .words td { white-space: normal; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
 th { border-bottom: 2px solid #111; } tr.best td { font-weight: 700; background: #eef4f9; }
 img { max-width: 100%; height: auto; }
@@ -67,8 +69,10 @@ def html(results: Json, pictures: Mapping[str, bytes]) -> str:
     body = [f"<h1>{_TITLE}</h1>", f"<p>{escape(_subject(results))}</p>"]
     for index, condition in enumerate(results["conditions"]):
         body += _condition(index, condition, pictures)
-    body += [_picture("verify-cost", "verify-cost", pictures)]
-    tables = (cost_table(results["verify_cost"]), left_out_table(results), about_table(results))
+    costs = cost_table(results["verify_cost"])
+    if costs is not None:
+        body += ["<h2>What the machine allows</h2>", _table(costs), _picture("verify-cost", "verify-cost", pictures)]
+    tables = (left_out_table(results), about_table(results))
     body += ["<h2>Conditions</h2>", *(_table(table) for table in tables if table is not None)]
     if not pictures:
         body.append('<p class="note">Pictures need matplotlib: pip install "hf_selfspec[plot]".</p>')

@@ -139,8 +139,14 @@ def _way(told: Told, way: Way) -> Json:
         "compiled_graphs": sum(call.graphs for call in told.calls[way.name]),
         "calls_with_compiling": sum(call.graphs > 0 for call in told.calls[way.name]),
         "left_to_generate": sum(bool(call.left_to_generate) for call in calls),
-        "peak_memory_bytes": max((call.peak_memory for call in calls if call.peak_memory is not None), default=None),
+        "peak_memory_bytes": _peak(told, way, calls),
     }
+
+
+def _peak(told: Told, way: Way, calls: Sequence[Call]) -> int | None:
+    """Of the device, or of a process of its own; ``None`` where neither was measured."""
+    alone = told.journal.peaks.get((way.name, told.part.index))
+    return max((call.peak_memory for call in calls if call.peak_memory is not None), default=alone)
 
 
 def _speeds(told: Told, calls: Sequence[Call]) -> Json:

@@ -15,6 +15,7 @@ from ...notices import warn_once
 from ...selfspec import SelfSpec
 from .calls import Call, Caller
 from .journal import Journal, Parted
+from .memory import Peaks
 from .progress import Progress
 from .prompts import Batch
 from .settings import Condition, Settings
@@ -100,6 +101,16 @@ class Stream:
         for part in self.parts:
             _Turns(self, part, progress).run()
 
+    def measure_memory(self, peaks: Peaks | None, progress: Progress) -> None:
+        """Measures what is missing on the longest prompts of each condition, where that is wanted."""
+        for part in self.parts if peaks is not None else ():
+            options = self.settings.options(part.condition, self.pad)
+            batch = max(part.batches, key=lambda batch: batch.ids.shape[1])
+            for way in part.ways:
+                if peaks is not None and (way.name, part.index) not in self.journal.peaks:
+                    self.journal.add_peak(way.name, part.index, peaks(way, batch, options))
+                    progress.advance(f"memory of {way.name}")
+
 
 class _Turns:
     """One condition: its ``SelfSpec``s are kept from call to call."""
@@ -166,21 +177,19 @@ class _Turns:
         if call.ids == plain.ids:
             return []
         width = batch.ids.shape[1]
-        texts = self._padded(batch, plain.ids, call.ids)
-        found = first_differences(self.stream.model, *texts, batch.mask)
+        expected, ids = self._padded(batch, plain.ids, call.ids)
+        found = first_differences(self.stream.model, expected, ids, batch.mask)
         place = call.condition, call.prompt, call.way
         return [Parted(*place, d.row, d.column - width, d.margin, d.is_near_tie) for d in found]
 
-    def _padded(
-        self, batch: Batch, plain: list[list[int]], other: list[list[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        longest = max(map(len, [*plain, *other]))
+    def _padded(self, batch: Batch, *texts: list[list[int]]) -> list[torch.Tensor]:
+        longest = max(len(row) for text in texts for row in text)
 
         def padded(text: list[list[int]]) -> torch.Tensor:
             rows = torch.tensor([[*row, *[self.stream.pad] * (longest - len(row))] for row in text])
             return torch.cat([batch.ids, rows.to(batch.ids.device)], dim=1)
 
-        return padded(plain), padded(other)
+        return [padded(text) for text in texts]
 
     def _key(self, way: Way, turn: int, prompt: int) -> tuple[str, int, int, int]:
         return way.name, self.part.index, turn, prompt

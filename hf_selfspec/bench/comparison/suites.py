@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ class Source:
         if self.field is not None and self.suite not in (None, "text"):
             raise SettingError(f"--field {self.field} has no effect with --suite {self.suite}. Leave it out.")
 
-    def read(self) -> tuple[Suite, list[Item]]:
-        """The suite and the items.
+    @cached_property
+    def content(self) -> tuple[Suite, list[Item]]:
+        """The suite and the items, read once.
 
         Raises:
             SettingError: the file cannot be read, is empty, or has not the columns of the suite.
@@ -96,20 +98,30 @@ class Source:
         return suite, items
 
 
+def check(sources: Sequence[Source]) -> None:
+    """Reads all files, so that what is wrong with one is told before a model is loaded.
+
+    Raises:
+        SettingError: a file cannot be read, is empty, or has not the columns of its suite.
+    """
+    for source in sources:
+        assert source.content
+
+
 def questions(sources: Sequence[Source]) -> Kinds:
     """All chats by kind; of edits as many in code as in text."""
-    return _merged([suite.questions(items) for suite, items in (source.read() for source in sources)])
+    return _merged([suite.questions(items) for suite, items in (source.content for source in sources)])
 
 
 def beginnings(sources: Sequence[Source]) -> Kinds:
     """All texts for a model without a chat template to go on with, by kind."""
-    return _merged([suite.beginnings(items) for suite, items in (source.read() for source in sources)])
+    return _merged([suite.beginnings(items) for suite, items in (source.content for source in sources)])
 
 
 def pairs(sources: Sequence[Source]) -> KindsOfPairs:
     """Chats and variants of them by kind: another question about the same text, another name in the same code."""
     found: KindsOfPairs = {}
-    for suite, items in (source.read() for source in sources):
+    for suite, items in (source.content for source in sources):
         if suite.pairs is not None:
             for kind, both in suite.pairs(items).items():
                 found.setdefault(kind, []).extend(both)
@@ -145,17 +157,17 @@ def _items(source: Source) -> list[Item]:
         ) from error
     if not found or not all(isinstance(item, dict) for item in found):
         raise SettingError(f"--data {source.data}: there is no object in each line. Give one, e.g. {_EXAMPLE}.")
-    return found if source.field is None or path.suffix not in _JSON else _named_column(source, found)
+    return found if source.field is None or path.suffix not in _JSON else _named_column(source, source.field, found)
 
 
-def _named_column(source: Source, items: Sequence[Item]) -> list[Item]:
-    missing = next((item for item in items if not item.get(source.field)), None)
+def _named_column(source: Source, field: str, items: Sequence[Item]) -> list[Item]:
+    missing = next((item for item in items if not item.get(field)), None)
     if missing is not None:
         raise SettingError(
-            f"--field {source.field}: a line of --data {source.data} has no such column, but "
+            f"--field {field}: a line of --data {source.data} has no such column, but "
             f"{', '.join(sorted(missing))}. Name another."
         )
-    return [{"text": item[source.field]} for item in items]
+    return [{"text": item[field]} for item in items]
 
 
 def _items_of_hub(source: Source) -> list[Item]:

@@ -106,7 +106,7 @@ def _ids_of(way: Json) -> str:
     equal = way["equal_ids"]
     if equal is None or way["group"] == PLAIN_GROUP:
         return ""
-    said = f"Its ids are plain generate's in {equal['equal']} of {equal['texts']} texts"
+    said = f"The ids of {way['name']} are plain generate's in {equal['equal']} of {equal['texts']} texts"
     if not equal["parted"]:
         return f"{said}."
     ties = sum(one["near_tie"] for one in equal["parted"])
@@ -185,19 +185,18 @@ def _acceptance(condition: Json) -> Table:
             rows.append([way["name"], str(kept["num_rounds"]), *counts, places or _NOTHING, free])
     note = (
         "By position: how often a drafted token was kept where those before it were (a draft that had ended counts as "
-        "not kept). If verification were free: tokens a round where a forward over up to 32 tokens costs as much as one "
-        "over one, simulated from the rounds."
+        "not kept). If verification were free: tokens a round where a forward over up to 32 tokens costs as much as "
+        "one over one, simulated from the rounds."
     )
     return Table("Drafts", note, ["way", "rounds", "drafted", "kept", "by position", "if verification were free"], rows)
 
 
 def _latencies(condition: Json) -> Table:
     names = ("time_to_first_token", "inter_token_latency", "request_latency")
-    rows = [
-        [way["name"], *(_number(way[name] and 1e3 * way[name], ".1f") for name in names)]
-        + [_number(way["output_sequence_length"], ".0f")]
-        for way in condition["ways"]
-    ]
+    rows = []
+    for way in condition["ways"]:
+        milliseconds = [_number(way[name] and 1e3 * way[name], ".1f") for name in names]
+        rows.append([way["name"], *milliseconds, _number(way["output_sequence_length"], ".0f")])
     return Table("Latency", "Means in milliseconds.", ["way", *names, "output_sequence_length"], rows)
 
 
@@ -214,8 +213,8 @@ def _first_calls(condition: Json) -> Table:
         anew = f"{sum(fresh) / len(fresh):.2f} ({len(fresh)} calls)" if fresh else _NOTHING
         rows.append([way["name"], f"{first['request_latency']:.2f}", f"{first['ratio']:.2f}", anew, graphs])
     note = (
-        "The first prompt of the stream, which the figures above leave out where the stream runs once. Begun anew: each "
-        "prompt with a SelfSpec that knows nothing yet."
+        "The first prompt of the stream, which the figures above leave out where the stream runs once. Begun anew: "
+        "each prompt with a SelfSpec that knows nothing yet."
     )
     head = ["way", "seconds", "speed-up there", "speed-up, begun anew", "graphs compiled"]
     return Table("First calls", note, head, rows)
@@ -230,12 +229,11 @@ def _clocks(condition: Json) -> Table:
 
 
 def _parted(condition: Json) -> Table:
-    rows = [
-        [way["name"], str(one["prompt"]), str(one["row"]), str(one["position"]), f"{one['margin']:.2g}"]
-        + ["yes" if one["near_tie"] else "no"]
-        for way in condition["ways"]
-        for one in (way["equal_ids"] or {}).get("parted", ())
-    ]
+    rows = []
+    for way in condition["ways"]:
+        for one in (way["equal_ids"] or {}).get("parted", ()):
+            place = [str(one[name]) for name in ("prompt", "row", "position")]
+            rows.append([way["name"], *place, f"{one['margin']:.2g}", "yes" if one["near_tie"] else "no"])
     note = "Where ids part from plain generate's, with the gap between the model's top two logits there."
     head = ["way", "prompt", "row", "new token", "top-two gap", "within rounding"]
     return Table("Texts that part", note, head, rows)

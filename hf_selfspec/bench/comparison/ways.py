@@ -14,12 +14,13 @@ from ...errors import SelfSpecError, SettingError, SettingTypeError, brief
 from ...notices import muted
 from ...search.on_the_fly import ClosestLayers
 from ...selfspec import SelfSpec
+from ...spec_text import read_spec, split
 from .prompts import Batch
 
 PLAIN = "plain"
 # How tables group ways.
 PLAIN_GROUP, LOOKUP_GROUP, COMPILED_GROUP, OURS_GROUP = "plain", "prompt lookup", "compiled", "ours"
-_LOOKUP = re.compile(r"prompt-lookup:(\d+)(?:,(\d+))?")
+_LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
 # Tokens that prompt lookup drafts unless another number is given: transformers' own default.
 _LOOKUP_TOKENS = 10
 # New tokens of a call that shows whether a preset fits the model.
@@ -68,7 +69,7 @@ def prompt_lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Way:
     """transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
     options = {"max_matching_ngram_size": size, "prompt_lookup_num_tokens": tokens}
     call = f"prompt_lookup_num_tokens={tokens}, max_matching_ngram_size={size}"
-    name = f"prompt-lookup:{size}" if tokens == _LOOKUP_TOKENS else f"prompt-lookup:{size},{tokens}"
+    name = f"prompt-lookup({size})" if tokens == _LOOKUP_TOKENS else f"prompt-lookup({size}, {tokens})"
     return Way(name, LOOKUP_GROUP, call, options, takes_batches=False)
 
 
@@ -94,16 +95,49 @@ _WITH_PARTS = (
 )
 _COMPILED = (
     Way(
-        "static, compiled",
+        "static-compiled",
         COMPILED_GROUP,
         'cache_implementation="static"',
         {"cache_implementation": "static", "compile_config": compiled()},
         is_static=True,
     ),
-    ours("SelfSpec(compile=True)", lambda: SelfSpec(compile=compiled()), COMPILED_GROUP),
+    ours("SelfSpec(compile=True)", lambda: SelfSpec(compile=True), COMPILED_GROUP),
 )
 _LOOKUPS = (prompt_lookup(2), prompt_lookup(3), prompt_lookup(2, 5))
 KNOWN = {way.name: way for way in (Way(PLAIN, PLAIN_GROUP, "(nothing)"), *_LOOKUPS, *_COMPILED, *PRESETS)}
+
+# What a command line may write for one or several of them.
+SHORT = {
+    "prompt-lookup": tuple(way.name for way in _LOOKUPS),
+    "selfspec": ("SelfSpec()",),
+    "selfspec-compiled": ("SelfSpec(compile=True)",),
+    **{name: (f"SelfSpec.{name}()",) for name in ("lookup", "layerskip", "swift", "adaspeed")},
+}
+
+
+def methods_of(texts: Iterable[str]) -> dict[str, str | SelfSpec]:
+    """What the words of a command line name, by the name that tables give it.
+
+    Args:
+        texts: names of ways, short ones too, or what ``--spec`` of other commands takes.
+
+    Raises:
+        SettingError: one names nothing.
+    """
+    found: dict[str, str | SelfSpec] = {}
+    for text in split(texts):
+        if text in SHORT or known_way(text) is not None:
+            found |= {name: name for name in SHORT.get(text, (text,))}
+        else:
+            found[text] = _read(text)
+    return found
+
+
+def _read(text: str) -> SelfSpec:
+    try:
+        return read_spec(text, "--methods")
+    except SettingError as error:
+        raise SettingError(f"{error} Other methods are {', '.join([PLAIN, 'static-compiled', *SHORT])}.") from error
 
 
 def known_way(name: str) -> Way | None:
@@ -120,24 +154,22 @@ def fresh(spec: SelfSpec) -> SelfSpec:
     return made
 
 
-def ways_of(methods: Iterable[str | SelfSpec] | Mapping[str, SelfSpec], device_type: str) -> list[Way]:
+def ways_of(methods: Iterable[str | SelfSpec] | Mapping[str, str | SelfSpec]) -> list[Way]:
     """Plain generate and what was named.
 
     Args:
         methods: names of ways, or ``SelfSpec``s, also by the name that tables give them.
-        device_type: ``cpu``, ``cuda``, ...
 
     Raises:
         SettingError, SettingTypeError: there is no such way.
     """
     given = list(methods.items()) if isinstance(methods, Mapping) else [(None, method) for method in methods]
-    ways = [KNOWN[PLAIN], *(_way(name, method) for name, method in given)]
-    found = {way.name: way for way in ways}
-    if len(found) < len(given):
-        named = [way.name for way in ways[1:]]
-        twice = sorted({name for name in named if named.count(name) > 1})
+    ways = [_way(name, method) for name, method in given]
+    named = [way.name for way in ways]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
         raise SettingError(f"methods: {', '.join(twice)} is given twice. Give each a name of its own: {{name: spec}}.")
-    return list(found.values())
+    return list({way.name: way for way in (KNOWN[PLAIN], *ways)}.values())
 
 
 def _way(name: str | None, method: Any) -> Way:
@@ -149,7 +181,7 @@ def _way(name: str | None, method: Any) -> Way:
     way = known_way(method)
     if way is None:
         raise SettingError(
-            f"methods: {method!r} is not known. Give a SelfSpec, prompt-lookup:N,K, or one of "
+            f"methods: {method!r} is not known. Give a SelfSpec, prompt-lookup(N, K), or one of "
             f"{', '.join(repr(known) for known in KNOWN)}."
         )
     return way

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from . import fit
+from .bench import bench
 from .output import PROGRAM, brief_warnings, tell
 
 __all__ = ["main"]
@@ -26,6 +27,7 @@ app = typer.Typer(
     help="Generating faster with a part of the model itself.", add_completion=False, pretty_exceptions_enable=False
 )
 app.add_typer(fit.app, name="fit")
+app.command()(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
