@@ -5,6 +5,7 @@ the output is what it would have been.
 """
 
 from .attached import attach, detach
+from .bench.comparison import Comparison, compare
 from .differences import Difference, first_differences
 from .draft import (
     Cascade,
@@ -61,6 +62,7 @@ __all__ = [
     "CalibratedEntropy",
     "Cascade",
     "ClosestLayers",
+    "Comparison",
     "ConfidenceThreshold",
     "CostTree",
     "Difference",
@@ -102,6 +104,7 @@ __all__ = [
     "Verdict",
     "attach",
     "calibrate_exit_heads",
+    "compare",
     "detach",
     "exit_report",
     "first_differences",

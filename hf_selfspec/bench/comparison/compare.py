@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +17,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...errors import SettingError, SettingTypeError
+from ...errors import SettingError, SettingTypeError, brief
 from ...files import check_folder, reported, written_whole
 from ...model.anatomy import causal_lm, max_positions
+from ...notices import warn_once
 from ...pictures import save
 from ...selfspec import SelfSpec
 from ..forward import forward_seconds
@@ -29,7 +29,7 @@ from .journal import Journal
 from .memory import Peaks
 from .page import html, markdown
 from .progress import shown
-from .prompts import Batch, Encoder, Given, Prompt, batches_of, padding, stream_of
+from .prompts import Batch, Encoder, Given, Prompt, batches_of, padding
 from .results import Json, results
 from .settings import Clock, Settings
 from .stream import Stream, parts_of
@@ -43,6 +43,8 @@ RESULTS, REPORT, PAGE = "results.json", "report.md", "report.html"
 # Tokens before forwards whose cost is measured, and timings of each.
 _CONTEXT, _REPEATS = 256, 7
 _KIND = "text"
+# Characters of a hash of the prompts.
+_HASH = 12
 
 Methods = Iterable[str | SelfSpec] | Mapping[str, str | SelfSpec]
 
@@ -167,7 +169,7 @@ def compare(
         seed,
         clock,
     )
-    prompts, left_out = encoded(inner, tokenizer, {_KIND: _checked(texts)}, settings, count=None)
+    prompts, left_out = _encoded(inner, tokenizer, _checked(texts), settings)
     asked = Asked(inner, tokenizer, prompts, settings, methods, left_out, out=None if out is None else Path(out))
     return asked.measured(progress)
 
@@ -229,7 +231,7 @@ class Asked:
             "about": about,
             "settings": self.settings.as_json(),
             "ways": [way.name for way in ways],
-            "prompts": hashlib.sha256(json.dumps([prompt.ids for prompt in self.prompts]).encode()).hexdigest(),
+            "prompts": hashlib.sha256(json.dumps([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:_HASH],
         }
         journal = Journal.opened(header, self.out, self.traces)
         stream = Stream(self.model, self.settings, parts, pad, journal)
@@ -275,7 +277,11 @@ class Asked:
             return None
         positions = max_positions(self.model.config.get_text_config(decoder=True)) or sys.maxsize
         context = min(_CONTEXT, positions // 2)
-        theirs, ours = forward_seconds(self.model, context, _REPEATS)
+        try:
+            theirs, ours = forward_seconds(self.model, context, _REPEATS)
+        except (RuntimeError, ValueError) as error:  # e.g. a cache of states that cannot be cropped
+            warn_once(f"what verifying several tokens costs is not measured with this model ({brief(error)}).")
+            return None
         curves = {"transformers": theirs, "ours": ours}
         shares = {
             whose: {str(count): seconds / curve[1] for count, seconds in curve.items()}
@@ -284,16 +290,13 @@ class Asked:
         return {"context": context, **shares, "ours_over_transformers": ours[1] / theirs[1]}
 
 
-def encoded(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Mapping[str, Sequence[Given]],
-    settings: Settings,
-    count: int | None,
+def _encoded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Given], settings: Settings
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """The stream of the user's own prompts, and by kind how many did not fit."""
+    """The user's own prompts in their order, and how many did not fit."""
     encoder = Encoder(tokenizer, longest_prompt(model, settings), None if tokenizer.chat_template else sys.maxsize)
-    return stream_of(texts, encoder, count, random.Random(settings.seed)), dict(+encoder.left_out)
+    prompts = [encoder.prompt(_KIND, text) for text in texts]
+    return [prompt for prompt in prompts if prompt is not None], dict(+encoder.left_out)
 
 
 def longest_prompt(model: PreTrainedModel, settings: Settings) -> int:

@@ -37,8 +37,7 @@ pre { background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto; margin: .6rem
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ccc; text-align: right; vertical-align: top; }
-th:first-child, td:first-child { overflow-wrap: anywhere; }
-td { white-space: nowrap; } td:first-child, .words td { white-space: normal; }
+th:first-child, td { white-space: nowrap; } .words td { white-space: normal; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
 th { border-bottom: 2px solid #111; } tr.best td { font-weight: 700; background: #eef4f9; }
 img { max-width: 100%; height: auto; }

@@ -76,7 +76,7 @@ def verdict(condition: Json) -> Verdict:
     ways = {way["name"]: way for way in condition["ways"]}
     best = ways[condition["best"]]
     others = [_compared(ways, name) for name in dict.fromkeys(_rivals(condition, ways)) if name != best["name"]]
-    details = [*filter(None, [*others, _ids_of(best), _few(condition)])]
+    details = [*filter(None, [*others, _as_fast(ways, best), _ids_of(best), _few(condition)])]
     if best["name"] == PLAIN:
         return Verdict("Nothing that was measured is faster than plain generate here.", details, "")
     found = estimate(best["whole"]["ratio_of_means"])
@@ -88,6 +88,19 @@ def verdict(condition: Json) -> Verdict:
     speeds = [ways[name]["output_token_throughput"]["value"] for name in (best["name"], PLAIN)]
     head = f"{best['name']} is {found.value:.2f} times as fast as plain generate{interval}: "
     return Verdict(f"{head}{speeds[0]:.1f} tokens per second in place of {speeds[1]:.1f}.", details, best["call"])
+
+
+def _as_fast(ways: Mapping[str, Json], best: Json) -> str:
+    """Ways that these prompts cannot tell from the fastest."""
+    found = estimate(best["whole"]["ratio_of_means"])
+    if found is None or found.low is None or best["name"] == PLAIN:
+        return ""
+    close = [
+        f"{name} ({_ratio(way['whole'])})"
+        for name, way in ways.items()
+        if name not in (best["name"], PLAIN) and way["whole"] and way["whole"]["ratio_of_means"]["value"] >= found.low
+    ]
+    return f"Within that interval as well: {', '.join(close)}." if close else ""
 
 
 def _rivals(condition: Json, ways: Mapping[str, Json]) -> list[str]:
@@ -133,6 +146,7 @@ def condition_tables(condition: Json) -> list[Table]:
 
 def main_table(condition: Json) -> Table:
     """A row for each way."""
+    has_memory = any(way["peak_memory_bytes"] is not None for way in condition["ways"])
     rows = []
     for way in condition["ways"]:
         means = estimate(way["whole"] and way["whole"]["ratio_of_means"])
@@ -147,9 +161,9 @@ def main_table(condition: Json) -> Table:
             _number(kept and kept["mean_acceptance_length"], ".2f"),
             _number(kept and kept["draft_acceptance_rate"], ".0%"),
             f"{equal['equal']}/{equal['texts']}" if equal else _NOTHING,
-            _number(way["peak_memory_bytes"] and way["peak_memory_bytes"] / _MIB, ",.0f"),
         ]
-        rows.append(cells)
+        memory = [_number(way["peak_memory_bytes"] and way["peak_memory_bytes"] / _MIB, ",.0f")] if has_memory else []
+        rows.append(cells + memory)
     names = [way["name"] for way in condition["ways"]]
     head = ["way", "speed-up", "95 % interval", "by totals", "decoding", "tokens/s", "tokens a round", "accepted"]
     note = (
@@ -157,7 +171,8 @@ def main_table(condition: Json) -> Table:
         "By totals: all tokens over all seconds. Decoding: behind the first token. Tokens a round: "
         "mean_acceptance_length, with the bonus token."
     )
-    head += ["same ids", "peak MiB"]
+    head += ["same ids", *(["peak MiB"] if has_memory else [])]
+    note += "" if has_memory else " Peak memory was not measured (on a CPU --memory measures it)."
     return Table("All ways", note, head, rows, names.index(condition["best"]))
 
 

@@ -25,6 +25,8 @@ _LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
 _LOOKUP_TOKENS = 10
 # New tokens of a call that shows whether a preset fits the model.
 _TRIED = 3
+# What a way that does not fit a model raises, of ours and of transformers'.
+_REFUSALS = (SelfSpecError, ValueError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -208,13 +210,14 @@ def usual_ways(model: PreTrainedModel, batch: Batch) -> tuple[list[Way], list[Le
 
 
 def _why_not(model: PreTrainedModel, way: Way, batch: Batch) -> str:
-    if way.make is None:
+    if way.name == PLAIN:
         return ""
+    given = dict(way.options) if way.make is None else {"assistant": way.make()}
     ids, mask = batch.ids[:1], batch.mask[:1]
     try:
         with muted():
-            model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, assistant=way.make())
-    except SelfSpecError as error:
+            model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, **given)
+    except _REFUSALS as error:
         return brief(error)
     return ""
 
