@@ -57,6 +57,11 @@ class Told:
         }
         return cls(part, calls, known[first:], fresh, journal, clock)
 
+    def graphs(self, name: str) -> list[int]:
+        """Graphs that were compiled in each call of a way, whatever the pass."""
+        of_part = (call for call in self.journal.calls.values() if call.condition == self.part.index)
+        return [call.graphs for call in of_part if call.way == name]
+
     def of_way(self, name: str, wanted: Callable[[Call], bool] = lambda plain: True) -> list[Call]:
         """The counted calls of a way, on prompts whose call of plain generate is wanted."""
         return [
@@ -121,6 +126,7 @@ def _best(ways: Sequence[Json]) -> str | None:
 def _way(told: Told, way: Way) -> Json:
     calls = told.of_way(way.name)
     kept = acceptance(calls)
+    graphs = told.graphs(way.name)
     return {
         "name": way.name,
         "group": way.group,
@@ -136,8 +142,8 @@ def _way(told: Told, way: Way) -> Json:
         "equal_ids": _equal(told, way, calls),
         "first_call": _first_call(told, way.name),
         "fresh_calls": _fresh(told, way.name),
-        "compiled_graphs": sum(call.graphs for call in told.calls[way.name]),
-        "calls_with_compiling": sum(call.graphs > 0 for call in told.calls[way.name]),
+        "compiled_graphs": sum(graphs),
+        "calls_with_compiling": sum(count > 0 for count in graphs),
         "left_to_generate": sum(bool(call.left_to_generate) for call in calls),
         "peak_memory_bytes": _peak(told, way, calls),
     }
