@@ -14,6 +14,7 @@ import typer
 
 from . import fit
 from .bench import bench
+from .measure import SETTINGS, measure
 from .output import PROGRAM, brief_warnings, tell
 
 __all__ = ["main"]
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(fit.app, name="fit")
 app.command()(bench)
+app.command(context_settings=SETTINGS)(measure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
