@@ -37,6 +37,7 @@ from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
 from .stats import GenerationStats
 from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
+from .streaming import MarkedStreamer, Piece, stream
 from .train import (
     EarlyExitLoss,
     Gradual,
@@ -83,9 +84,11 @@ __all__ = [
     "LayerDropout",
     "LinearProbe",
     "Lookup",
+    "MarkedStreamer",
     "NumericalError",
     "OfflineSearch",
     "OnTheFlySearch",
+    "Piece",
     "ProductThreshold",
     "Rotational",
     "SelfSpec",
@@ -113,6 +116,7 @@ __all__ = [
     "register_architecture",
     "register_grammar",
     "register_stateless",
+    "stream",
     "tune",
     "uninstall",
 ]

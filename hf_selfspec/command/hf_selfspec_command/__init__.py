@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from . import fit
+from .generate import generate
 from .output import PROGRAM, brief_warnings, tell
 
 __all__ = ["main"]
@@ -25,6 +26,7 @@ _UsageError: Any = typer.BadParameter.__base__
 app = typer.Typer(
     help="Generating faster with a part of the model itself.", add_completion=False, pretty_exceptions_enable=False
 )
+app.command()(generate)
 app.add_typer(fit.app, name="fit")
 
 

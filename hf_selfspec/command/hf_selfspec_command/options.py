@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_selfspec.loading import NamedModel
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
@@ -42,6 +48,25 @@ class ModelOptions:
     dtype: DtypeOption = "auto"
     device: DeviceOption = None
     threads: ThreadsOption = None
+
+    def find(self) -> NamedModel:
+        """Checks all options; nothing of the model is loaded yet."""
+        from transformers.utils import logging
+
+        from hf_selfspec.loading import NamedModel, device_named, set_threads
+
+        logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+        device_named(self.device)
+        set_threads(self.threads)
+        return NamedModel.find(self.model)
+
+    def load(self, named: NamedModel) -> PreTrainedModel:
+        """The model that :meth:`find` has found."""
+        from hf_selfspec.loading import device_named
+
+        return named.model(self.dtype, device_named(self.device))
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
