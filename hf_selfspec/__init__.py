@@ -28,6 +28,7 @@ from .errors import (
     UnsupportedOptionError,
 )
 from .grammar import Grammar, register_grammar
+from .inspection import Inspection, Share, inspect_model
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .parts import Adapter, ExitHeads, LinearProbe
@@ -81,6 +82,7 @@ __all__ = [
     "GenerationStats",
     "Gradual",
     "Grammar",
+    "Inspection",
     "LayerDropout",
     "LinearProbe",
     "Lookup",
@@ -96,6 +98,7 @@ __all__ = [
     "Session",
     "SettingError",
     "SettingTypeError",
+    "Share",
     "SkipChoice",
     "SkipLayers",
     "Text",
@@ -111,6 +114,7 @@ __all__ = [
     "fit_adapter",
     "fit_exit_heads",
     "fit_probe",
+    "inspect_model",
     "install",
     "register",
     "register_architecture",

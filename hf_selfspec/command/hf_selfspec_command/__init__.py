@@ -14,6 +14,7 @@ import typer
 
 from . import fit
 from .generate import generate
+from .inspect import inspect
 from .output import PROGRAM, brief_warnings, tell
 
 __all__ = ["main"]
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="Generating faster with a part of the model itself.", add_completion=False, pretty_exceptions_enable=False
 )
 app.command()(generate)
+app.command()(inspect)
 app.add_typer(fit.app, name="fit")
 
 
