@@ -5,6 +5,7 @@ the output is what it would have been.
 """
 
 from .attached import attach, detach
+from .auditing import Audit, Parting, audit
 from .differences import Difference, first_differences
 from .draft import (
     Cascade,
@@ -60,6 +61,7 @@ __all__ = [
     "Adapter",
     "AdaptiveThreshold",
     "Architecture",
+    "Audit",
     "CalibratedEntropy",
     "Cascade",
     "ClosestLayers",
@@ -90,6 +92,7 @@ __all__ = [
     "NumericalError",
     "OfflineSearch",
     "OnTheFlySearch",
+    "Parting",
     "Piece",
     "ProductThreshold",
     "Rotational",
@@ -107,6 +110,7 @@ __all__ = [
     "UnsupportedOptionError",
     "Verdict",
     "attach",
+    "audit",
     "calibrate_exit_heads",
     "detach",
     "exit_report",

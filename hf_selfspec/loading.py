@@ -120,3 +120,13 @@ def set_threads(count: int | None) -> None:
     if count is not None:
         check_count("--threads", count)
         torch.set_num_threads(count)
+
+
+def set_seed(seed: int) -> None:
+    """Seeds what torch draws.
+
+    Raises:
+        SettingError, SettingTypeError: it is no count.
+    """
+    check_count("--seed", seed, least=0)
+    torch.manual_seed(seed)

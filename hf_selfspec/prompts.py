@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -33,19 +33,41 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device) -> dict[str, torch.Tensor]:
+def as_prompts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], chat: bool | None = None) -> list[Prompt]:
+    """Texts as prompts.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: see there.
+        chat: whether each is the first message of a chat; ``None`` where the tokenizer has a chat template.
+
+    Raises:
+        SettingError: they are, and it has none.
+    """
+    if chat is None:
+        chat = has_chats(tokenizer)
+    elif chat:
+        check_chats(tokenizer)
+    return [[{"role": "user", "content": text}] if chat else text for text in texts]
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device, longest: int | None = None
+) -> dict[str, torch.Tensor]:
     """Inputs of ``generate``, one row.
 
     Args:
         tokenizer: the model's tokenizer.
         prompt: a text, or a chat as a list of messages.
         device: the model's.
+        longest: tokens of a text that count, the first ones; chats are taken whole.
 
     Raises:
         SettingError: it is empty, or a chat and the tokenizer has no chat template.
         SettingTypeError: it is neither.
     """
-    ids = torch.tensor([_ids(tokenizer, prompt)], device=device)
+    found = _ids(tokenizer, prompt)
+    ids = torch.tensor([found[:longest] if isinstance(prompt, str) else found], device=device)
     if not ids.numel():
         raise SettingError("the prompt is empty. Give at least one token to go on from.")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .options import MaxNewTokensOption, ModelOptions, SpecOption, takes_options
+from .options import ChatOption, MaxNewTokensOption, ModelOptions, SpecOption, takes_options
 
 if TYPE_CHECKING:
     from hf_selfspec import GenerationStats, Piece
@@ -25,14 +25,7 @@ def generate(
     model: ModelOptions,
     prompt: Annotated[str | None, typer.Option(help="What to answer, or to go on from.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file with the prompt.")] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Whether the prompt is a message of a chat or a text to go on from; by default a chat where the model "
-            "has a chat template.",
-        ),
-    ] = None,
+    chat: ChatOption = None,
     spec: SpecOption = "selfspec",
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: Annotated[float, typer.Option(help="Of drawn tokens; 0 takes the likeliest ones.")] = 0.0,
@@ -41,6 +34,7 @@ def generate(
 ) -> None:
     """Generates text; accepted drafts are green on a terminal. Without a prompt it chats."""
     from hf_selfspec import stream
+    from hf_selfspec.loading import set_seed
     from hf_selfspec.prompts import check_chats, has_chats
     from hf_selfspec.spec_text import read_spec
     from hf_selfspec.streaming import sampling
@@ -53,7 +47,7 @@ def generate(
     if is_chat or given is None:
         check_chats(tokenizer)
     network, write = model.load(named), _writer()
-    _set_seed(seed)
+    set_seed(seed)
     messages: list[dict[str, Any]] = []
     for text in _asked() if given is None else [given]:
         messages.append({"role": "user", "content": text})
@@ -107,12 +101,6 @@ def _writer() -> Callable[[Piece], None]:
         sys.stdout.flush()
 
     return write
-
-
-def _set_seed(seed: int) -> None:
-    import torch
-
-    torch.manual_seed(seed)
 
 
 def _summarize(stats: GenerationStats | None) -> None:

@@ -26,7 +26,15 @@ DeviceOption = Annotated[
 ThreadsOption = Annotated[int | None, typer.Option(help="Threads of torch on the CPU.")]
 DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
 FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
-PromptsOption = Annotated[int, typer.Option(help="How many prompts of the data to take.")]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Whether a prompt is a message of a chat or a text to go on from; by default a chat where the model has a "
+        "chat template.",
+    ),
+]
+PromptsOption = Annotated[int, typer.Option(help="How many texts of the data to take, the first ones.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
 SpecOption = Annotated[
     str,
@@ -38,6 +46,23 @@ SpecOption = Annotated[
 MethodsOption = Annotated[
     list[str], typer.Option(help="As --spec; several with commas between them, or by giving the option again.")
 ]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which texts."""
+
+    data: DataOption
+    field: FieldOption = None
+    prompts: PromptsOption = 8
+
+    def read(self) -> list[str]:
+        """The texts, as many as there are up to the number that is wanted."""
+        from hf_selfspec.settings import check_count
+        from hf_selfspec.train.texts import texts
+
+        check_count("--prompts", self.prompts)
+        return texts(self.data, self.field)[: self.prompts]
 
 
 @dataclass(frozen=True)
