@@ -170,8 +170,9 @@ def audit(
     inner, prompts = causal_lm(model, "audit"), list(texts) if not isinstance(texts, str) else []
     if not prompts:
         raise SettingTypeError(f"audit(texts) must be a list of prompts, at least one, got {texts!r}.")
-    for name, value in (("max_new_tokens", max_new_tokens), ("max_prompt_tokens", max_prompt_tokens), ("draws", draws)):
-        check_count(f"audit({name})", value)
+    counts = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens, "draws": draws}
+    for setting, value in counts.items():
+        check_count(f"audit({setting})", value)
     if spec is None:
         spec = SelfSpec()
     if not isinstance(spec, SelfSpec):
@@ -261,8 +262,8 @@ class _Run:
         step = min(column - width, len(output.scores) - 1)
         scores, tokens = output.scores[step][0], (pair[0][column], pair[1][column])
         difference = difference_at(0, column, *tokens, scores, self.model.dtype)
-        texts = (None if token == _NOTHING else str(self.tokenizer.decode([token])) for token in tokens)
-        return [Parting(prompt, column - width, *texts, difference)]
+        expected, got = (None if token == _NOTHING else str(self.tokenizer.decode([token])) for token in tokens)
+        return [Parting(prompt, column - width, expected, got, difference)]
 
 
 def _ends(model: PreTrainedModel) -> frozenset[int]:

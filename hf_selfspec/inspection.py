@@ -161,7 +161,7 @@ def _without_weights(config: Any) -> Any:
 
 def _inspected(model: PreTrainedModel) -> Inspection:
     config = model.config
-    names = {"model_name": type(model).__name__, "model_type": str(config.model_type)}
+    names: dict[str, Any] = {"model_name": type(model).__name__, "model_type": str(config.model_type)}
     try:
         anatomy = Anatomy.of(model)
     except SelfSpecError as error:

@@ -51,7 +51,7 @@ def generate(
     messages: list[dict[str, Any]] = []
     for text in _asked() if given is None else [given]:
         messages.append({"role": "user", "content": text})
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
         asked = messages if is_chat or given is None else text
         answer = stream(network, tokenizer, asked, write, spec=drafts, **options)
         print(flush=True)
