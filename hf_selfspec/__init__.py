@@ -5,7 +5,7 @@ the output is what it would have been.
 """
 
 from .attached import attach, detach
-from .auditing import Audit, Parting, audit
+from .auditing import Audit, Parting, SampleTest, audit
 from .differences import Difference, first_differences
 from .draft import (
     Cascade,
@@ -96,6 +96,7 @@ __all__ = [
     "Piece",
     "ProductThreshold",
     "Rotational",
+    "SampleTest",
     "SelfSpec",
     "SelfSpecError",
     "Session",

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .differences import Difference, difference_at
 from .distribution import ChiSquared, Expected, draw
-from .errors import SettingError, SettingTypeError
+from .errors import SettingTypeError
 from .model.anatomy import causal_lm
 from .prompts import Prompt, encoded
 from .selfspec import SelfSpec
-from .settings import check_count
+from .settings import check_count, check_positive
 from .streaming import sampling
 
 # Of drawn texts only the beginning can be counted. The first token comes with the prompt, so that there is room for
@@ -27,6 +27,33 @@ _GREEDY = "{:>6} {:>6} {:>16} {:>16} {:>10} {:>10}  {}"
 _SAMPLED = "{:>6} {:>7} {:>9} {:>8} {:>9}"
 # Stands where one text has ended and the other has not.
 _NOTHING = -1
+
+
+@dataclass(frozen=True)
+class SampleTest:
+    """How drawn tokens are tested.
+
+    Args:
+        temperature: with which tokens are drawn.
+        top_p: share of the probability from which they are; the generation config's by default.
+        draws: for each prompt.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    temperature: float = 1.0
+    top_p: float | None = None
+    draws: int = 1000
+
+    def __post_init__(self) -> None:
+        check_positive("SampleTest(temperature)", self.temperature)
+        check_count("SampleTest(draws)", self.draws)
+        self.options()
+
+    def options(self) -> dict[str, Any]:
+        """Of ``generate``."""
+        return sampling("SampleTest", self.temperature, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -139,10 +166,7 @@ def audit(
     *,
     max_new_tokens: int = 64,
     max_prompt_tokens: int = 512,
-    sample: bool = False,
-    temperature: float = 1.0,
-    top_p: float | None = None,
-    draws: int = 1000,
+    sample: SampleTest | None = None,
     name: str = "",
     after_prompt: Callable[[], None] | None = None,
 ) -> Audit:
@@ -158,9 +182,7 @@ def audit(
         spec: what is audited, ``SelfSpec()`` by default.
         max_new_tokens: tokens to generate for each prompt; drawn texts have 4.
         max_prompt_tokens: tokens of a prompt that is a string, the first ones; at most 16 where texts are drawn.
-        sample: draw tokens.
-        temperature, top_p: of drawn tokens.
-        draws: for each prompt, where tokens are drawn.
+        sample: how drawn tokens are tested, ``None`` for greedy ones.
         name: of the method in the table, the settings of ``spec`` by default.
         after_prompt: is called after each prompt, for a progress bar.
 
@@ -170,20 +192,18 @@ def audit(
     inner, prompts = causal_lm(model, "audit"), list(texts) if not isinstance(texts, str) else []
     if not prompts:
         raise SettingTypeError(f"audit(texts) must be a list of prompts, at least one, got {texts!r}.")
-    counts = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens, "draws": draws}
-    for setting, value in counts.items():
-        check_count(f"audit({setting})", value)
+    check_count("audit(max_new_tokens)", max_new_tokens)
+    check_count("audit(max_prompt_tokens)", max_prompt_tokens)
     if spec is None:
         spec = SelfSpec()
     if not isinstance(spec, SelfSpec):
         raise SettingTypeError(f"audit(spec) must be a SelfSpec or None, got {spec!r}.")
-    options = sampling("audit", temperature, top_p) if sample else {"do_sample": False}
-    if sample and not options["do_sample"]:
-        raise SettingError("audit(sample=True) needs a temperature above 0.")
-    longest = min(max_prompt_tokens, _SHORT_PROMPT) if sample else max_prompt_tokens
+    if sample is not None and not isinstance(sample, SampleTest):
+        raise SettingTypeError(f"audit(sample) must be SampleTest(...) or None, got {sample!r}.")
+    longest = max_prompt_tokens if sample is None else min(max_prompt_tokens, _SHORT_PROMPT)
     rows = [encoded(tokenizer, prompt, inner.device, longest)["input_ids"] for prompt in prompts]
-    run = _Run(inner, tokenizer, spec, name or repr(spec), options, after_prompt or (lambda: None))
-    return run.sampled(rows, draws) if sample else run.greedy(rows, max_new_tokens)
+    run = _Run(inner, tokenizer, spec, name or repr(spec), after_prompt or (lambda: None))
+    return run.greedy(rows, max_new_tokens) if sample is None else run.sampled(rows, sample)
 
 
 class _Run:
@@ -195,20 +215,19 @@ class _Run:
         tokenizer: PreTrainedTokenizerBase,
         spec: SelfSpec,
         name: str,
-        options: dict[str, Any],
         after_prompt: Callable[[], None],
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.spec = spec
         self.name = name
-        self.options = options
+        self.options: dict[str, Any] = {}
         self.after_prompt = after_prompt
         self._tokens = self._drafted = self._accepted = 0
 
     def greedy(self, rows: Sequence[torch.Tensor], max_new_tokens: int) -> Audit:
         """Compares ids."""
-        self.options["max_new_tokens"] = max_new_tokens
+        self.options = {"do_sample": False, "max_new_tokens": max_new_tokens}
         partings = []
         for index, ids in enumerate(rows):
             plain, ours = self._generate(ids, assistant=False), self._generate(ids, assistant=self.spec)
@@ -217,13 +236,13 @@ class _Run:
             self.after_prompt()
         return self._audit(len(rows), partings=tuple(partings))
 
-    def sampled(self, rows: Sequence[torch.Tensor], draws: int) -> Audit:
+    def sampled(self, rows: Sequence[torch.Tensor], test: SampleTest) -> Audit:
         """Compares distributions."""
-        ends = _ends(self.model)
+        ends, options, draws = _ends(self.model), test.options(), test.draws
         tests = []
         for ids in rows:
-            expected = Expected.of(self.model, ids, _STEPS, draws, ends, self.options)
-            with_spec = self.options | {"assistant": self.spec}
+            expected = Expected.of(self.model, ids, _STEPS, draws, ends, options)
+            with_spec = options | {"assistant": self.spec}
             tests.append(expected.test(draw(self.model, ids, _STEPS, draws, ends, with_spec, self._count)))
             self.after_prompt()
         return self._audit(len(rows), tests=tuple(tests))

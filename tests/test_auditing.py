@@ -14,7 +14,7 @@ from test_sampling import SPECS, accepts_everything, exact_joint
 from test_sampling import llama as small_vocabulary
 from transformers import LlamaForCausalLM
 
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, audit
+from hf_selfspec import EarlyExit, FixedLength, SampleTest, SelfSpec, SettingError, SettingTypeError, audit
 from hf_selfspec.differences import difference_at
 from hf_selfspec.distribution import ChiSquared, Expected
 from hf_selfspec.verify import walk
@@ -123,7 +123,9 @@ class Numbers:
 
 def sampled(**options: Any) -> Any:
     torch.manual_seed(0)
-    return audit(small_vocabulary(), Numbers(), ["3", "31"], SPECS["early exit"], sample=True, draws=1500, **options)
+    return audit(
+        small_vocabulary(), Numbers(), ["3", "31"], SPECS["early exit"], sample=SampleTest(draws=1500, **options)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_p": 0.8}])
@@ -159,7 +161,7 @@ def test_impossible_tokens_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaForCausalLM, "generate", with_one_more)
     torch.manual_seed(0)
     spec, model = SPECS["early exit"], small_vocabulary()
-    found = audit(model, Numbers(), ["3"], spec, sample=True, draws=200, top_p=0.5)
+    found = audit(model, Numbers(), ["3"], spec, sample=SampleTest(draws=200, top_p=0.5))
     assert found.test.impossible == 1
     assert found.test.p_value == 0
     assert not found.passed
@@ -193,7 +195,7 @@ def test_p_values_are_those_of_scipy() -> None:
 
 def test_too_few_draws_are_told() -> None:
     torch.manual_seed(0)
-    found = audit(small_vocabulary(), Numbers(), ["3"], SPECS["early exit"], sample=True, draws=4)
+    found = audit(small_vocabulary(), Numbers(), ["3"], SPECS["early exit"], sample=SampleTest(draws=4))
     assert "so this shows nothing" in str(found)
 
 
@@ -209,13 +211,24 @@ def test_too_few_draws_are_told() -> None:
         ([""], {}, "the prompt is empty"),
         ([[{"role": "user", "content": "a"}]], {}, "the tokenizer has no chat template"),
         (["a"], {"max_new_tokens": 0}, r"audit\(max_new_tokens\) must be at least 1, got 0"),
-        (["a"], {"draws": 0}, r"audit\(draws\) must be at least 1"),
         (["a"], {"spec": "lookup"}, r"audit\(spec\) must be a SelfSpec or None, got 'lookup'"),
-        (["a"], {"sample": True, "temperature": 0}, "needs a temperature above 0"),
-        (["a"], {"sample": True, "temperature": -1}, r"audit\(temperature\) must be a finite number of at least 0"),
-        (["a"], {"sample": True, "top_p": 2}, r"audit\(top_p\) must lie between 0 and 1"),
+        (["a"], {"sample": True}, r"audit\(sample\) must be SampleTest\(...\) or None, got True"),
     ],
 )
 def test_what_cannot_be_audited(texts: Any, options: dict[str, Any], words: str, llama: LlamaForCausalLM) -> None:
     with pytest.raises((SettingError, SettingTypeError), match=words):
         audit(llama, character_tokenizer(), texts, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"draws": 0}, r"SampleTest\(draws\) must be at least 1"),
+        ({"temperature": 0}, r"SampleTest\(temperature\) must be a finite number above 0"),
+        ({"temperature": float("nan")}, r"SampleTest\(temperature\) must be a finite number above 0"),
+        ({"top_p": 2}, r"SampleTest\(top_p\) must lie between 0 and 1"),
+    ],
+)
+def test_how_tokens_cannot_be_drawn(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        SampleTest(**settings)

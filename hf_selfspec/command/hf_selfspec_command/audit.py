@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import ChatOption, MaxNewTokensOption, MethodsOption, ModelOptions, TextOptions, takes_options
+from .options import (
+    ChatOption,
+    MaxNewTokensOption,
+    MaxPromptTokensOption,
+    MethodsOption,
+    ModelOptions,
+    SeedOption,
+    TextOptions,
+    takes_options,
+)
 from .output import progress
+
+if TYPE_CHECKING:
+    from hf_selfspec import SampleTest
 
 
 @takes_options
@@ -17,28 +29,30 @@ def audit(
     chat: ChatOption = None,
     methods: MethodsOption = ("selfspec",),  # type: ignore[assignment]
     max_new_tokens: MaxNewTokensOption = 64,
-    max_prompt_tokens: Annotated[int, typer.Option(help="Tokens of a raw prompt that count, the first ones.")] = 512,
+    max_prompt_tokens: MaxPromptTokensOption = 512,
     sample: Annotated[
         bool, typer.Option("--sample", help="Test the distribution of the first drawn tokens, on short prompts.")
     ] = False,
-    temperature: Annotated[float, typer.Option(help="Of drawn tokens.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="Of drawn tokens, 1.0 by default.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Share of the probability from which tokens are drawn.")] = None,
-    draws: Annotated[int, typer.Option(help="For each prompt, with --sample.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of drawn tokens.")] = 0,
+    draws: Annotated[int | None, typer.Option(min=1, help="For each prompt, 1000 by default.")] = None,
+    seed: SeedOption = 0,
 ) -> None:
     """Compares texts with plain generate's; exit code 1 where a difference is no near tie."""
+    import torch
+
     from hf_selfspec import audit
-    from hf_selfspec.loading import set_seed
     from hf_selfspec.prompts import as_prompts
     from hf_selfspec.spec_text import read_spec, split
 
+    test = _test(sample, {"temperature": temperature, "top_p": top_p, "draws": draws})
     names = split(methods)
     specs = [read_spec(name, "--methods") for name in names]
     texts, named = data.read(), model.find()
     tokenizer = named.tokenizer()
     prompts = as_prompts(tokenizer, texts, chat)
     network = model.load(named)
-    set_seed(seed)
+    torch.manual_seed(seed)
     all_passed = True
     for name, spec in zip(names, specs, strict=True):
         with progress(f"audit of {name}", len(prompts)) as advance:
@@ -49,10 +63,7 @@ def audit(
                 spec,
                 max_new_tokens=max_new_tokens,
                 max_prompt_tokens=max_prompt_tokens,
-                sample=sample,
-                temperature=temperature,
-                top_p=top_p,
-                draws=draws,
+                sample=test,
                 name=name,
                 after_prompt=advance,
             )
@@ -60,3 +71,15 @@ def audit(
         all_passed &= found.passed
     if not all_passed:
         raise typer.Exit(1)
+
+
+def _test(sample: bool, settings: dict[str, Any]) -> SampleTest | None:
+    from hf_selfspec import SampleTest, SettingError
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    if sample:
+        return SampleTest(**given)
+    for name, value in given.items():
+        option = name.replace("_", "-")
+        raise SettingError(f"--{option} {value} has no effect without --sample: add that, or leave it out.")
+    return None

@@ -13,14 +13,12 @@ from .options import ModelOptions, TextOptions, takes_options
 def exit_report(
     model: ModelOptions,
     data: TextOptions,
-    max_length: Annotated[int, typer.Option(help="Tokens of a text that count, the first ones.")] = 512,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text that count, the first ones.")] = 512,
     plot: Annotated[str | None, typer.Option(help="File for a picture, e.g. exits.png; needs matplotlib.")] = None,
 ) -> None:
     """Tells how well each layer of a model predicts the next token."""
     from hf_selfspec import exit_report
-    from hf_selfspec.settings import check_count
 
-    check_count("--max-length", max_length, least=2)
     texts, named = data.read(), model.find()
     tokenizer = named.tokenizer()
     report = exit_report(model.load(named), tokenizer, texts, max_length=max_length)

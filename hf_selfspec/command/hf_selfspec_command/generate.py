@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .options import ChatOption, MaxNewTokensOption, ModelOptions, SpecOption, takes_options
+from .options import ChatOption, MaxNewTokensOption, ModelOptions, SeedOption, SpecOption, takes_options
 
 if TYPE_CHECKING:
     from hf_selfspec import GenerationStats, Piece
@@ -30,11 +30,12 @@ def generate(
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: Annotated[float, typer.Option(help="Of drawn tokens; 0 takes the likeliest ones.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Share of the probability from which tokens are drawn.")] = None,
-    seed: Annotated[int, typer.Option(help="Of drawn tokens.")] = 0,
+    seed: SeedOption = 0,
 ) -> None:
     """Generates text; accepted drafts are green on a terminal. Without a prompt it chats."""
+    import torch
+
     from hf_selfspec import stream
-    from hf_selfspec.loading import set_seed
     from hf_selfspec.prompts import check_chats, has_chats
     from hf_selfspec.spec_text import read_spec
     from hf_selfspec.streaming import sampling
@@ -47,7 +48,7 @@ def generate(
     if is_chat or given is None:
         check_chats(tokenizer)
     network, write = model.load(named), _writer()
-    set_seed(seed)
+    torch.manual_seed(seed)
     messages: list[dict[str, Any]] = []
     for text in _asked() if given is None else [given]:
         messages.append({"role": "user", "content": text})

@@ -23,7 +23,7 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Of the model's weights.")]
 DeviceOption = Annotated[
     str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="Threads of torch on the CPU.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch on the CPU.")]
 DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
 FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
 ChatOption = Annotated[
@@ -34,8 +34,12 @@ ChatOption = Annotated[
         "chat template.",
     ),
 ]
-PromptsOption = Annotated[int, typer.Option(help="How many texts of the data to take, the first ones.")]
-MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
+PromptsOption = Annotated[int, typer.Option(min=1, help="How many texts of the data to take, the first ones.")]
+MaxNewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
+MaxPromptTokensOption = Annotated[
+    int, typer.Option(min=1, help="Tokens of a prompt that count, the first ones; chats are taken whole.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
 SpecOption = Annotated[
     str,
     typer.Option(
@@ -58,10 +62,8 @@ class TextOptions:
 
     def read(self) -> list[str]:
         """The texts, as many as there are up to the number that is wanted."""
-        from hf_selfspec.settings import check_count
         from hf_selfspec.train.texts import texts
 
-        check_count("--prompts", self.prompts)
         return texts(self.data, self.field)[: self.prompts]
 
 
@@ -75,17 +77,21 @@ class ModelOptions:
     threads: ThreadsOption = None
 
     def find(self) -> NamedModel:
-        """Checks all options; nothing of the model is loaded yet."""
+        """Checks all options and the config; nothing else of the model is loaded yet."""
+        import torch
         from transformers.utils import logging
 
-        from hf_selfspec.loading import NamedModel, device_named, set_threads
+        from hf_selfspec.loading import NamedModel, device_named
 
         logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
         device_named(self.device)
-        set_threads(self.threads)
-        return NamedModel.find(self.model)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        named = NamedModel.find(self.model)
+        named.config()
+        return named
 
     def load(self, named: NamedModel) -> PreTrainedModel:
         """The model that :meth:`find` has found."""

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from .options import MaxNewTokensOption, ModelOptions, TextOptions, takes_options
+from .options import (
+    MaxNewTokensOption,
+    MaxPromptTokensOption,
+    ModelOptions,
+    SeedOption,
+    TextOptions,
+    takes_options,
+)
 
 
 @takes_options
@@ -16,19 +23,16 @@ def tune(
     out: Annotated[
         str, typer.Option(help="Folder for the result, and for the steps, from which a stopped search goes on.")
     ],
-    max_prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt that count, the first ones.")] = 256,
+    max_prompt_tokens: MaxPromptTokensOption = 256,
     max_new_tokens: MaxNewTokensOption = 64,
-    steps: Annotated[int, typer.Option(help="Sets of blocks to time.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the random sets.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Sets of blocks to time.")] = 100,
+    seed: SeedOption = 0,
 ) -> None:
     """Finds the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
     from hf_selfspec import OfflineSearch, tune
     from hf_selfspec.files import check_folder
     from hf_selfspec.saving import FILE_NAME
-    from hf_selfspec.settings import check_count
 
-    check_count("--steps", steps)
-    check_count("--max-prompt-tokens", max_prompt_tokens)
     check_folder("--out", out, [FILE_NAME])
     texts, named = data.read(), model.find()
     tokenizer = named.tokenizer()
