@@ -5,6 +5,7 @@ the output is what it would have been.
 """
 
 from .attached import attach, detach
+from .auditing import Audit, Parting, SampleTest, audit
 from .bench.comparison import Comparison, compare
 from .differences import Difference, first_differences
 from .draft import (
@@ -29,6 +30,7 @@ from .errors import (
     UnsupportedOptionError,
 )
 from .grammar import Grammar, register_grammar
+from .inspection import Inspection, Share, inspect_model
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .parts import Adapter, ExitHeads, LinearProbe
@@ -38,6 +40,7 @@ from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
 from .stats import GenerationStats
 from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
+from .streaming import MarkedStreamer, Piece, stream
 from .train import (
     EarlyExitLoss,
     Gradual,
@@ -59,6 +62,7 @@ __all__ = [
     "Adapter",
     "AdaptiveThreshold",
     "Architecture",
+    "Audit",
     "CalibratedEntropy",
     "Cascade",
     "ClosestLayers",
@@ -82,19 +86,25 @@ __all__ = [
     "GenerationStats",
     "Gradual",
     "Grammar",
+    "Inspection",
     "LayerDropout",
     "LinearProbe",
     "Lookup",
+    "MarkedStreamer",
     "NumericalError",
     "OfflineSearch",
     "OnTheFlySearch",
+    "Parting",
+    "Piece",
     "ProductThreshold",
     "Rotational",
+    "SampleTest",
     "SelfSpec",
     "SelfSpecError",
     "Session",
     "SettingError",
     "SettingTypeError",
+    "Share",
     "SkipChoice",
     "SkipLayers",
     "Text",
@@ -103,6 +113,7 @@ __all__ = [
     "UnsupportedOptionError",
     "Verdict",
     "attach",
+    "audit",
     "calibrate_exit_heads",
     "compare",
     "detach",
@@ -111,11 +122,13 @@ __all__ = [
     "fit_adapter",
     "fit_exit_heads",
     "fit_probe",
+    "inspect_model",
     "install",
     "register",
     "register_architecture",
     "register_grammar",
     "register_stateless",
+    "stream",
     "tune",
     "uninstall",
 ]

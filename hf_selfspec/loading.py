@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .errors import SettingError, brief
 from .hub import is_name, trouble
-from .settings import check_count
 
 _CONFIG = "config.json"
 _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
@@ -109,14 +108,3 @@ def device_named(name: str | None) -> torch.device:
     if device.type not in known or (device.index or 0) >= count:
         raise SettingError(f"--device {name}: this machine has none. Give one of {', '.join(known)}.")
     return device
-
-
-def set_threads(count: int | None) -> None:
-    """Has torch use as many threads, ``None`` for its own choice.
-
-    Raises:
-        SettingError: it is no count.
-    """
-    if count is not None:
-        check_count("--threads", count)
-        torch.set_num_threads(count)

@@ -290,7 +290,7 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"heads": 3}, "heads must share the width in even parts"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
     ("adapter", {"blocks": ["mixer"]}, "--blocks mixer: there is no such choice. Give one of attention, mlp"),
-    ("adapter", {"speed": 3}, "No such option: --speed"),
+    ("adapter", {"speed": 3}, "No such option"),
     ("adapter", {"model": None}, "Missing option '--model'"),
     ("heads", {"layers": [2, 9]}, "the model has 6 layers"),
     ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers with commas between them"),

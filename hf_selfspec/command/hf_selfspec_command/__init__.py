@@ -13,9 +13,14 @@ from typing import Any
 import typer
 
 from . import fit
+from .audit import audit
 from .bench import bench
+from .exit_report import exit_report
+from .generate import generate
+from .inspect import inspect
 from .measure import SETTINGS, measure
 from .output import PROGRAM, brief_warnings, tell
+from .tune import tune
 
 __all__ = ["main"]
 
@@ -27,9 +32,14 @@ _UsageError: Any = typer.BadParameter.__base__
 app = typer.Typer(
     help="Generating faster with a part of the model itself.", add_completion=False, pretty_exceptions_enable=False
 )
-app.add_typer(fit.app, name="fit")
+app.command()(audit)
 app.command()(bench)
+app.command()(exit_report)
+app.command()(generate)
+app.command()(inspect)
 app.command(context_settings=SETTINGS)(measure)
+app.command()(tune)
+app.add_typer(fit.app, name="fit")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_selfspec.loading import NamedModel
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
@@ -17,11 +23,23 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Of the model's weights.")]
 DeviceOption = Annotated[
     str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="Threads of torch on the CPU.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch on the CPU.")]
 DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
 FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
-PromptsOption = Annotated[int, typer.Option(help="How many prompts of the data to take.")]
-MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Whether a prompt is a message of a chat or a text to go on from; by default a chat where the model has a "
+        "chat template.",
+    ),
+]
+PromptsOption = Annotated[int, typer.Option(min=1, help="How many texts of the data to take, the first ones.")]
+MaxNewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
+MaxPromptTokensOption = Annotated[
+    int, typer.Option(min=1, help="Tokens of a prompt that count, the first ones; chats are taken whole.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
 SpecOption = Annotated[
     str,
     typer.Option(
@@ -35,6 +53,21 @@ MethodsOption = Annotated[
 
 
 @dataclass(frozen=True)
+class TextOptions:
+    """Which texts."""
+
+    data: DataOption
+    field: FieldOption = None
+    prompts: PromptsOption = 8
+
+    def read(self) -> list[str]:
+        """The texts, as many as there are up to the number that is wanted."""
+        from hf_selfspec.train.texts import texts
+
+        return texts(self.data, self.field)[: self.prompts]
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """Which model, and how it is loaded."""
 
@@ -42,6 +75,29 @@ class ModelOptions:
     dtype: DtypeOption = "auto"
     device: DeviceOption = None
     threads: ThreadsOption = None
+
+    def find(self) -> NamedModel:
+        """Checks all options and the config; nothing else of the model is loaded yet."""
+        import torch
+        from transformers.utils import logging
+
+        from hf_selfspec.loading import NamedModel, device_named
+
+        logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+        device_named(self.device)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        named = NamedModel.find(self.model)
+        named.config()
+        return named
+
+    def load(self, named: NamedModel) -> PreTrainedModel:
+        """The model that :meth:`find` has found."""
+        from hf_selfspec.loading import device_named
+
+        return named.model(self.dtype, device_named(self.device))
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
