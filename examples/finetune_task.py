@@ -44,7 +44,7 @@ import peft
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import Dataset
-from train_demo_model import Corpus, check_same_run, is_held_out, save
+from train_demo_model import check_same_run, save
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -60,6 +60,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_selfspec import ConfidenceThreshold, EarlyExitLoss, FixedLength, Gradual, LayerDropout, SelfSpec
+from hf_selfspec.bench.corpus import Corpus, is_held_out
 from hf_selfspec.bench.measure import Timings, interleave, machine, timed_generate
 from hf_selfspec.train import even
 

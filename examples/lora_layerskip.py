@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from train_demo_model import Blocks, cut, encode, exit_table, read_corpus
+from train_demo_model import Blocks, cut, encode, exit_table
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,6 +27,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_selfspec import EarlyExitLoss, ExitReport, Rotational, exit_report
+from hf_selfspec.bench.corpus import read_corpus
 
 
 def train_adapters(model: PeftModel, blocks: torch.Tensor, steps: int, learning_rate: float, checkpoints: Path) -> None:

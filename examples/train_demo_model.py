@@ -15,15 +15,12 @@ measured.
 """
 
 import argparse
-import hashlib
 import json
 import logging
 import math
 import platform
 import sys
 import sysconfig
-import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -51,15 +48,12 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_selfspec import EarlyExitLoss, ExitReport, LayerDropout, exit_report
+from hf_selfspec.bench.corpus import Corpus, read_corpus
 from hf_selfspec.train import even
 
 logger = logging.getLogger("train_demo_model")
 
 END_OF_TEXT = "<|endoftext|>"
-SKIPPED_FOLDERS = {"dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
-# Tables written by a program, and the build's own settings (which hold paths of the machine that built Python).
-SKIPPED_FILES = ("_sysconfigdata*.py", "config-*/*.py", "html/entities.py", "keyword.py", "stringprep.py", "token.py")
-HELD_OUT_ONE_IN = 25
 MONITORING_BLOCKS = 64
 
 
@@ -109,21 +103,6 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """The standard library's sources, split by file.
-
-    Attributes:
-        training: Text of each training file.
-        held_out: Text of each held-out file.
-        digest: SHA-256 over all paths and texts: two machines with the same digest train on the same bytes.
-    """
-
-    training: list[str]
-    held_out: list[str]
-    digest: str
-
-
-@dataclass(frozen=True)
 class HeldOut:
     """How well the saved model predicts held-out text.
 
@@ -167,36 +146,6 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         block = self.blocks[index]
         return {"input_ids": block, "labels": block}
-
-
-def corpus_files(library: Path) -> Iterator[Path]:
-    """Yield the standard library's hand-written sources as paths relative to ``library``, in a fixed order."""
-    relative_paths = (path.relative_to(library) for path in library.rglob("*.py"))
-    for path in sorted(relative_paths, key=lambda path: path.as_posix()):
-        if SKIPPED_FOLDERS.isdisjoint(path.parts) and not any(path.match(pattern) for pattern in SKIPPED_FILES):
-            yield path
-
-
-def is_held_out(path: Path) -> bool:
-    """Whether a file is kept from training, decided by its name alone so that every machine agrees."""
-    return zlib.crc32(path.as_posix().encode()) % HELD_OUT_ONE_IN == 0
-
-
-def read_corpus(library: Path) -> Corpus:
-    """Read and split the sources below ``library``; files that are empty or not UTF-8 are left out."""
-    training: list[str] = []
-    held_out: list[str] = []
-    digest = hashlib.sha256()
-    for path in corpus_files(library):
-        try:
-            text = (library / path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if not text.strip():
-            continue
-        (held_out if is_held_out(path) else training).append(text)
-        digest.update(f"{path.as_posix()}\0{text}\0".encode())
-    return Corpus(training, held_out, digest.hexdigest())
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:

@@ -5,6 +5,8 @@ the output is what it would have been.
 """
 
 from .attached import attach, detach
+from .auditing import Audit, Parting, SampleTest, audit
+from .bench.comparison import Comparison, compare
 from .differences import Difference, first_differences
 from .draft import (
     Cascade,
@@ -28,6 +30,7 @@ from .errors import (
     UnsupportedOptionError,
 )
 from .grammar import Grammar, register_grammar
+from .inspection import Inspection, Share, inspect_model
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
 from .parts import Adapter, ExitHeads, LinearProbe
@@ -37,6 +40,7 @@ from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
 from .selfspec import SelfSpec
 from .stats import GenerationStats
 from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
+from .streaming import MarkedStreamer, Piece, stream
 from .train import (
     EarlyExitLoss,
     Gradual,
@@ -58,9 +62,11 @@ __all__ = [
     "Adapter",
     "AdaptiveThreshold",
     "Architecture",
+    "Audit",
     "CalibratedEntropy",
     "Cascade",
     "ClosestLayers",
+    "Comparison",
     "ConfidenceThreshold",
     "CostTree",
     "Difference",
@@ -80,19 +86,25 @@ __all__ = [
     "GenerationStats",
     "Gradual",
     "Grammar",
+    "Inspection",
     "LayerDropout",
     "LinearProbe",
     "Lookup",
+    "MarkedStreamer",
     "NumericalError",
     "OfflineSearch",
     "OnTheFlySearch",
+    "Parting",
+    "Piece",
     "ProductThreshold",
     "Rotational",
+    "SampleTest",
     "SelfSpec",
     "SelfSpecError",
     "Session",
     "SettingError",
     "SettingTypeError",
+    "Share",
     "SkipChoice",
     "SkipLayers",
     "Text",
@@ -101,18 +113,22 @@ __all__ = [
     "UnsupportedOptionError",
     "Verdict",
     "attach",
+    "audit",
     "calibrate_exit_heads",
+    "compare",
     "detach",
     "exit_report",
     "first_differences",
     "fit_adapter",
     "fit_exit_heads",
     "fit_probe",
+    "inspect_model",
     "install",
     "register",
     "register_architecture",
     "register_grammar",
     "register_stateless",
+    "stream",
     "tune",
     "uninstall",
 ]

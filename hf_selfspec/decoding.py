@@ -19,6 +19,7 @@ from .model.prefill import Prefill
 from .model.prompt import Prompt
 from .model.target import Target
 from .stats import GenerationStats
+from .streams import DraftStreamer
 from .transfer import upload
 from .types import Draft, Text, Verdict
 from .verify.in_step import verify_in_step
@@ -287,6 +288,9 @@ class Decoder:
         open_rows = [self.text.lengths[row] - self.text.prompt_width for row in rows if not self._is_done(row)]
         ready = min(open_rows) if open_rows else max(self.generated(row) for row in rows)
         while self._streamed < ready:
+            if isinstance(self.streamer, DraftStreamer):
+                known = (drafted[self._streamed : self._streamed + 1] for drafted in self.stats.from_draft)
+                self.streamer.from_draft = [any(drafted) for drafted in known]
             self.streamer.put(torch.stack([self._column(row, self._streamed) for row in rows]))
             self._streamed += 1
 

@@ -81,18 +81,26 @@ def first_differences(
             continue
         column = int(different[0])
         start = 0 if attention_mask is None else int(attention_mask[row].argmax())
-        logits = model(expected[row : row + 1, start:column]).logits[0, -1].float()
-        top = logits.topk(2)
-        pair = {int(expected[row, column]), int(tokens[row, column])}
+        logits = model(expected[row : row + 1, start:column]).logits[0, -1]
         found.append(
-            Difference(
-                row=row,
-                column=column,
-                expected=int(expected[row, column]),
-                token=int(tokens[row, column]),
-                margin=float(top.values[0] - top.values[1]),
-                tolerance=_UNITS * torch.finfo(model.dtype).eps * float(logits.abs().max()),
-                are_top_two=pair == set(top.indices.tolist()),
-            )
+            difference_at(row, column, int(expected[row, column]), int(tokens[row, column]), logits, model.dtype)
         )
     return found
+
+
+def difference_at(
+    row: int, column: int, expected: int, token: int, scores: torch.Tensor, dtype: torch.dtype
+) -> Difference:
+    """The difference between two tokens that were chosen from ``scores`` ``[v]`` of a model of this dtype."""
+    scores = scores.float()
+    top = scores.topk(2)
+    largest = float(scores[scores.isfinite()].abs().max())  # processors forbid tokens with infinite scores
+    return Difference(
+        row=row,
+        column=column,
+        expected=expected,
+        token=token,
+        margin=float(top.values[0] - top.values[1]),
+        tolerance=_UNITS * torch.finfo(dtype).eps * largest,
+        are_top_two={expected, token} == set(top.indices.tolist()),
+    )

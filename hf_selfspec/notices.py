@@ -3,6 +3,8 @@
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +23,18 @@ def warn_once(message: str) -> None:
 def warn_once_ignoring_numbers(message: str) -> None:
     """Warns the user, once for all messages that differ only in their numbers."""
     _warn(message, re.sub(r"\d+", "#", message))
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """No warnings, for a trial whose result the user does not see; none counts as issued."""
+    issued = set(_warned)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _warned.intersection_update(issued)
 
 
 def _warn(message: str, key: str) -> None:

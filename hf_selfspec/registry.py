@@ -62,6 +62,11 @@ def is_registered(kind: type) -> bool:
     return any(kinds.get(kind.__name__) is kind for kinds in _places.values())
 
 
+def class_named(name: str) -> type | None:
+    """The registered class of that name, whatever setting may hold it; ``None`` if there is none."""
+    return next((kinds[name] for kinds in _places.values() if name in kinds), None)
+
+
 def registered(setting: str, name: object) -> type | None:
     """The class of that name that the setting may hold, ``None`` if there is none."""
     kinds = _places.get(_LISTS.get(setting, setting), {})

@@ -74,6 +74,7 @@ def tune(
     stop: StopRule | None = None,
     tree: Tree | None = None,
     max_new_tokens: int = 64,
+    max_prompt_tokens: int | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> SelfSpec:
     """Finds the blocks to skip for a kind of text by timing drafts on it, with a progress bar.
@@ -86,6 +87,7 @@ def tune(
         stop: when drafts end; ``None`` to have that chosen, too.
         tree: siblings at each depth.
         max_new_tokens: tokens to generate for each text.
+        max_prompt_tokens: tokens of a text that count, the first ones; ``None`` for all.
         folder: where the result is saved, for ``SelfSpec.from_pretrained``, and the steps as they are made: a search
             that was interrupted goes on where it was.
 
@@ -98,17 +100,21 @@ def tune(
     """
     inner = causal_lm(model, "tune")
     check_count("tune(max_new_tokens)", max_new_tokens)
+    if max_prompt_tokens is not None:
+        check_count("tune(max_prompt_tokens)", max_prompt_tokens)
     if search is not None and not isinstance(search, OfflineSearch):
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
-    runner = _Runner(inner, _rows(tokenizer, texts, inner.device), max_new_tokens, stop, tree)
+    runner = _Runner(inner, _rows(tokenizer, texts, inner.device, max_prompt_tokens), max_new_tokens, stop, tree)
     return _Tuning(runner, search or OfflineSearch(), None if folder is None else Path(folder)).run()
 
 
-def _rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], device: torch.device) -> list[torch.Tensor]:
+def _rows(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], device: torch.device, longest: int | None
+) -> list[torch.Tensor]:
     given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
     if not given or not all(isinstance(text, str) and text for text in given):
         raise SettingTypeError(f"tune(texts) must be a list of prompts, at least one, got {repr(texts)[:100]}.")
-    return [torch.tensor([tokenizer(text)["input_ids"]], device=device) for text in given]
+    return [torch.tensor([tokenizer(text, verbose=False)["input_ids"][:longest]], device=device) for text in given]
 
 
 class _Runner:

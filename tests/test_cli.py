@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from hf_selfspec import ExitHeads, SelfSpec, SettingError, fit_adapter, fit_exit_heads, fit_probe
-from hf_selfspec.cli import main
 from hf_selfspec.train.fitting import training_arguments
 from hf_selfspec.train.texts import texts
+from hf_selfspec_command import main
 
 TEXT = "def f(x): return x + 1 "
 
@@ -83,7 +83,7 @@ def test_command_line_of_heads_of_low_rank(saved_model: Path, tmp_path: Path) ->
     data = tmp_path / "data.txt"
     data.write_text("def f(x): return x + 1 " * 40)
     given = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
-    assert main(["fit", "heads", *given, "--layers", "1", "3", "--rank", "4", "--metric", "margin"]) == 0
+    assert main(["fit", "heads", *given, "--layers", "1,3", "--rank", "4", "--metric", "margin"]) == 0
     heads = ExitHeads.load(tmp_path / "out")
     assert (heads.layers, heads.metric) == ((1, 3), "margin")
     assert heads.num_parameters == 2 * (64 + 4 * (64 + VOCABULARY))
@@ -114,8 +114,8 @@ def asked(kind: str, files: dict[str, Path], **changed: object) -> list[str]:
     words = ["fit", kind]
     for name, value in (given | {name.replace("_", "-"): value for name, value in changed.items()}).items():
         if value is not None:
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, values)]
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name}"] if value is True else [f"--{name}", text]
     return words
 
 
@@ -268,7 +268,7 @@ def test_datasets_that_cannot_be_used(
 
 OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"batch": 0}, "--batch must be at least 1, got 0"),
-    ("adapter", {"batch": "many"}, "argument --batch: invalid int value: 'many'"),
+    ("adapter", {"batch": "many"}, "Invalid value for '--batch': "),
     ("adapter", {"block-size": -1}, "--block-size must be at least 1, got -1"),
     ("adapter", {"epochs": 0}, "--epochs must be a finite number above 0, got 0.0"),
     ("heads", {"epochs": -1}, "--epochs must be a finite number above 0, got -1.0"),
@@ -276,7 +276,7 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"learning-rate": -0.1}, "--learning-rate must be a finite number above 0, got -0.1"),
     ("adapter", {"learning-rate": "inf"}, "--learning-rate must be a finite number above 0, got inf"),
     ("adapter", {"learning-rate": "nan"}, "--learning-rate must be a finite number above 0, got nan"),
-    ("adapter", {"dtype": "foat32"}, "argument --dtype: invalid choice: 'foat32'"),
+    ("adapter", {"dtype": "foat32"}, "'foat32' is not one of 'auto', 'bfloat16'"),
     ("adapter", {"exit-layer": 0}, "--exit-layer must be at least 1, got 0"),
     ("adapter", {"exit-layer": 6}, "the model has 6 layers, so the exit layer must be between 1 and 5"),
     ("adapter", {"block-size": 513}, "fit adapter(block_size=513) is more than the 512 positions of the model"),
@@ -289,15 +289,16 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
     ("adapter", {"heads": 3}, "heads must share the width in even parts"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
-    ("adapter", {"blocks": ["mixer"]}, "argument --blocks: invalid choice: 'mixer'"),
-    ("adapter", {"speed": 3}, "unrecognized arguments: --speed 3"),
-    ("adapter", {"model": None}, "the following arguments are required: --model"),
+    ("adapter", {"blocks": ["mixer"]}, "--blocks mixer: there is no such choice. Give one of attention, mlp"),
+    ("adapter", {"speed": 3}, "No such option"),
+    ("adapter", {"model": None}, "Missing option '--model'"),
     ("heads", {"layers": [2, 9]}, "the model has 6 layers"),
+    ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers with commas between them"),
     ("heads", {"layers": [0, 2]}, "--layers must be at least 1, got 0"),
     ("heads", {"layers": [1, 3], "heads": 2}, "--heads 2 has no effect with --layers"),
     ("heads", {"copied": True, "rank": 4}, "--copied has no effect with --rank 4"),
     ("heads", {"rank": 0}, "--rank must be at least 1, got 0"),
-    ("heads", {"metric": "luck"}, "argument --metric: invalid choice: 'luck'"),
+    ("heads", {"metric": "luck"}, "--metric luck: there is no such choice. Give one of entropy, "),
     ("probe", {"temperature": 0.7}, "--temperature 0.7 has no effect without --sample"),
     ("probe", {"top-k": 5}, "--top-k 5 has no effect without --sample"),
     ("probe", {"top-p": 0.9}, "--top-p 0.9 has no effect without --sample"),
@@ -305,7 +306,7 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("probe", {"sample": True, "temperature": "nan"}, "--temperature must be a finite number above 0, got nan"),
     ("probe", {"sample": True, "top-k": -5}, "--top-k must be at least 0, got -5"),
     ("probe", {"sample": True, "top-p": 1.5}, "--top-p must lie between 0 and 1"),
-    ("probe", {"exit-layer": None}, "the following arguments are required: --exit-layer"),
+    ("probe", {"exit-layer": None}, "Missing option '--exit-layer'"),
 ]
 
 
@@ -364,7 +365,7 @@ def test_models_that_are_damaged(
     folder.mkdir()
     for file in files["model"].iterdir():
         (folder / file.name).write_bytes(file.read_bytes()[: 100 if file.name == damage else None])
-    assert main(asked("adapter", files, model=folder)) == 1
+    assert main(asked("adapter", files, model=folder)) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith(f"hf-selfspec: --model {folder}: its ")
     assert "cannot be loaded" in line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import peft_calls_old_name, tiny_llama
+from conftest import peft_calls_old_name
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -90,31 +89,3 @@ def test_lora_script_trains_adapters_in_two_steps(tmp_path: Path, run_here: Call
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert "| 24 |" in (tmp_path / "exits.md").read_text()
     assert "| 24 |" in printed
-
-
-def test_measuring_script_prints_all_ways(tmp_path: Path, run_here: Callable[..., str]) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    prompt = "import os\n\n\n" + "def read(path):\n    return open(path).read()\n\n\n" * 8
-    tasks.write_text("\n".join([json.dumps({"prompt": prompt})] * 9))
-    model = tiny_llama(vocabulary=4096)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(EXAMPLES / "demo_model").save_pretrained(tmp_path / "model")
-    settings = ["--model", str(tmp_path / "model"), "--humaneval", str(tasks)]
-    settings += ["--prompts", "1", "--repeats", "1", "--tokens", "12"]
-    printed = run_here("measure_demo_model.py", *settings, "--output", str(tmp_path / "figures.md"), CHOOSING=4)
-    written = (tmp_path / "figures.md").read_text()
-    for way in ("plain generate", "assistant_early_exit", "prompt lookup", "ours", "early exit only", "Attainable"):
-        assert written.count(f"{way}") >= 4
-        assert way in printed
-    run_here("measure_demo_model.py", *settings, "--plot", str(tmp_path / "exits.png"), CHOOSING=4)
-    assert (tmp_path / "exits.png").stat().st_size > 1000
-
-
-def test_grammar_script_prints_all_ways(tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar", reason="xgrammar is a test extra that not all platforms have")
-    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "demo_model")
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path)
-    tiny_llama(vocabulary=4096).save_pretrained(tmp_path)
-    printed = run("measure_grammar.py", "--model", str(tmp_path), "--prompts", "2", "--max-new-tokens", "24")
-    assert [line.split()[1] for line in printed.splitlines()[-3:]] == ["plain", "kept", "fresh"]

@@ -12,7 +12,7 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..notices import warn_once
-from .anatomy import is_tensor_parallel
+from .anatomy import Anatomy, is_tensor_parallel
 from .compiled import is_compiled
 from .eager import EagerForwards, Forward
 from .graphs import Graphs, graphs_of, size_for
@@ -151,13 +151,19 @@ def _all_experts(model: PreTrainedModel) -> Iterator[None]:
 
 def _cannot(target: Target) -> str:
     """Why forwards cannot be graphs, empty where they can."""
-    model = target.model
-    if target.anatomy.is_recurrent:
-        return "its states are no slots that a graph could write"
-    if not (target.anatomy.tree and target.anatomy.ragged):
-        return "it builds masks of its own"
+    if why := why_no_graphs(target.model, target.anatomy):
+        return why
     if not target.takes_any_rows or target.following.offsets is not None:
         return "its prompts have masked columns, images or other inputs that forwards need"
+    return ""
+
+
+def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
+    """Why forwards of a model cannot be graphs, whatever the call; empty where nothing is known against it."""
+    if anatomy.is_recurrent:
+        return "its states are no slots that a graph could write"
+    if not (anatomy.tree and anatomy.ragged):
+        return "it builds masks of its own"
     if is_compiled(model):
         return "the model is compiled already, as a whole; pass the model itself"
     if is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1:

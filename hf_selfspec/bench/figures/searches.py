@@ -1,36 +1,23 @@
-"""How fast a model generates with itself when nothing was trained for it: the searches for layers to skip.
+"""How fast a model generates with itself when nothing was trained for it: the searches for layers to skip."""
 
-    python examples/measure_training_free.py --humaneval HumanEval.jsonl
-    python examples/measure_training_free.py --humaneval HumanEval.jsonl --model twin
-    python examples/measure_training_free.py --humaneval HumanEval.jsonl --change gsm8k_test.jsonl
-
-A stream is 30 HumanEval tasks and 30 held-out files of the standard library in turn, 64 tokens of each and 128 new
-ones, greedy, float32. Each way of generating sees the whole stream, prompt by prompt in turn with the others, and
-learns while it does. With --change the stream is code first and other text afterwards.
-"""
+from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from measure_demo_model import PROMPT, best_early_exit, held_out_texts, load, prompts_of
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_selfspec import (
-    ClosestLayers,
-    ConfidenceThreshold,
-    CostTree,
-    FixedLength,
-    SelfSpec,
-    SkipChoice,
-    SkipLayers,
-    TopKTree,
-)
-from hf_selfspec.bench.measure import machine
-from hf_selfspec.bench.trained import Asked, Speed, attainable_with, compare, forward_costs, without_reuse
+from ...draft.skip_layers import SkipLayers
+from ...loading import NamedModel
+from ...search.choice import SkipChoice
+from ...search.on_the_fly import ClosestLayers
+from ...selfspec import SelfSpec
+from ...stop.rules import ConfidenceThreshold, FixedLength
+from ...verify.tree import CostTree, TopKTree
+from ..trained import Asked, Speed, attainable_with, compare, forward_costs, without_reuse
+from .figure import Figure, print_head
+from .prompts import PROMPT, add_prompts, best_early_exit, column, held_out_texts, load, prompts_of
 
 LONGEST = 25
 
@@ -70,6 +57,7 @@ def efficiency(speed: Speed, one_token: float) -> float:
 
 
 def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: int) -> dict[str, SelfSpec]:
+    """All ways on one stream, and what is attainable with the set that was found."""
     asked = Asked(model, {"max_new_tokens": tokens, "do_sample": False})
     exit_layer, length = best_early_exit(asked, prompts[:2], model.config.num_hidden_layers)
     specs = specs_of_stream()
@@ -106,7 +94,7 @@ def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: in
     texts = [asked.plain()(ids) for ids in prompts[::4]]
     best = attainable_with(model, choice.plan, texts, PROMPT)
     print(
-        f"\nThe search chose {choice.stop}, drafts: {choice.drafts}, promised {choice.expected_speedup:.2f}x. "
+        f"\nThe search chose {choice.stop}, drafts: {choice.drafts}, promised {choice.expected_speedup or 0:.2f}x. "
         f"Attainable with its set on every fourth text (forwards alone): {best.speedup:.2f}x with {best.stop}, "
         f"α {best.acceptance_rate:.2f}.",
         flush=True,
@@ -164,36 +152,31 @@ def change_table(
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "demo_model")
-    parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl")
-    parser.add_argument(
-        "--change", type=Path, help="JSON lines with a `question` each: measure a change of text instead"
-    )
-    parser.add_argument("--prompts", type=int, default=30, help="prompts of each kind")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens")
-    parser.add_argument("--plot", type=Path, help="picture of the search and its speed")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tasks = [json.loads(line)["prompt"] for line in options.humaneval.read_text().splitlines()]
-    code = prompts_of(tasks, tokenizer, options.prompts)
-    print(f"{machine(torch.device('cpu'))}, float32; {options.tokens} new tokens, greedy")
-    print(f"\n`python examples/measure_training_free.py {' '.join(sys.argv[1:])}`\n", flush=True)
-    model = load(options.model)
-    if options.change is not None:
-        questions = [json.loads(line)["question"] for line in options.change.read_text().splitlines()]
-        change_table(model, code, prompts_of(questions, tokenizer, options.prompts), options.tokens)
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_prompts(parser, 30)
+    parser.add_argument("--change", help="JSON lines with a `question` each: measure a change of text instead")
+    parser.add_argument("--plot", help="picture of the search and its speed")
+
+
+def _run(args: argparse.Namespace) -> None:
+    tokenizer = NamedModel.find(args.model).tokenizer()
+    code = prompts_of(column(args.humaneval, "prompt"), tokenizer, args.prompts)
+    print_head(args, "float32", f"{args.tokens} new tokens, greedy")
+    model = load(args.model)
+    if args.change is not None:
+        other = prompts_of(column(args.change, "question"), tokenizer, args.prompts)
+        change_table(model, code, other, args.tokens)
         return
-    library = prompts_of(held_out_texts(), tokenizer, options.prompts)
+    library = prompts_of(held_out_texts(), tokenizer, args.prompts)
     stream = [ids for pair in zip(code, library, strict=True) for ids in pair]
-    specs = stream_table(model, stream, options.tokens)
-    if options.plot is not None:
-        specs["layers"].plot(options.plot)
+    specs = stream_table(model, stream, args.tokens)
+    if args.plot is not None:
+        specs["layers"].plot(args.plot)
 
 
-if __name__ == "__main__":
-    main()
+_DESCRIPTION = (
+    "A stream is HumanEval tasks and held-out files of the standard library in turn, 64 tokens of each, greedy, "
+    "float32. Each way of generating sees the whole stream, prompt by prompt in turn with the others, and learns while "
+    "it does. With --change the stream is code first and other text afterwards."
+)
+FIGURE = Figure("searches for layers to skip on a stream", _add_options, _run, _DESCRIPTION)

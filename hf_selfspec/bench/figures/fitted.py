@@ -1,53 +1,38 @@
-"""Stop rules, adapters and exit heads on the demo model or its twin.
+"""Stop rules, adapters and exit heads on a trained model."""
 
-    python examples/measure_fitted.py stops --humaneval HumanEval.jsonl
-    python examples/measure_fitted.py adapters --humaneval HumanEval.jsonl --model twin
-    python examples/measure_fitted.py heads --humaneval HumanEval.jsonl --model twin
-
-What is fitted learns from the first files of the standard library's training part, 256 tokens in a row, for one epoch,
-and is kept in --out; another run goes on with what is there. Prompts are of HumanEval and of held-out files, 64 tokens
-each and 128 new ones, float32; every way is timed on each prompt in turn.
-"""
+from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
-import sys
-import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median, stdev
 from time import perf_counter
+from typing import Any
 
 import torch
-from measure_demo_model import PROMPT, held_out_texts, load, prompts_of
-from train_demo_model import read_corpus
-from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from hf_selfspec import (
-    Adapter,
-    AdaptiveThreshold,
-    ConfidenceThreshold,
-    DynamicExit,
-    EarlyExit,
-    ExitHeads,
-    FixedLength,
-    LinearProbe,
-    ProductThreshold,
-    SelfSpec,
-    fit_adapter,
-    fit_exit_heads,
-    fit_probe,
-)
-from hf_selfspec.bench.measure import machine
-from hf_selfspec.bench.trained import Asked, Speed, Way, _traces, compare, forward_costs
-from hf_selfspec.model.partial import LayerPlan
-from hf_selfspec.parts.heads import METRICS
-from hf_selfspec.search.replay import Replay, Trace, replays, rules
-from hf_selfspec.train.fitting import training_arguments
+from ...draft.early_exit import EarlyExit
+from ...draft.exit_heads import DynamicExit
+from ...loading import NamedModel
+from ...model.partial import LayerPlan
+from ...parts import Adapter, ExitHeads, LinearProbe
+from ...parts.heads import METRICS
+from ...search.replay import Replay, Trace, replays, rules
+from ...selfspec import SelfSpec
+from ...stop.adaptive import AdaptiveThreshold
+from ...stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
+from ...train import fit_adapter, fit_exit_heads, fit_probe
+from ...train.fitting import training_arguments
+from ..trained import Asked, Speed, Way, _traces, compare, forward_costs
+from .figure import Figure, print_head
+from .prompts import PROMPT, add_prompts, column, held_out_texts, load, prompts_of, standard_library
 
 LENGTHS = (1, 2, 3, 4, 5, 6)
+Options = dict[str, Any]
 EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -59,7 +44,7 @@ class Fits:
     ) -> None:
         self.model, self.tokenizer, self.texts, self.folder, self.rate = model, tokenizer, texts, folder, rate
 
-    def __call__(self, fit, kind, name: str, **options):
+    def __call__(self, fit: Callable[..., Any], kind: Any, name: str, **options: Any) -> Any:
         """The part of that name; its recipe and figures are printed."""
         out = self.folder / name
         if not (out / "model.safetensors").exists():
@@ -72,6 +57,7 @@ class Fits:
 
 
 def row(name: str, speed: Speed, plain: Speed, *more: str) -> str:
+    """A row of a table."""
     ratios = [p / s for p, s in zip(plain.seconds, speed.seconds, strict=True)]
     spread = 1.96 * stdev(ratios) / math.sqrt(len(ratios))
     cells = [name, f"{plain.ms_per_token / speed.ms_per_token:.3f}", f"{mean(ratios):.3f} ± {spread:.3f}"]
@@ -79,7 +65,7 @@ def row(name: str, speed: Speed, plain: Speed, *more: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: int, repeats: int) -> None:
+def stops(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_layer: int, repeats: int) -> None:
     """AdaSPEED's Figure 1 and Table I."""
     model, sampled = fits.model, options["do_sample"]
     top_p = options.get("top_p")
@@ -96,7 +82,7 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
     candidates = rules(12)
     runs = dict(zip(candidates, replays(traces, candidates, plan, costs, 12), strict=True))
 
-    def best(kind: type) -> object:
+    def best(kind: type) -> Any:
         return max(
             (rule for rule in runs if type(rule) is kind), key=lambda rule: runs[rule].tokens / runs[rule].seconds
         )
@@ -124,9 +110,10 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: in
     warping = 0.0 if warpers is None else _seconds_of(warpers, model.config.vocab_size)
     prefill = len(texts) * median(run.prefill_seconds for speed in found.values() for run in speed.runs)
     print("| rule | speed-up | mean over prompts, 95 % | α | M | simulated | same ids |\n|---|---|---|---|---|---|---|")
+    known: dict[Any, Replay] = dict(runs)
     for name, spec in specs.items():
         simulated = ""
-        if (run := runs.get(spec.stop)) is not None:
+        if (run := known.get(spec.stop)) is not None:
             plain = prefill + (costs.plain() + warping) * run.tokens
             simulated = f"{plain / (prefill + run.seconds + warping * (run.tokens + run.drafted)):.3f}"
         same = "" if sampled else f"{sum(found[name].same)}/{len(prompts)}"
@@ -153,12 +140,12 @@ def _speed(run: Replay) -> float:
     return run.tokens / run.seconds
 
 
-def _short(rule) -> str:
+def _short(rule: Any) -> str:
     inner = rule.rule if isinstance(rule, AdaptiveThreshold) else rule
     return str(getattr(inner, "threshold", getattr(inner, "num_tokens", "")))
 
 
-def adapters(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer: int, repeats: int) -> None:
+def adapters(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_layer: int, repeats: int) -> None:
     """Kangaroo's Table 2: what is behind the exit, beside the exit alone."""
     variants = {
         "attention": (("attention",), False),
@@ -177,7 +164,9 @@ def adapters(fits: Fits, prompts: list[torch.Tensor], options: dict, exit_layer:
     _table(fits, prompts, options, specs, repeats)
 
 
-def heads(fits: Fits, prompts: list[torch.Tensor], options: dict, rank: int | None, copied: bool, repeats: int) -> None:
+def heads(
+    fits: Fits, prompts: list[torch.Tensor], options: Options, rank: int | None, copied: bool, repeats: int
+) -> None:
     """DSSD's Figure 4, §4.3, and its Table 1 and Figure 2."""
     kept = "heads-copied" if copied else "heads" if rank is None else f"heads-{rank}"
     part = fits(fit_exit_heads, ExitHeads, kept, rank=rank, copied=copied)
@@ -214,7 +203,7 @@ def _only(part: ExitHeads, index: int) -> ExitHeads:
     return found
 
 
-def _table(fits: Fits, prompts: list[torch.Tensor], options: dict, specs: dict[str, SelfSpec], repeats: int) -> None:
+def _table(fits: Fits, prompts: list[torch.Tensor], options: Options, specs: dict[str, SelfSpec], repeats: int) -> None:
     asked = Asked(fits.model, options)
     ways: dict[str, Way] = {"plain": asked.plain(), **{n: asked.plain(assistant=spec) for n, spec in specs.items()}}
     ids: dict[str, list[torch.Tensor]] = {}
@@ -258,16 +247,11 @@ def _kept(ways: dict[str, Way], ids: dict[str, list[torch.Tensor]]) -> dict[str,
     return {name: kept(name, way) for name, way in ways.items()}
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("stops", "adapters", "heads"))
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "demo_model")
-    parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl")
-    parser.add_argument("--gsm8k", type=Path, help="gsm8k_train.jsonl, for prompts of a third kind")
+    add_prompts(parser, 10)
+    parser.add_argument("--gsm8k", help="gsm8k_train.jsonl, for prompts of a third kind")
     parser.add_argument("--exit-layer", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=10, help="prompts of each kind")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--top-p", type=float, help="tokens are drawn with this top-p (stops)")
     parser.add_argument("--files", type=int, default=250, help="files to learn from")
@@ -275,31 +259,32 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="of the heads (heads)")
     parser.add_argument("--copied", action="store_true", help="heads begin as the model's own (heads)")
     parser.add_argument("--out", type=Path, default=Path("fitted"), help="where what was fitted is kept")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tasks = [json.loads(line)["prompt"] for line in options.humaneval.read_text().splitlines()]
-    kinds = [tasks, held_out_texts()]
-    if options.gsm8k is not None:
-        kinds.append([json.loads(line)["question"] for line in options.gsm8k.read_text().splitlines()])
-    found = [prompts_of(texts, tokenizer, options.prompts) for texts in kinds]
+
+
+def _run(args: argparse.Namespace) -> None:
+    tokenizer = NamedModel.find(args.model).tokenizer()
+    kinds = [column(args.humaneval, "prompt"), held_out_texts()]
+    if args.gsm8k is not None:
+        kinds.append(column(args.gsm8k, "question"))
+    found = [prompts_of(texts, tokenizer, args.prompts) for texts in kinds]
     prompts = [ids for together in zip(*found, strict=True) for ids in together]
-    print(f"{machine(torch.device('cpu'))}, float32; {len(prompts)} prompts, {options.tokens} new tokens")
-    print(f"\n`python examples/measure_fitted.py {' '.join(sys.argv[1:])}`\n", flush=True)
-    model = load(options.model)
-    texts = read_corpus(Path(sysconfig.get_paths()["stdlib"])).training[: options.files]
-    fits = Fits(model, tokenizer, texts, options.out, options.learning_rate)
-    asked: dict = {"max_new_tokens": options.tokens, "do_sample": options.top_p is not None}
-    if options.top_p is not None:
-        asked |= {"top_p": options.top_p, "top_k": 0}
-    if options.what == "stops":
-        stops(fits, prompts, asked, options.exit_layer, options.repeats)
-    elif options.what == "adapters":
-        adapters(fits, prompts, asked, options.exit_layer, options.repeats)
+    print_head(args, "float32", f"{len(prompts)} prompts", f"{args.tokens} new tokens")
+    texts = standard_library().training[: args.files]
+    fits = Fits(load(args.model), tokenizer, texts, args.out, args.learning_rate)
+    asked: dict[str, Any] = {"max_new_tokens": args.tokens, "do_sample": args.top_p is not None}
+    if args.top_p is not None:
+        asked |= {"top_p": args.top_p, "top_k": 0}
+    if args.what == "stops":
+        stops(fits, prompts, asked, args.exit_layer, args.repeats)
+    elif args.what == "adapters":
+        adapters(fits, prompts, asked, args.exit_layer, args.repeats)
     else:
-        heads(fits, prompts, asked, options.rank, options.copied, options.repeats)
+        heads(fits, prompts, asked, args.rank, args.copied, args.repeats)
 
 
-if __name__ == "__main__":
-    main()
+_DESCRIPTION = (
+    "What is fitted learns from the first files of the standard library's training part, 256 tokens in a row, for one "
+    "epoch, and is kept in --out; another run goes on with what is there. Prompts are of HumanEval and of held-out "
+    "files, 64 tokens each, float32; every way is timed on each prompt in turn."
+)
+FIGURE = Figure("stop rules, adapters and exit heads", _add_options, _run, _DESCRIPTION)

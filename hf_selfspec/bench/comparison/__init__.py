@@ -1,0 +1,5 @@
+"""Whether self-speculation pays on a model and its prompts: all ways of generating on one stream, and a report."""
+
+from .compare import Comparison, compare
+
+__all__ = ["Comparison", "compare"]

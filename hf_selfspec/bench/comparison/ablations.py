@@ -1,0 +1,72 @@
+"""What a comparison can leave out of ours, or pretend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from ...control import clock
+from ...draft.source import Session
+from ...errors import SettingError
+from ...lookup import SuffixIndex, VerifyCosts
+from ...lookup.successors import Successors
+from ...model import linear
+
+# Nodes of a tree whose size no costs decide.
+_ALWAYS = 7
+
+
+def _ablations() -> dict[str, tuple[AbstractContextManager[Any], ...]]:
+    costs = VerifyCosts.of(lambda count: 1.0 if count <= _ALWAYS else 1e6, clock.SIZES[-1])
+    return {
+        # Linear layers are torch's own in all ways.
+        "kernels": (patch.object(linear, "_has_ways", lambda weight: False),),
+        "trees": (patch.object(Session, "takes_trees", False),),
+        "suffix": (patch.object(SuffixIndex, "match", lambda self, tail, shortest=1: None),),
+        "successors": (patch.object(Successors, "get", lambda self, before, token: None),),
+        # Drafts are of 7 nodes wherever there are so many candidates.
+        "costs": (patch.object(clock.RoundClock, "costs", costs), patch.object(clock.RoundClock, "pace", 1e-3)),
+    }
+
+
+def _free_verification() -> tuple[AbstractContextManager[Any], ...]:
+    flat = (1.0,) * len(clock._TOKENS)
+    return (
+        patch.object(clock, "_ON_CPU", flat),
+        patch.object(clock, "_ELSEWHERE", flat),
+        patch.object(clock.RoundClock, "add", lambda self, drafted, tokens, seconds: None),
+    )
+
+
+ABLATIONS = tuple(_ablations())
+
+
+def check_ablations(names: Sequence[str]) -> None:
+    """Checks that there are such parts.
+
+    Raises:
+        SettingError: there are not.
+    """
+    for name in names:
+        if name not in ABLATIONS:
+            raise SettingError(f"--without {name}: there is no such part. Give one of {', '.join(ABLATIONS)}.")
+
+
+@contextmanager
+def changed(without: Sequence[str], free_verification: bool) -> Iterator[None]:
+    """All ways do without parts of ours.
+
+    Args:
+        without: names in ``ABLATIONS``.
+        free_verification: drafts are as large as where 32 tokens take as long to verify as one; the figure
+            ``simulated_free_verification`` is simulated from their rounds.
+    """
+    known = _ablations()
+    with ExitStack() as stack:
+        for change in [*(one for name in without for one in known[name])]:
+            stack.enter_context(change)
+        for change in _free_verification() if free_verification else ():
+            stack.enter_context(change)
+        yield

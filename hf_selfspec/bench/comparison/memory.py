@@ -1,0 +1,62 @@
+"""Peak memory of one way on a CPU, in a process of its own: ``python -m hf_selfspec.bench.comparison.memory``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .calls import Caller
+from .prompts import Batch
+from .ways import Way, methods_of, ways_of
+
+# Bytes of a unit in which the system counts: kibibytes, and bytes on macOS.
+_UNIT = 1 if sys.platform == "darwin" else 1024
+
+# Bytes that a way takes at most on a batch, with the arguments of generate; ``None`` where this cannot be told.
+Peaks = Callable[[Way, Batch, Mapping[str, Any]], int | None]
+
+
+def peaks(model: str, dtype: str) -> Peaks:
+    """Measures ways of a model that is named: its process's peak, the weights among it."""
+
+    def peak(way: Way, batch: Batch, options: Mapping[str, Any]) -> int | None:
+        job = {
+            "model": model,
+            "dtype": dtype,
+            "way": way.name,
+            "ids": batch.ids.tolist(),
+            "mask": batch.mask.tolist(),
+            "options": options,
+            "threads": torch.get_num_threads(),
+        }
+        command = [sys.executable, "-m", "hf_selfspec.bench.comparison.memory"]
+        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
+        return int(done.stdout.split()[-1]) if done.returncode == 0 and done.stdout else None
+
+    return peak
+
+
+def _main() -> None:
+    """Reads what is to be measured, and writes the bytes."""
+    import resource  # which not all systems have
+
+    from ...loading import NamedModel
+
+    job = json.load(sys.stdin)
+    torch.set_num_threads(job["threads"])
+    model = NamedModel.find(job["model"]).model(job["dtype"])
+    way = ways_of(methods_of([job["way"]]))[-1]
+    batch = Batch("", torch.tensor(job["ids"]), torch.tensor(job["mask"]))
+    options = job["options"]
+    caller = Caller(model, 0, batch.ids.shape[1] + options["max_new_tokens"])
+    caller.call(way, batch, (0, 0, 0), options, None if way.make is None else way.make())
+    sys.stdout.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT}\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,50 @@
+"""How far a comparison is, on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Hears of every call."""
+
+    def advance(self, what: str) -> None:
+        """One more call is done; ``what`` comes next or tells how it went."""
+
+
+class Silence:
+    """Nobody wants to know."""
+
+    def advance(self, what: str) -> None:
+        """Tells nobody."""
+
+
+@contextmanager
+def shown(total: int, done: int, wanted: bool) -> Iterator[Progress]:
+    """A bar with the time left, where it is wanted.
+
+    Args:
+        total: calls in all.
+        done: those of an earlier run.
+        wanted: whether it is.
+    """
+    if not wanted:
+        yield Silence()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+    with Bars(*columns, TextColumn("{task.description}"), console=Console(stderr=True)) as bars:
+        yield _Bar(bars, bars.add_task("", total=total, completed=done))
+
+
+class _Bar:
+    def __init__(self, bars, task) -> None:  # type: ignore[no-untyped-def]
+        self.bars, self.task = bars, task
+
+    def advance(self, what: str) -> None:
+        self.bars.update(self.task, advance=1, description=what)

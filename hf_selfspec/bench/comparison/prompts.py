@@ -1,0 +1,156 @@
+"""Prompts of several kinds as one stream."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+# A text, or a chat as a list of messages.
+Given = str | list[dict[str, str]]
+Texts = Mapping[str, Sequence[Given]]
+Pairs = Mapping[str, Sequence[tuple[str, str]]]
+
+# Tokens of a text with which a model without a chat template goes on.
+BEGINNING = 64
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a stream.
+
+    Attributes:
+        kind: what is asked for.
+        ids: its tokens.
+    """
+
+    kind: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are generated together.
+
+    Attributes:
+        kind: of the prompt, or of the batch.
+        ids, mask: ``[b, s]``, padded on the left.
+    """
+
+    kind: str
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
+        """Pads prompts to one length."""
+        width = max(len(prompt.ids) for prompt in prompts)
+        ids = [[pad] * (width - len(prompt.ids)) + prompt.ids for prompt in prompts]
+        mask = [[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]
+        kind = prompts[0].kind if len(prompts) == 1 else f"batch of {len(prompts)}"
+        return cls(kind, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        found: list[int] = self.mask.sum(1).tolist()
+        return found
+
+
+@dataclass
+class Encoder:
+    """Makes tokens of texts.
+
+    Attributes:
+        tokenizer: the model's.
+        longest: most tokens of a prompt.
+        beginning: most tokens of a raw prompt, ``None`` where prompts are chats.
+        left_out: by kind the number of prompts that are too long.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    longest: int
+    beginning: int | None = None
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def prompt(self, kind: str, given: Given) -> Prompt | None:
+        """The prompt, ``None`` if it does not fit or is empty."""
+        ids = self._ids(given)
+        fits = 0 < len(ids) <= self.longest
+        self.left_out[kind] += not fits
+        return Prompt(kind, ids) if fits else None
+
+    def _ids(self, given: Given) -> list[int]:
+        if isinstance(given, str) and self.beginning is not None:
+            return list(self.tokenizer(given)["input_ids"])[: self.beginning]
+        chat = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        written = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
+
+
+def stream_of(texts: Texts, encoder: Encoder, count: int | None, rng: random.Random) -> list[Prompt]:
+    """``count`` prompts of each kind, ``None`` for all, kinds in turn."""
+    chosen = []
+    for kind, all_of_kind in texts.items():
+        prompts = (encoder.prompt(kind, text) for text in rng.sample(list(all_of_kind), len(all_of_kind)))
+        chosen.append(_first(count, prompts))
+    return _in_turn(chosen)
+
+
+def stream_of_variants(pairs: Pairs, encoder: Encoder, count: int | None, rng: random.Random) -> list[Prompt]:
+    """``count`` prompts of each kind, kinds in turn, and a variant of each some prompts later."""
+    chosen = []
+    for kind, all_of_kind in pairs.items():
+        both = (
+            (encoder.prompt(kind, original), encoder.prompt(f"{kind}, variant", variant))
+            for original, variant in rng.sample(list(all_of_kind), len(all_of_kind))
+        )
+        chosen.append(_first(count, ((a, b) if a and b else None for a, b in both)))
+    originals = _in_turn(chosen)
+    stream: list[Prompt] = []
+    waiting: list[Prompt] = []
+    for index, (original, variant) in enumerate(originals):
+        stream.append(original)
+        waiting.append(variant)
+        if index >= len(originals) // 4:
+            stream.append(waiting.pop(rng.randrange(len(waiting))))
+    return stream + rng.sample(waiting, len(waiting))
+
+
+def repeated(stream: Sequence[Prompt]) -> list[Prompt]:
+    """The stream, and all of it again."""
+    return [*stream, *(Prompt(f"{prompt.kind}, again", prompt.ids) for prompt in stream)]
+
+
+def batches_of(stream: Sequence[Prompt], size: int, pad: int, device: torch.device) -> list[Batch]:
+    """Batches of ``size`` prompts that follow each other; what does not fill one is left out."""
+    groups = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
+    return [Batch.of(group, pad, device) for group in groups]
+
+
+def padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that pads batches."""
+    known: tuple[Any, ...] = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(token for token in known if token is not None))
+
+
+def _in_turn(lists: Iterable[Sequence[_T]]) -> list[_T]:
+    return [item for together in zip_longest(*lists) for item in together if item is not None]
+
+
+def _first(count: int | None, items: Iterator[_T | None]) -> list[_T]:
+    """The first items that are not ``None``; no more are made than these."""
+    found: list[_T] = []
+    for item in items:
+        if item is not None:
+            found.append(item)
+        if count is not None and len(found) >= count:
+            break
+    return found

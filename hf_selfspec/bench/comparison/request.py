@@ -1,0 +1,161 @@
+"""What ``hf-selfspec bench`` is asked for: files of prompts, a model by name, and how they are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ...errors import SettingError
+from ...files import check_folder
+from ...loading import NamedModel, device_named, set_threads
+from ...settings import check_count
+from . import suites
+from .ablations import changed, check_ablations
+from .compare import Asked, Comparison, longest_prompt
+from .memory import peaks
+from .prompts import BEGINNING, Encoder, Prompt, repeated, stream_of, stream_of_variants
+from .settings import Settings
+from .suites import Source
+from .ways import methods_of
+
+_AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """A comparison by the words of a command line.
+
+    Attributes:
+        model: folder or name on the Hub.
+        data: files or datasets of prompts.
+        suites: for each what reads it, ``auto`` to tell by its columns; or none.
+        out: folder for the report and what was measured so far.
+        settings: how ways are compared.
+        methods: ways, empty for every one that fits.
+        field: column of prompts.
+        kinds: of prompts, empty for all.
+        prompts: of each kind.
+        max_prompt_tokens: longer prompts are left out.
+        raw: texts to go on with in place of chats.
+        variants: each prompt and, later, a variant of it.
+        repeat: the whole stream twice.
+        without, free_verification: see ``ablations.py``.
+        memory: whether each way's peak memory is measured in a process of its own.
+        trace: whether statistics of each call are written.
+        dtype, device, threads: of the model.
+    """
+
+    model: str
+    data: Sequence[str]
+    out: str
+    settings: Settings
+    suites: Sequence[str] = ()
+    methods: Sequence[str] = ()
+    field: str | None = None
+    kinds: Sequence[str] = ()
+    prompts: int = 5
+    max_prompt_tokens: int | None = None
+    raw: bool = False
+    variants: bool = False
+    repeat: bool = False
+    without: Sequence[str] = ()
+    free_verification: bool = False
+    memory: bool = False
+    trace: bool = False
+    dtype: str = "auto"
+    device: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("--prompts", self.prompts)
+        if self.max_prompt_tokens is not None:
+            check_count("--max-prompt-tokens", self.max_prompt_tokens)
+        if self.suites and len(self.suites) != len(self.data):
+            raise SettingError(
+                f"--suite is given {len(self.suites)} times and --data {len(self.data)} times. Give one for each file, "
+                f"{_AUTO} to tell it by the columns, or none."
+            )
+        if self.raw and self.variants:
+            raise SettingError("--variants are chats, so --raw has no effect beside it. Leave one out.")
+        check_ablations(self.without)
+        check_folder("--out", self.out)
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """The files and what reads them."""
+        pairs = zip_longest(self.data, self.suites, fillvalue=_AUTO)
+        return [Source(data, None if suite == _AUTO else suite, self.field) for data, suite in pairs]
+
+    def run(self, progress: bool = True) -> Comparison:
+        """Measures what ``out`` does not have yet.
+
+        Raises:
+            SettingError, SettingTypeError: a file, the model or a setting cannot be used.
+        """
+        methods = methods_of(self.methods) or None
+        suites.check(self.sources)
+        named, device = NamedModel.find(self.model), device_named(self.device)
+        set_threads(self.threads)
+        tokenizer = named.tokenizer()
+        if self.variants and tokenizer.chat_template is None:
+            raise SettingError("--variants are chats, but the model has no chat template. Leave it out.")
+        model = named.model(self.dtype, device)
+        prompts, left_out = self._stream(model, tokenizer)
+        quiet = logging.get_verbosity()
+        logging.set_verbosity_error()  # which tells of every change of a setting for a single call
+        try:
+            asked = Asked(
+                model,
+                tokenizer,
+                prompts,
+                self.settings,
+                methods,
+                left_out,
+                Path(self.out),
+                self.trace,
+                about=self._about(),
+                around=changed(self.without, self.free_verification),
+                peaks=peaks(self.model, self.dtype) if self.memory and device.type == "cpu" else None,
+            )
+            return asked.measured(progress)
+        finally:
+            logging.set_verbosity(quiet)
+
+    def _stream(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[list[Prompt], Mapping[str, int]]:
+        raw = self.raw or tokenizer.chat_template is None
+        longest = longest_prompt(model, self.settings)
+        encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), BEGINNING if raw else None)
+        rng = random.Random(self.settings.seed)
+        if self.variants:
+            stream = stream_of_variants(self._of_kinds(suites.pairs(self.sources)), encoder, self.prompts, rng)
+        else:
+            texts = suites.beginnings(self.sources) if raw else suites.questions(self.sources)
+            stream = stream_of(self._of_kinds(texts), encoder, self.prompts, rng)
+        return repeated(stream) if self.repeat else stream, dict(+encoder.left_out)
+
+    def _of_kinds(self, texts: dict[str, Any]) -> dict[str, Any]:
+        unknown = [kind for kind in self.kinds if kind not in texts]
+        if unknown or not texts:
+            raise SettingError(
+                f"--kinds {', '.join(unknown)}: --data has no such prompts, but {', '.join(texts) or 'none at all'}."
+            )
+        return {kind: texts[kind] for kind in self.kinds or texts}
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "data": [f"{source.data} ({source.suite or _AUTO})" for source in self.sources],
+            "prompts_per_kind": self.prompts,
+            "raw": self.raw,
+            "without": list(self.without),
+            "free_verification": self.free_verification,
+        }

@@ -1,0 +1,258 @@
+"""What was measured, as the file ``results.json`` has it; its form is that of ``results.schema.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from .acceptance import acceptance
+from .calls import Call
+from .journal import Journal
+from .protocol import Estimate, Measured, Ratios, mean_speed, ratios
+from .settings import Settings
+from .stream import FRESH, Part
+from .ways import LOOKUP_GROUP, PLAIN, LeftOut, Way
+
+SCHEMA_VERSION = 1
+# A text loops if more than this share of its tokens repeats its own.
+LOOPS = 0.3
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Told:
+    """The calls of one condition.
+
+    Attributes:
+        part: see there.
+        calls: of the pass that counts, by way, in the order of the stream.
+        counted: places of the prompts that count: all but the first where there was one pass, since its calls begin
+            with kernels and graphs that are not there yet.
+        fresh: calls with a new ``SelfSpec``, by way.
+        journal: where texts part.
+        clock: of the main figures.
+    """
+
+    part: Part
+    calls: Mapping[str, Sequence[Call]]
+    counted: Sequence[int]
+    fresh: Mapping[str, Sequence[Call]]
+    journal: Journal
+    clock: str
+
+    @classmethod
+    def of(cls, part: Part, journal: Journal, settings: Settings, clock: str) -> Told:
+        """The calls of ``journal`` under one condition."""
+        turn, places = settings.passes - 1, range(len(part.batches))
+        known = [p for p in places if all((way.name, part.index, turn, p) in journal.calls for way in part.ways)]
+        calls = {way.name: [journal.calls[way.name, part.index, turn, p] for p in known] for way in part.ways}
+        first = 1 if settings.passes == 1 and len(known) > 1 else 0
+        fresh = {
+            way.name: [
+                c for c in journal.calls.values() if (c.way, c.condition, c.turn) == (way.name, part.index, FRESH)
+            ]
+            for way in part.ways
+        }
+        return cls(part, calls, known[first:], fresh, journal, clock)
+
+    def graphs(self, name: str) -> list[int]:
+        """Graphs that were compiled in each call of a way, whatever the pass."""
+        of_part = (call for call in self.journal.calls.values() if call.condition == self.part.index)
+        return [call.graphs for call in of_part if call.way == name]
+
+    def of_way(self, name: str, wanted: Callable[[Call], bool] = lambda plain: True) -> list[Call]:
+        """The counted calls of a way, on prompts whose call of plain generate is wanted."""
+        return [
+            call
+            for call, plain in zip(self.calls[name], self.calls[PLAIN], strict=True)
+            if call.prompt in self.counted and wanted(plain)
+        ]
+
+
+def results(
+    about: Mapping[str, Any],
+    settings: Settings,
+    parts: Sequence[Part],
+    left_out: Sequence[LeftOut],
+    journal: Journal,
+    costs: Json | None,
+    clock: str,
+) -> Json:
+    """Everything, with plain numbers and lists.
+
+    Args:
+        about: model, machine, versions and prompts.
+        settings: see there.
+        parts: what was measured.
+        left_out: ways that were not.
+        journal: the calls.
+        costs: forwards over several tokens, ``None`` if they were not measured.
+        clock: of the main figures, ``wall`` or ``cpu``.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "about": dict(about),
+        "settings": {**settings.as_json(), "clock": clock},
+        "left_out": [asdict(one) for one in left_out],
+        "conditions": [_condition(Told.of(part, journal, settings, clock)) for part in parts],
+        "verify_cost": costs,
+    }
+
+
+def _condition(told: Told) -> Json:
+    ways = [_way(told, way) for way in told.part.ways] if told.counted else []
+    plain = told.of_way(PLAIN)
+    return {
+        "temperature": told.part.condition.temperature,
+        "batch_size": told.part.condition.batch_size,
+        "prompts": len(told.counted),
+        "kinds": _counts([call.kind for call in plain]),
+        "input_sequence_length": _mean([length for call in plain for length in call.prompt_tokens]),
+        "ways": ways,
+        "best": _best(ways),
+        "best_prompt_lookup": _best([way for way in ways if way["group"] == LOOKUP_GROUP]),
+    }
+
+
+def _best(ways: Sequence[Json]) -> str | None:
+    """The way whose whole calls are fastest."""
+    known = [way for way in ways if way["whole"] is not None]
+    found: str | None = max(known, key=lambda way: way["whole"]["ratio_of_means"]["value"])["name"] if known else None
+    return found
+
+
+def _way(told: Told, way: Way) -> Json:
+    calls = told.of_way(way.name)
+    kept = acceptance(calls)
+    graphs = told.graphs(way.name)
+    return {
+        "name": way.name,
+        "group": way.group,
+        "call": way.call,
+        "whole": _ratios(told, way.name, Measured.whole),
+        "decode": _ratios(told, way.name, Measured.decoding),
+        "whole_wall": _ratios(told, way.name, Measured.whole, clock="wall"),
+        "whole_cpu": _ratios(told, way.name, Measured.whole, clock="cpu"),
+        "by_kind": _by(told, way.name, lambda call: call.kind),
+        "by_looping": _by(told, way.name, lambda call: "texts that loop" if call.looping > LOOPS else "other texts"),
+        **_speeds(told, calls),
+        "acceptance": None if kept is None else asdict(kept),
+        "equal_ids": _equal(told, way, calls),
+        "first_call": _first_call(told, way.name),
+        "fresh_calls": _fresh(told, way.name),
+        "compiled_graphs": sum(graphs),
+        "calls_with_compiling": sum(count > 0 for count in graphs),
+        "left_to_generate": sum(bool(call.left_to_generate) for call in calls),
+        "peak_memory_bytes": _peak(told, way, calls),
+    }
+
+
+def _peak(told: Told, way: Way, calls: Sequence[Call]) -> int | None:
+    """Of the device, or of a process of its own; ``None`` where neither was measured."""
+    alone = told.journal.peaks.get((way.name, told.part.index))
+    return max((call.peak_memory for call in calls if call.peak_memory is not None), default=alone)
+
+
+def _speeds(told: Told, calls: Sequence[Call]) -> Json:
+    """What users feel, by AIPerf's names; seconds of the main clock."""
+    clock = told.clock
+    speed = mean_speed(Measured.whole(calls, clock))
+    decoding = [call.decoding(clock) / (call.decoded / len(call.ids)) for call in calls if call.decoded > 0]
+    return {
+        "output_token_throughput": None if speed is None else asdict(speed),
+        "time_to_first_token": _mean([call.seconds(clock) - call.decoding(clock) for call in calls]),
+        "inter_token_latency": _mean(decoding),
+        "request_latency": _mean([call.seconds(clock) for call in calls]),
+        "output_sequence_length": _mean([len(row) for call in calls for row in call.ids]),
+    }
+
+
+def _ratios(
+    told: Told,
+    name: str,
+    measured: Callable[[Sequence[Call], str], Measured],
+    wanted: Callable[[Call], bool] = lambda plain: True,
+    clock: str | None = None,
+) -> Json | None:
+    plain, way = (measured(told.of_way(one, wanted), clock or told.clock) for one in (PLAIN, name))
+    found = ratios(plain, way)
+    return None if found is None else _as_json(found)
+
+
+def _by(told: Told, name: str, group_of: Callable[[Call], str]) -> Json:
+    """Ratios by group of plain generate's calls; one group alone is the whole stream and left out."""
+    groups = dict.fromkeys(group_of(call) for call in told.of_way(PLAIN))
+    if len(groups) < 2:
+        return {}
+    found = {}
+    for group in groups:
+        count = len(told.of_way(name, lambda plain, group=group: group_of(plain) == group))  # type: ignore[misc]
+        parts = {
+            what: _ratios(told, name, measured, lambda plain, group=group: group_of(plain) == group)  # type: ignore[misc]
+            for what, measured in (("whole", Measured.whole), ("decode", Measured.decoding))
+        }
+        found[group] = {"prompts": count, **parts}
+    return found
+
+
+def _equal(told: Told, way: Way, calls: Sequence[Call]) -> Json | None:
+    """Share of texts with plain generate's ids, and where others part; ``None`` where tokens are drawn."""
+    if not told.part.condition.is_greedy:
+        return None
+    plain = told.of_way(PLAIN)
+    rows = [
+        (mine, theirs) for a, b in zip(calls, plain, strict=True) for mine, theirs in zip(a.ids, b.ids, strict=True)
+    ]
+    equal = sum(mine == theirs for mine, theirs in rows)
+    parted = [
+        {
+            "prompt": one.prompt,
+            "row": one.row,
+            "position": one.position,
+            "margin": one.margin,
+            "near_tie": one.is_near_tie,
+        }
+        for one in told.journal.parted
+        if (one.way, one.condition) == (way.name, told.part.index) and one.prompt in told.counted
+    ]
+    return {"texts": len(rows), "equal": equal, "share": equal / len(rows), "parted": parted}
+
+
+def _first_call(told: Told, name: str) -> Json | None:
+    """The way's first call in the stream, which its main figures leave out where there was one pass."""
+    key = (name, told.part.index, 0, 0)
+    call, plain = told.journal.calls.get(key), told.journal.calls.get((PLAIN, *key[1:]))
+    return None if call is None or plain is None else _single(told, plain, call)
+
+
+def _fresh(told: Told, name: str) -> list[Json]:
+    """Calls with a new ``SelfSpec``."""
+    plain = {call.prompt: call for call in told.fresh[PLAIN]}
+    if name == PLAIN:
+        return []
+    return [_single(told, plain[call.prompt], call) for call in told.fresh[name] if call.prompt in plain]
+
+
+def _single(told: Told, plain: Call, call: Call) -> Json:
+    seconds, others = call.seconds(told.clock), plain.seconds(told.clock)
+    ratio = others / max(plain.tokens, 1) / (seconds / max(call.tokens, 1))
+    return {"kind": call.kind, "request_latency": seconds, "plain_request_latency": others, "ratio": ratio}
+
+
+def _as_json(found: Ratios) -> Json:
+    return asdict(found)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return mean(values) if values else None
+
+
+def _counts(names: Sequence[str]) -> dict[str, int]:
+    return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def estimate(found: Mapping[str, Any] | None) -> Estimate | None:
+    """A figure that was read from the file."""
+    return None if found is None else Estimate(**found)

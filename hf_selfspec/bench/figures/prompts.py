@@ -1,0 +1,89 @@
+"""Prompts and models of the figures on trained models: beginnings of texts, as many new tokens in every run."""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...errors import SettingError
+from ...loading import NamedModel
+from ..comparison.suites import Source
+from ..corpus import Corpus, read_corpus
+from ..trained import Asked, compare
+
+PROMPT = 64
+# Pieces of a file that are texts of their own, so that there are prompts enough.
+_PIECES = 3
+
+
+def add_prompts(parser: argparse.ArgumentParser, prompts: int) -> None:
+    """Options of models and prompts."""
+    parser.add_argument("--model", required=True, help="folder or name of the model, e.g. examples/demo_model")
+    parser.add_argument("--humaneval", required=True, help="HumanEval.jsonl")
+    parser.add_argument("--prompts", type=int, default=prompts, help="prompts of each kind")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens")
+
+
+def column(path: str, name: str) -> list[str]:
+    """A column of a file of JSON lines."""
+    _, items = Source(path, "text", name).content
+    return [str(item["text"]) for item in items]
+
+
+def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[torch.Tensor]:
+    """The first 64 tokens, ``[1, 64]``, of ``count`` texts that have more.
+
+    Raises:
+        SettingError: there are fewer.
+    """
+    found = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    long_enough = list(islice((torch.tensor([ids[:PROMPT]]) for ids in found if len(ids) >= PROMPT), count))
+    if len(long_enough) < count:
+        raise SettingError(
+            f"{count} prompts of {PROMPT} tokens are needed, the texts give {len(long_enough)}. Give fewer --prompts, "
+            "or another file."
+        )
+    return long_enough
+
+
+def standard_library() -> Corpus:
+    """The sources of this interpreter's standard library."""
+    return read_corpus(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def held_out_texts() -> list[str]:
+    """Files of the standard library that the demo model was not trained on, some of them from the middle."""
+    held_out = standard_library().held_out
+    texts = []
+    for part in range(_PIECES):
+        for text in held_out:
+            start = text.find("\ndef ", part * len(text) // _PIECES)
+            texts.append(text[start + 1 :] if part and start >= 0 else text)
+    return texts
+
+
+def load(name: str) -> PreTrainedModel:
+    """A model in float32 on the CPU that never ends a text."""
+    model = NamedModel.find(name).model("float32")
+    config: Any = model.generation_config
+    config.eos_token_id = None  # every run has the same number of tokens
+    return model
+
+
+def best_early_exit(asked: Asked, prompts: Sequence[torch.Tensor], layers: int) -> tuple[int, int]:
+    """Exit and draft length at which transformers' early exit is fastest on ``prompts``."""
+    grid = [
+        (layer, length)
+        for layer in sorted({min(3, layers - 1), min(4, layers - 1), -(-layers // 4), -(-layers // 3)})
+        for length in (1, 2, 4)
+    ]
+    ways = {f"{case}": asked.early_exit(*case) for case in grid}
+    speeds = compare(ways, prompts[:2], repeats=1)
+    return min(grid, key=lambda case: speeds[f"{case}"].ms_per_token)

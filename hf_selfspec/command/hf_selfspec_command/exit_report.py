@@ -1,0 +1,27 @@
+"""``hf-selfspec exit-report``: what each layer of a model predicts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import ModelOptions, TextOptions, takes_options
+
+
+@takes_options
+def exit_report(
+    model: ModelOptions,
+    data: TextOptions,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text that count, the first ones.")] = 512,
+    plot: Annotated[str | None, typer.Option(help="File for a picture, e.g. exits.png; needs matplotlib.")] = None,
+) -> None:
+    """Tells how well each layer of a model predicts the next token."""
+    from hf_selfspec import exit_report
+
+    texts, named = data.read(), model.find()
+    tokenizer = named.tokenizer()
+    report = exit_report(model.load(named), tokenizer, texts, max_length=max_length)
+    print(report)
+    if plot is not None:
+        report.plot(plot)

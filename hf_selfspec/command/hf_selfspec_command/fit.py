@@ -1,0 +1,101 @@
+"""``hf-selfspec fit``: a small module for a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import DataOption, DtypeOption, FieldOption, ModelOption, takes_options
+
+if TYPE_CHECKING:
+    from hf_selfspec.train.request import FitRequest
+
+app = typer.Typer(help="Fits a small module to a frozen model.")
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What every fit takes."""
+
+    model: ModelOption
+    data: DataOption
+    out: Annotated[str, typer.Option(help="Folder for what is fitted.")]
+    field: FieldOption = None
+    block_size: Annotated[int, typer.Option(help="Tokens of a row.")] = 256
+    batch: Annotated[int, typer.Option(help="Rows in a step, on each device.")] = 8
+    learning_rate: float = 1e-3
+    epochs: float = 1.0
+    dtype: DtypeOption = "auto"
+    cache: Annotated[str | None, typer.Option(help="Folder that keeps the model's states for further fits.")] = None
+
+
+@app.command()
+@takes_options
+def adapter(
+    common: FitOptions,
+    exit_layer: Annotated[int | None, typer.Option(help="2 by default, 3 from 40 layers on.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, the model's by default.")] = None,
+    blocks: Annotated[str, typer.Option(help="attention, mlp or both with a comma between them.")] = "attention",
+    own_head: Annotated[bool, typer.Option("--own-head", help="A head of its own in place of the model's.")] = False,
+) -> None:
+    """Kangaroo's adapter behind a shallow exit."""
+    from hf_selfspec.spec_text import split
+    from hf_selfspec.train.request import AdapterFit
+
+    chosen: dict[str, Any] = {"exit_layer": exit_layer, "heads": heads, "own_head": own_head}
+    _fit(AdapterFit(**vars(common), blocks=tuple(split([blocks])), **chosen))
+
+
+@app.command()
+@takes_options
+def heads(
+    common: FitOptions,
+    layers: Annotated[
+        str | None, typer.Option(help="Exit layers with commas between them, spread over the depth by default.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="How many, where no layers are given; 4 by default.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of the heads' linear layers, whole by default.")] = None,
+    copied: Annotated[bool, typer.Option("--copied", help="Begin with the model's own head.")] = False,
+    metric: Annotated[str | None, typer.Option(help="Of confidence; the one that tells best by default.")] = None,
+) -> None:
+    """DSSD's exit heads with calibrated thresholds."""
+    from hf_selfspec.train.request import HeadsFit
+
+    chosen: dict[str, Any] = {"heads": heads, "rank": rank, "copied": copied, "metric": metric}
+    _fit(HeadsFit(**vars(common), layers=None if layers is None else _whole_numbers("--layers", layers), **chosen))
+
+
+@app.command()
+@takes_options
+def probe(
+    common: FitOptions,
+    exit_layer: Annotated[int, typer.Option(help="The layer whose states the probe reads.")],
+    sample: Annotated[bool, typer.Option("--sample", help="For drawn tokens.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Of drawn tokens, 1.0 by default.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Of drawn tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of drawn tokens.")] = None,
+) -> None:
+    """AdaSPEED's probe of acceptance."""
+    from hf_selfspec.train.request import ProbeFit
+
+    drawing: dict[str, Any] = {"sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    _fit(ProbeFit(**vars(common), exit_layer=exit_layer, **drawing))
+
+
+def _fit(request: FitRequest) -> None:
+    part = request.run()
+    for name, value in {**part.about["recipe"], **part.about["figures"]}.items():
+        print(f"{name:<32} {value}")
+    print(f"{part.kind} of {part.num_parameters:,} parameters in {request.out}")
+
+
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    from hf_selfspec import SettingError
+    from hf_selfspec.spec_text import split
+
+    try:
+        return tuple(int(item) for item in split([text]))
+    except ValueError as error:
+        raise SettingError(f"{option} {text}: give whole numbers with commas between them, e.g. 3,6,12.") from error

@@ -1,0 +1,13 @@
+"""``hf-selfspec inspect``: what a model is made of, from its config alone."""
+
+from __future__ import annotations
+
+from .options import ModelOption
+
+
+def inspect(model: ModelOption) -> None:
+    """Tells what a model is made of and what can be done with it; no weights are loaded."""
+    from hf_selfspec import inspect_model
+    from hf_selfspec.loading import NamedModel
+
+    print(inspect_model(NamedModel.find(model).config()))

@@ -1,0 +1,136 @@
+"""Options that several commands take, declared once, and dataclasses of options as parameters of a command."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_selfspec.loading import NamedModel
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+
+ModelOption = Annotated[str, typer.Option(help="Folder of the model, or its name on the Hub.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of the model's weights.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
+]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch on the CPU.")]
+DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
+FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Whether a prompt is a message of a chat or a text to go on from; by default a chat where the model has a "
+        "chat template.",
+    ),
+]
+PromptsOption = Annotated[int, typer.Option(min=1, help="How many texts of the data to take, the first ones.")]
+MaxNewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
+MaxPromptTokensOption = Annotated[
+    int, typer.Option(min=1, help="Tokens of a prompt that count, the first ones; chats are taken whole.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+SpecOption = Annotated[
+    str,
+    typer.Option(
+        help="selfspec, lookup, layerskip, swift or adaspeed; a folder that was saved or fitted; or an expression such "
+        'as "SelfSpec.layerskip(8)".'
+    ),
+]
+MethodsOption = Annotated[
+    list[str], typer.Option(help="As --spec; several with commas between them, or by giving the option again.")
+]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which texts."""
+
+    data: DataOption
+    field: FieldOption = None
+    prompts: PromptsOption = 8
+
+    def read(self) -> list[str]:
+        """The texts, as many as there are up to the number that is wanted."""
+        from hf_selfspec.train.texts import texts
+
+        return texts(self.data, self.field)[: self.prompts]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how it is loaded."""
+
+    model: ModelOption
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = None
+    threads: ThreadsOption = None
+
+    def find(self) -> NamedModel:
+        """Checks all options and the config; nothing else of the model is loaded yet."""
+        import torch
+        from transformers.utils import logging
+
+        from hf_selfspec.loading import NamedModel, device_named
+
+        logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+        device_named(self.device)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        named = NamedModel.find(self.model)
+        named.config()
+        return named
+
+    def load(self, named: NamedModel) -> PreTrainedModel:
+        """The model that :meth:`find` has found."""
+        from hf_selfspec.loading import device_named
+
+        return named.model(self.dtype, device_named(self.device))
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command options for the fields of those of its parameters that are dataclasses."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)}
+    options: list[inspect.Parameter] = []
+    for name, parameter in parameters.items():
+        options += _options(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    vars(flat).pop("__wrapped__")  # whose signature would be taken
+    vars(flat)["__signature__"] = inspect.Signature(options)
+    flat.__annotations__ = {option.name: option.annotation for option in options}
+    return flat
+
+
+def _options(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]
+
+
+def _default(field: Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default

@@ -1,0 +1,247 @@
+"""What a model is made of, and what can be done with it, known from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
+from .model.anatomy import Anatomy
+from .model.fixed import why_no_graphs
+from .search.skip_space import SkipSpace
+
+_MIB = 2**20
+# Width of the names in the table.
+_NAMES = 20
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part of a model.
+
+    Attributes:
+        name: what it is.
+        parameters: its numbers; those that two parts share count in the first one.
+        bytes: of them in memory.
+    """
+
+    name: str
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model is made of, and what can be done with it; ``str`` of it is a table.
+
+    Attributes:
+        model_name, model_type: class and type of the model.
+        refused: why it cannot be used with a ``SelfSpec``, empty where it can be. Then only the shares are known.
+        num_layers: decoder layers.
+        attention, mlp: layers in which an attention block (or another mixer of tokens) and an MLP block was found.
+        skippable: for each layer which of its blocks a search may leave out: ``attention``, ``mlp``, ``layer``.
+        no_skips: why no search for blocks to skip is possible, empty where it is.
+        tree: drafts can be trees, otherwise lines.
+        ragged: the rows of a batch advance at their own pace, otherwise by the shortest acceptance.
+        replay: a verification can begin at the states that a draft has left behind.
+        exits: the states of several exits go through the head together (``exit_report``, training of exits).
+        no_graphs: why forwards cannot be compiled graphs, empty where they can be.
+        is_recurrent: it has states beside keys and values, which are taken back when a draft is rejected.
+        max_positions: tokens that the model was made for, ``None`` where its config does not tell.
+        position_limit: whether there are no more positions than these.
+        shares: parameters by part: embeddings, layers, output head and the rest.
+        cache_bytes: keys and values of one token in all layers, ``None`` where the config does not tell.
+    """
+
+    model_name: str
+    model_type: str
+    refused: str
+    shares: tuple[Share, ...]
+    num_layers: int = 0
+    attention: int = 0
+    mlp: int = 0
+    skippable: tuple[tuple[str, ...], ...] = ()
+    no_skips: str = ""
+    tree: bool = False
+    ragged: bool = False
+    replay: bool = False
+    exits: bool = False
+    no_graphs: str = ""
+    is_recurrent: bool = False
+    max_positions: int | None = None
+    position_limit: bool = False
+    cache_bytes: int | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(share.parameters for share in self.shares)
+
+    def __str__(self) -> str:
+        lines = [("model", f"{self.model_name} ({self.model_type})"), *(self._abilities() or [("", "")])]
+        table = [f"{name:<{_NAMES}} {value}" for name, value in lines]
+        table.append(f"\n{'part':<{_NAMES}} {'parameters':>16} {'share':>7} {'MiB':>10}")
+        for share in (*self.shares, Share("all", self.parameters, sum(share.bytes for share in self.shares))):
+            part = share.parameters / max(self.parameters, 1)
+            table.append(f"{share.name:<{_NAMES}} {share.parameters:>16,} {part:>7.1%} {share.bytes / _MIB:>10,.1f}")
+        return "\n".join(table)
+
+    def _abilities(self) -> list[tuple[str, str]]:
+        if self.refused:
+            return [("SelfSpec", f"not possible: {self.refused}")]
+        return [
+            ("layers", f"{self.num_layers}, {self.attention} with attention or the like, {self.mlp} with an MLP"),
+            ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
+            ("blocks to skip", self.no_skips or self._skips()),
+            ("drafts", "trees or lines" if self.tree else "lines: it cannot take the mask of a tree"),
+            ("batches", _BATCHES[self.ragged]),
+            ("sampling", "exact, with trees as well" if self.tree else "exact"),
+            ("compiled graphs", f"no: {self.no_graphs}" if self.no_graphs else "where its forward can be traced"),
+            ("recurrent states", "taken back when a draft is rejected" if self.is_recurrent else "none"),
+            ("exit_report, training", "possible" if self.exits else "not possible: exits cannot share the head"),
+            ("positions", self._positions()),
+            ("cache of a token", "unknown" if self.cache_bytes is None else f"{self.cache_bytes / 1024:,.1f} KiB"),
+        ]
+
+    def _skips(self) -> str:
+        """The layers in whole, then blocks alone."""
+        blocks = sum(map(len, self.skippable))
+        layers = [index for index, names in enumerate(self.skippable) if names]
+        return f"{blocks} in layers {_ranges(layers)} (counted from 0)" if layers else "none"
+
+    def _positions(self) -> str:
+        if self.max_positions is None:
+            return "no end that the config tells"
+        return f"{self.max_positions:,}" + (", and no more" if self.position_limit else ", longer texts are only worse")
+
+
+_BATCHES = {
+    True: "each row advances at its own pace",
+    False: "all rows advance by the shortest acceptance",
+}
+
+
+def inspect_model(model: Any) -> Inspection:
+    """Tells what a model is made of, and what can be done with it.
+
+    Args:
+        model: a causal LM of transformers, a PEFT model around one, or a config, of which a model without weights is
+            made.
+
+    Raises:
+        SettingTypeError: it is none of these.
+        UnsupportedModelError: transformers has no causal LM for the config.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(inner, PreTrainedConfig):
+        inner = _without_weights(inner)
+    if not isinstance(inner, PreTrainedModel):
+        raise SettingTypeError(
+            f"inspect_model takes a causal LM of transformers, a PEFT model around one or a config, got "
+            f"{type(inner).__name__}."
+        )
+    return _inspected(inner)
+
+
+def _without_weights(config: Any) -> Any:
+    dtype = getattr(config, "dtype", None) or torch.float32
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"transformers has no causal LM for a {type(config).__name__} ({brief(error)})."
+        ) from error
+
+
+def _inspected(model: PreTrainedModel) -> Inspection:
+    config = model.config
+    names: dict[str, Any] = {"model_name": type(model).__name__, "model_type": str(config.model_type)}
+    try:
+        anatomy = Anatomy.of(model)
+    except SelfSpecError as error:
+        return Inspection(**names, refused=str(error), shares=_shares(model, ()))
+    skippable, no_skips = _skippable(anatomy)
+    return Inspection(
+        **names,
+        refused="",
+        shares=_shares(model, anatomy.layers),
+        num_layers=anatomy.num_layers,
+        attention=sum(block is not None for block in anatomy.attention),
+        mlp=sum(bool(block) for block in anatomy.mlp),
+        skippable=skippable,
+        no_skips=no_skips,
+        tree=anatomy.tree,
+        ragged=anatomy.ragged,
+        replay=anatomy.replay,
+        exits=anatomy.exits,
+        no_graphs=why_no_graphs(model, anatomy),
+        is_recurrent=anatomy.is_recurrent,
+        max_positions=anatomy.max_positions,
+        position_limit=anatomy.position_limit is not None,
+        cache_bytes=_cache_bytes(config.get_text_config(decoder=True), model.dtype),
+    )
+
+
+def _skippable(anatomy: Anatomy) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """For each layer the blocks that a search may leave out, and why there are none."""
+    try:
+        space = SkipSpace.of(anatomy)
+    except SelfSpecError as error:
+        return ((),) * anatomy.num_layers, str(error)
+    layers = range(anatomy.num_layers)
+    return tuple(tuple(name for layer, name in space.blocks if layer == index) for index in layers), ""
+
+
+def _shares(model: PreTrainedModel, layers: Iterable[nn.Module]) -> tuple[Share, ...]:
+    """The parts of a model; a parameter belongs to the first part that has it."""
+    seen: set[int] = set()
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    tied = head is not None and embeddings is not None and getattr(head, "weight", 0) is embeddings.weight
+    parts = (
+        ("embeddings, head" if tied else "embeddings", [embeddings]),
+        ("layers", list(layers)),
+        ("output head", [head]),
+        ("the rest", [model]),
+    )
+    shares = []
+    for name, modules in parts:
+        numbers, size = 0, 0
+        for module in modules:
+            for parameter in () if module is None else module.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    numbers, size = numbers + parameter.numel(), size + parameter.numel() * parameter.element_size()
+        shares.append(Share(name, numbers, size))
+    return tuple(share for share in shares if share.parameters)
+
+
+def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
+    """Keys and values of a token, for models that keep them by heads in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    width = getattr(config, "head_dim", None)
+    if width is None and heads and getattr(config, "hidden_size", None):
+        width = config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or []
+    plain = all(str(kind).endswith("attention") and not str(kind).startswith("linear") for kind in kinds)
+    if not (isinstance(heads, int) and isinstance(width, int) and plain) or hasattr(config, "kv_lora_rank"):
+        return None
+    size = torch.empty((), dtype=dtype, device="meta").element_size()
+    return 2 * int(config.num_hidden_layers) * heads * width * size
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``1-3, 5`` of 1, 2, 3, 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)

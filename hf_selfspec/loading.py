@@ -1,0 +1,110 @@
+"""Models by the folder or the name on the Hub that a command line gives, with one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .errors import SettingError, brief
+from .hub import is_name, trouble
+
+_CONFIG = "config.json"
+_GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A causal LM of which nothing is loaded yet.
+
+    Attributes:
+        name: folder or name on the Hub.
+        local_files_only: the Hub does not answer, so that what was downloaded before has to do.
+    """
+
+    name: str
+    local_files_only: bool = False
+
+    @classmethod
+    def find(cls, name: str) -> NamedModel:
+        """Looks for a folder, then on the Hub, then among what was downloaded.
+
+        Raises:
+            SettingError: it is nowhere.
+        """
+        if os.path.isdir(name):
+            return cls(name)
+        why = trouble(HfApi().model_info, name) if is_name(name) else "it could have no such name"
+        if not why:
+            return cls(name)
+        if is_name(name) and isinstance(try_to_load_from_cache(name, _CONFIG), str):
+            return cls(name, local_files_only=True)
+        raise SettingError(
+            f"--model {name}: there is no such folder, and the Hub has no such model ({why}). {_GIVE_MODEL}"
+        )
+
+    def config(self) -> Any:
+        """The config.
+
+        Raises:
+            SettingError: there is none, or not of a model that transformers knows.
+        """
+        return self._load("config", AutoConfig.from_pretrained)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            SettingError: there is none.
+        """
+        found: PreTrainedTokenizerBase = self._load("tokenizer", AutoTokenizer.from_pretrained)
+        return found
+
+    def model(self, dtype: str = "auto", device: torch.device | None = None) -> PreTrainedModel:
+        """The model with its weights, in evaluation mode.
+
+        Args:
+            dtype: of the weights, ``auto`` for that of the file.
+            device: where to, ``None`` for the CPU.
+
+        Raises:
+            SettingError: there is none.
+        """
+        found: PreTrainedModel = self._load("model", AutoModelForCausalLM.from_pretrained, dtype=dtype)
+        return found if device is None else found.to(device)  # type: ignore[arg-type]
+
+    def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
+        """Code that is not of transformers itself does not run."""
+        if self.local_files_only:
+            options["local_files_only"] = True
+        try:
+            return load(self.name, trust_remote_code=False, **options)
+        except Exception as error:  # what transformers and the libraries below it raise for damaged files has no base
+            raise SettingError(
+                f"--model {self.name}: its {what} cannot be loaded ({brief(error)}). {_GIVE_MODEL}"
+            ) from error
+
+
+def device_named(name: str | None) -> torch.device:
+    """A device of this machine; without a name the accelerator, and the CPU where there is none.
+
+    Raises:
+        SettingError: the machine has no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if name is None:
+        return accelerator
+    known = ["cpu"] if accelerator.type == "cpu" else ["cpu", accelerator.type]
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingError(f"--device {name}: there is no such device. Give one of {', '.join(known)}.") from error
+    count = 1 if device.type == "cpu" else torch.accelerator.device_count()
+    if device.type not in known or (device.index or 0) >= count:
+        raise SettingError(f"--device {name}: this machine has none. Give one of {', '.join(known)}.")
+    return device

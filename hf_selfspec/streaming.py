@@ -1,0 +1,160 @@
+"""Text while it is generated, with the tokens that were accepted drafts marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .errors import SettingError
+from .model.anatomy import causal_lm
+from .prompts import Prompt, encoded
+from .selfspec import SelfSpec
+from .settings import check_count, check_share
+from .streams import DraftStreamer
+
+# With which an unfinished character is decoded.
+_UNFINISHED = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of text, of one token or of the few that make up a character.
+
+    Attributes:
+        text: see there.
+        from_draft: all of its tokens were drafted and accepted.
+    """
+
+    text: str
+    from_draft: bool
+
+
+class MarkedStreamer(DraftStreamer):
+    """A streamer for ``generate`` that tells which pieces of the text were drafted.
+
+    ::
+
+        streamer = MarkedStreamer(tokenizer, lambda piece: print(piece.text, piece.from_draft))
+        model.generate(**inputs, assistant=SelfSpec(), streamer=streamer)
+
+    Args:
+        tokenizer: the model's tokenizer.
+        write: gets each :class:`Piece` when it is known, prompt and special tokens left out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[Piece], None]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._write = write
+        self._begin()
+
+    def _begin(self) -> None:
+        self._is_prompt = True
+        self._tokens: list[int] = []
+        self._drafted: list[bool] = []
+        # Tokens from the first number on are decoded together, since spaces depend on what stands before; the text of
+        # those before the second one was written.
+        self._context, self._written = 0, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, then one token at a time.
+
+        Raises:
+            SettingError: there are several rows.
+        """
+        if value.dim() > 1 and len(value) > 1:
+            raise SettingError(f"MarkedStreamer takes one row, got {len(value)}. Generate them one after the other.")
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._tokens += value.flatten().tolist()
+        self._drafted += self.from_draft or [False]
+        self._tell(ended=False)
+
+    def end(self) -> None:
+        """Writes what is left."""
+        self._tell(ended=True)
+        self._begin()
+
+    def _tell(self, ended: bool) -> None:
+        whole = self._decode(self._tokens[self._context :])
+        known = self._decode(self._tokens[self._context : self._written])
+        if len(whole) <= len(known) or (whole.endswith(_UNFINISHED) and not ended):
+            return
+        self._write(Piece(whole[len(known) :], all(self._drafted[self._written :])))
+        self._context, self._written = self._written, len(self._tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        found = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(found)
+
+
+def stream(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    write: Callable[[Piece], None],
+    *,
+    spec: SelfSpec | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+) -> str:
+    """Generates, and hands over each piece of text as soon as it is known.
+
+    ``spec.stats`` has the figures afterwards.
+
+    Args:
+        model: a causal LM of transformers, or a PEFT model around one.
+        tokenizer: the model's tokenizer.
+        prompt: a text to go on from, or a chat as a list of messages.
+        write: gets each :class:`Piece`.
+        spec: what drafts, ``SelfSpec()`` by default.
+        max_new_tokens: tokens to generate at most.
+        temperature: with which tokens are drawn, 0 for the likeliest ones.
+        top_p: share of the probability from which tokens are drawn; the generation config's by default.
+
+    Returns:
+        The whole text.
+
+    Raises:
+        SelfSpecError: a setting, the prompt or the model is not allowed.
+    """
+    inner = causal_lm(model, "stream")
+    check_count("stream(max_new_tokens)", max_new_tokens)
+    inputs, pieces = encoded(tokenizer, prompt, inner.device), list[str]()
+
+    def keep(piece: Piece) -> None:
+        pieces.append(piece.text)
+        write(piece)
+
+    model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        **sampling("stream", temperature, top_p),
+        assistant=spec or SelfSpec(),
+        streamer=MarkedStreamer(tokenizer, keep),
+    )
+    return "".join(pieces)
+
+
+def sampling(who: str, temperature: float, top_p: float | None) -> dict[str, Any]:
+    """Options of ``generate`` for a temperature, 0 for the likeliest tokens.
+
+    Raises:
+        SettingError, SettingTypeError: one is not allowed.
+    """
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < torch.inf:
+        raise SettingError(f"{who}(temperature) must be a finite number of at least 0, got {temperature!r}.")
+    if top_p is not None:
+        check_share(f"{who}(top_p)", top_p, zero=False, one=True)
+        if temperature == 0:
+            raise SettingError(f"{who}(top_p={top_p!r}) has no effect at temperature 0: give a temperature, too.")
+    if temperature == 0:
+        return {"do_sample": False}
+    warping = {} if top_p is None else {"top_p": top_p}
+    return {"do_sample": True, "temperature": float(temperature), **warping}

@@ -1,0 +1,268 @@
+"""A fit that is asked for by names: of a model, of a text and of the folder for what is fitted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+
+from ..errors import SettingError
+from ..files import check_folder
+from ..loading import NamedModel
+from ..model.anatomy import max_positions
+from ..parts.adapter import BLOCKS, Adapter
+from ..parts.heads import METRICS, ExitHeads
+from ..parts.part import FILES, Part
+from ..settings import check_count, check_exit, check_positive
+from .adapter import fit_adapter, usual_exit, usual_heads
+from .fitting import Blocks, check_length, training_arguments
+from .heads import chosen_layers, fit_exit_heads, split
+from .probe import check_warping, fit_probe
+from .texts import texts
+
+_USUAL_HEADS, _USUAL_TEMPERATURE = 4, 1.0
+# What the config of every causal LM has, by these names or by those that it maps to them.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest(ABC):
+    """What every fit takes. Messages name settings as the command line does.
+
+    Attributes:
+        model: folder or name on the Hub.
+        data: see :func:`.texts.texts`.
+        out: folder for what is fitted.
+        field: column of the text.
+        block_size: tokens of a row.
+        batch: rows in a step, on each device.
+        learning_rate, epochs: of the Trainer.
+        dtype: of the model.
+        cache: folder that keeps the model's states for further fits.
+    """
+
+    kind: ClassVar[str]
+    least_block: ClassVar[int] = 1
+
+    model: str
+    data: str
+    out: str
+    field: str | None = None
+    block_size: int = 256
+    batch: int = 8
+    learning_rate: float = 1e-3
+    epochs: float = 1.0
+    dtype: str = "auto"
+    cache: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What takes the settings, for messages."""
+        return f"fit {self.kind}"
+
+    def run(self) -> Part:
+        """Checks, loads and fits; what is wrong is found before the weights are loaded, as far as it can be.
+
+        Raises:
+            SettingError, SettingTypeError: something is not allowed.
+        """
+        self._check()
+        data = texts(self.data, self.field)
+        named = NamedModel.find(self.model)
+        self._check_config(named.config().get_text_config(decoder=True))
+        rows = self._rows(Blocks(named.tokenizer(), data, self.block_size, self.name))
+        training = self._training()
+        return self._fit(named.model(self.dtype, training.device), rows, training)
+
+    def _check(self) -> None:
+        """Checks what can be known without the text and the model."""
+        for name, value in {"--batch": self.batch, **self._counts()}.items():
+            if value is not None:
+                check_count(name, value)
+        check_count("--block-size", self.block_size, least=self.least_block)
+        check_positive("--learning-rate", self.learning_rate)
+        check_positive("--epochs", self.epochs)
+        for message in self._without_effect():
+            raise SettingError(message)
+        self._check_choices()
+        check_folder("--out", self.out, FILES)
+        if self.cache is not None:
+            check_folder("--cache", self.cache)
+
+    def _check_config(self, config: Any) -> None:
+        """Checks what the config of the model's text decoder tells, before there are weights.
+
+        Raises:
+            SettingError: the model has not those layers, or not that width.
+        """
+        check_length(self.name, self.block_size, max_positions(config))
+        if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # else loading it will tell
+            with torch.device("meta"):
+                self._check_sizes(config)
+
+    def _training(self) -> TrainingArguments:
+        return training_arguments(
+            self.out,
+            torch.accelerator.current_accelerator() or torch.device("cpu"),
+            per_device_train_batch_size=self.batch,
+            learning_rate=self.learning_rate,
+            num_train_epochs=self.epochs,
+        )
+
+    def _common(self, training: TrainingArguments) -> dict[str, Any]:
+        return {"block_size": self.block_size, "args": training, "cache_dir": self.cache, "output_dir": self.out}
+
+    def _rows(self, blocks: Blocks) -> list[dict[str, list[int]]]:
+        """The text as rows of tokens, which is known to be enough."""
+        return [{"input_ids": ids} for ids in blocks.rows.tolist()]
+
+    @abstractmethod
+    def _check_choices(self) -> None:
+        """Checks settings of one kind that are no counts."""
+
+    @abstractmethod
+    def _counts(self) -> dict[str, int | None]:
+        """Settings of this kind that are whole numbers."""
+
+    @abstractmethod
+    def _without_effect(self) -> Iterator[str]:
+        """What is to be told of settings that another one leaves without an effect."""
+
+    @abstractmethod
+    def _check_sizes(self, config: Any) -> None:
+        """Checks that the model of a config has what is named."""
+
+    @abstractmethod
+    def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
+        """Fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFit(FitRequest):
+    """Kangaroo's adapter, see :func:`fit_adapter`."""
+
+    kind: ClassVar[str] = "adapter"
+
+    exit_layer: int | None = None
+    heads: int | None = None
+    blocks: tuple[str, ...] = ("attention",)
+    own_head: bool = False
+
+    def _counts(self) -> dict[str, int | None]:
+        return {"--exit-layer": self.exit_layer, "--heads": self.heads}
+
+    def _check_choices(self) -> None:
+        for block in self.blocks:
+            _check_choice("--blocks", block, BLOCKS)
+
+    def _without_effect(self) -> Iterator[str]:
+        if self.heads is not None and "attention" not in self.blocks:
+            yield f"--heads {self.heads} has no effect with --blocks {','.join(self.blocks)}: leave it out."
+
+    def _check_sizes(self, config: Any) -> None:
+        layer = usual_exit(config) if self.exit_layer is None else self.exit_layer
+        check_exit(self.name, "exit_layer", layer, config.num_hidden_layers)
+        heads = self.heads or usual_heads(config.num_attention_heads, config.hidden_size)
+        Adapter(layer, config.hidden_size, heads, self.blocks)
+
+    def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
+        chosen: dict[str, Any] = {"blocks": self.blocks, "num_heads": self.heads, "own_head": self.own_head}
+        return fit_adapter(model, None, rows, exit_layer=self.exit_layer, **chosen, **self._common(training))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsFit(FitRequest):
+    """DSSD's exit heads, see :func:`fit_exit_heads`."""
+
+    kind: ClassVar[str] = "heads"
+    # Exit heads are calibrated on what the model writes behind the beginning of a row.
+    least_block: ClassVar[int] = 2
+
+    layers: tuple[int, ...] | None = None
+    heads: int | None = None
+    rank: int | None = None
+    copied: bool = False
+    metric: str | None = None
+
+    def _counts(self) -> dict[str, int | None]:
+        return {"--heads": self.heads, "--rank": self.rank}
+
+    def _check_choices(self) -> None:
+        for layer in self.layers or ():
+            check_count("--layers", layer)
+        if self.metric is not None:
+            _check_choice("--metric", self.metric, METRICS)
+
+    def _without_effect(self) -> Iterator[str]:
+        if self.heads is not None and self.layers is not None:
+            yield f"--heads {self.heads} has no effect with --layers, which tell how many there are: leave it out."
+        if self.copied and self.rank is not None:
+            yield f"--copied has no effect with --rank {self.rank}, since the model's own head is whole: leave one out."
+
+    def _check_sizes(self, config: Any) -> None:
+        layers = chosen_layers(self.name, config.num_hidden_layers, self._num_heads, self.layers)
+        ExitHeads(layers, config.hidden_size, config.vocab_size, self.rank)
+
+    def _rows(self, blocks: Blocks) -> list[dict[str, list[int]]]:
+        split(self.name, blocks)
+        return super()._rows(blocks)
+
+    @property
+    def _num_heads(self) -> int:
+        return _USUAL_HEADS if self.heads is None else self.heads
+
+    def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
+        chosen: dict[str, Any] = {"layers": self.layers, "num_heads": self._num_heads, "metric": self.metric}
+        chosen |= {"rank": self.rank, "copied": self.copied}
+        return fit_exit_heads(model, None, rows, **chosen, **self._common(training))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeFit(FitRequest):
+    """AdaSPEED's probe, see :func:`fit_probe`."""
+
+    kind: ClassVar[str] = "probe"
+
+    exit_layer: int
+    sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def _counts(self) -> dict[str, int | None]:
+        return {"--exit-layer": self.exit_layer}
+
+    def _check_choices(self) -> None:
+        if self.sample:
+            check_warping(_option, self._temperature, self.top_k, self.top_p)
+
+    def _without_effect(self) -> Iterator[str]:
+        for name, value in (("temperature", self.temperature), ("top_k", self.top_k), ("top_p", self.top_p)):
+            if value is not None and not self.sample:
+                yield f"{_option(name)} {value} has no effect without --sample: add that, or leave it out."
+
+    def _check_sizes(self, config: Any) -> None:
+        check_exit(self.name, "exit_layer", self.exit_layer, config.num_hidden_layers)
+
+    @property
+    def _temperature(self) -> float:
+        return _USUAL_TEMPERATURE if self.temperature is None else self.temperature
+
+    def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
+        drawing: dict[str, Any] = {"do_sample": self.sample, "temperature": self._temperature}
+        drawing |= {"top_k": self.top_k, "top_p": self.top_p}
+        return fit_probe(model, None, rows, exit_layer=self.exit_layer, **drawing, **self._common(training))
+
+
+def _option(setting: str) -> str:
+    """What a setting is called on the command line."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def _check_choice(option: str, value: str, known: Any) -> None:
+    if value not in known:
+        raise SettingError(f"{option} {value}: there is no such choice. Give one of {', '.join(sorted(known))}.")

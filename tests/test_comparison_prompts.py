@@ -1,0 +1,106 @@
+"""Streams of prompts: suites, users' own files, chats, beginnings, variants."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from comparing import CHAT, DEMO, write_suites
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_selfspec import SettingError
+from hf_selfspec.bench.comparison.prompts import Encoder, repeated, stream_of, stream_of_variants
+from hf_selfspec.bench.comparison.suites import Source, beginnings, pairs, questions
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_suites(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.fixture(scope="module")
+def sources(files: dict[str, Path]) -> list[Source]:
+    named = [Source(str(files[name])) for name in ("spec-bench", "humaneval", "gsm8k")]
+    return [*named, Source(str(files["editing"]), "editing")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    found = AutoTokenizer.from_pretrained(DEMO)
+    found.chat_template = CHAT
+    return found
+
+
+def test_stream_has_as_many_of_each_kind_in_turn(sources: list[Source], tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = questions(sources)
+    encoder = Encoder(tokenizer, 10_000)
+    stream = stream_of(texts, encoder, 2, random.Random(0))
+    kinds = ["chat", "translation", "summary", "qa", "math", "rag", "code", "editing", "gsm8k"]
+    assert [prompt.kind for prompt in stream] == 2 * kinds
+    assert stream == stream_of(texts, encoder, 2, random.Random(0))
+    assert [prompt.ids for prompt in repeated(stream)] == 2 * [prompt.ids for prompt in stream]
+    edits = [text for text in texts["editing"] if "change Paris to Arden" in text]
+    assert len(edits) == 3
+    assert "Paris-on-Sea, had walls." in edits[0]
+    assert len(stream_of(texts, encoder, None, random.Random(0))) == sum(map(len, texts.values()))
+
+
+def test_prompts_that_do_not_fit_are_counted(sources: list[Source], tokenizer: PreTrainedTokenizerBase) -> None:
+    encoder = Encoder(tokenizer, 64)
+    stream = stream_of(questions(sources), encoder, 3, random.Random(0))
+    assert {prompt.kind for prompt in stream} >= {"gsm8k", "qa"}
+    assert encoder.left_out["code"] == encoder.left_out["editing"] // 2 == 3
+
+
+def test_raw_prompts_are_beginnings(sources: list[Source], tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = beginnings(sources)
+    assert "editing" not in texts
+    stream = stream_of(texts, Encoder(tokenizer, 10_000, 64), 3, random.Random(0))
+    assert {len(prompt.ids) for prompt in stream if prompt.kind in ("code", "text")} == {64}
+    assert all(tokenizer.decode(prompt.ids).startswith("def add_") for prompt in stream if prompt.kind == "code")
+
+
+def test_variants_come_after_what_they_vary(sources: list[Source], tokenizer: PreTrainedTokenizerBase) -> None:
+    both = pairs(sources)
+    stream = stream_of_variants(both, Encoder(tokenizer, 10_000), 3, random.Random(1))
+    texts = [tokenizer.decode(prompt.ids).strip() for prompt in stream]
+    places = [tuple(texts.index(text.strip()) for text in pair) for all_of in both.values() for pair in all_of]
+    assert len(stream) == 2 * len(places) == 24
+    assert all(original < variant for original, variant in places)
+    assert any(variant - original > 2 for original, variant in places)
+
+
+def test_own_prompts_are_taken_as_they_are(files: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
+    (texts,) = questions([Source(str(files["text"]))]).values()
+    encoder = Encoder(tokenizer, 10_000, sys.maxsize)
+    stream = stream_of({"text": texts}, encoder, None, random.Random(0))
+    assert sorted(tokenizer.decode(prompt.ids).strip() for prompt in stream) == ["def read(path):", "import os"]
+
+
+def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:
+    source = Source(str(files["gsm8k"]), "text", "answer")
+    assert questions([source]) == {"text": ["0", "2", "4"]}
+    with pytest.raises(SettingError, match="no such column, but answer, question"):
+        questions([Source(str(files["gsm8k"]), None, "solution")])
+
+
+@pytest.mark.parametrize(
+    ("content", "suite", "message"),
+    [
+        ('{"a": 1}', None, "a line has no prompt, but a. Name the column one of messages, prompt"),
+        ('{"question": "a"}', "humaneval", "the first line has no prompt and no entry_point"),
+        ("[1]", None, "there is no object in each line"),
+        ("", None, "there is no object in each line"),
+        ("{", None, "cannot be read"),
+        ('{"text": "a"}', "spec", "--suite spec: there is no such suite. Give one of spec-bench, humaneval"),
+    ],
+)
+def test_files_that_are_no_prompts(tmp_path: Path, content: str, suite: str | None, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(SettingError, match=message):
+        questions([Source(str(path), suite)])
+    with pytest.raises(SettingError, match="there is no such file"):
+        questions([Source(str(tmp_path / "none.jsonl"))])

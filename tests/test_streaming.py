@@ -1,0 +1,145 @@
+"""Streams that mark accepted drafts: the text is generate's, and the marks are those of the statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import character_tokenizer, new_spec, ragged_batch
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_selfspec import MarkedStreamer, Piece, SelfSpec, SettingError, SettingTypeError, stream
+
+DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
+
+
+def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec, **options: Any) -> list[Piece]:
+    pieces: list[Piece] = []
+    streamer = MarkedStreamer(character_tokenizer(), pieces.append)
+    model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=spec, streamer=streamer, **options)
+    return pieces
+
+
+def test_marks_are_those_of_the_statistics(llama: LlamaForCausalLM) -> None:
+    inputs, spec = ragged_batch((8,), seed=3), new_spec()
+    pieces = streamed(llama, inputs, spec)
+    assert spec.stats is not None
+    assert [piece.from_draft for piece in pieces] == spec.stats.from_draft[0]
+    assert {piece.from_draft for piece in pieces} == {True, False}
+    plain = llama.generate(**inputs, max_new_tokens=20, do_sample=False)[0, 8:]
+    assert "".join(piece.text for piece in pieces) == character_tokenizer().decode(plain)
+
+
+def test_a_streamer_serves_call_after_call(llama: LlamaForCausalLM) -> None:
+    pieces: list[Piece] = []
+    streamer = MarkedStreamer(character_tokenizer(), pieces.append)
+    inputs = ragged_batch((8,), seed=3)
+    for _ in range(2):
+        llama.generate(**inputs, max_new_tokens=6, do_sample=False, assistant=new_spec(), streamer=streamer)
+    assert len(pieces) == 12
+    assert pieces[:6] == pieces[6:]
+
+
+@pytest.mark.parametrize("assistant", [False, None])
+def test_plain_generate_has_no_marks(assistant: Any, llama: LlamaForCausalLM) -> None:
+    pieces = streamed(llama, ragged_batch((8,), seed=3), assistant)
+    assert len(pieces) == 20
+    assert not any(piece.from_draft for piece in pieces)
+
+
+@pytest.mark.filterwarnings("ignore:the prompts are padded on the right")
+def test_calls_that_are_left_to_generate_have_no_marks(llama: LlamaForCausalLM) -> None:
+    inputs = ragged_batch((8,), seed=3)
+    inputs["attention_mask"][0, -2:] = 0
+    spec = new_spec()
+    assert not any(piece.from_draft for piece in streamed(llama, inputs, spec))
+    assert spec.stats is not None
+    assert spec.stats.left_to_generate
+
+
+def test_several_rows_are_refused(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(SettingError, match="MarkedStreamer takes one row, got 3"):
+        streamed(llama, ragged_batch(), new_spec())
+
+
+def test_characters_of_several_tokens_are_whole() -> None:
+    """The demo model's tokenizer writes letters outside ASCII as bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    text = 'print("größe → 🙂🙂")\n\tdone'
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces: list[Piece] = []
+    streamer = MarkedStreamer(tokenizer, pieces.append)
+    streamer.put(torch.tensor([[1, 2]]))
+    for index, token in enumerate(tokens):
+        streamer.from_draft = [index % 2 == 0]
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(piece.text for piece in pieces) == text
+    assert len(pieces) < len(tokens)
+    assert not any("\ufffd" in piece.text for piece in pieces)
+
+
+def test_an_unfinished_character_comes_at_the_end() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokens = tokenizer("🙂", add_special_tokens=False)["input_ids"]
+    pieces: list[Piece] = []
+    streamer = MarkedStreamer(tokenizer, pieces.append)
+    streamer.put(torch.tensor([[1]]))
+    streamer.put(torch.tensor(tokens[:1]))
+    assert pieces == []
+    streamer.end()
+    assert [piece.text for piece in pieces] == ["\ufffd"]
+
+
+# stream ---------------------------------------------------------------------------------------------------------------
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}a"
+    return tokenizer
+
+
+def test_stream_returns_the_text(llama: LlamaForCausalLM) -> None:
+    tokenizer, pieces, spec = character_tokenizer(), list[Piece](), new_spec()
+    text = stream(llama, tokenizer, "def f(x):", pieces.append, spec=spec, max_new_tokens=12)
+    ids = torch.tensor([tokenizer("def f(x):")["input_ids"]])
+    plain = llama.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert text == tokenizer.decode(plain, skip_special_tokens=True) == "".join(piece.text for piece in pieces)
+    assert spec.stats is not None
+    assert spec.stats.tokens == 12
+
+
+def test_stream_answers_chats(llama: LlamaForCausalLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    options: dict[str, Any] = {"spec": new_spec(), "max_new_tokens": 8}
+    answer = stream(llama, chat_tokenizer(), chat, lambda piece: None, **options)
+    assert answer == stream(llama, character_tokenizer(), "uhia", lambda piece: None, **options)
+
+
+def test_stream_draws_tokens(llama: LlamaForCausalLM) -> None:
+    texts = set()
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        options: dict[str, Any] = {"spec": new_spec(), "temperature": 1.0, "top_p": 0.9, "max_new_tokens": 20}
+        texts.add(stream(llama, character_tokenizer(), "ab", lambda piece: None, **options))
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "a prompt must be a string or a chat"),
+        ([{"role": "user", "content": "a"}], {}, "the tokenizer has no chat template, so the model cannot chat"),
+        ("a", {"max_new_tokens": 0}, r"stream\(max_new_tokens\) must be at least 1"),
+        ("a", {"temperature": float("nan")}, r"stream\(temperature\) must be a finite number of at least 0, got nan"),
+        ("a", {"top_p": 0.5}, "has no effect at temperature 0"),
+        ("a", {"temperature": 1.0, "top_p": 0}, r"stream\(top_p\) must lie between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_streamed(prompt: Any, options: dict[str, Any], words: str, llama: LlamaForCausalLM) -> None:
+    with pytest.raises((SettingError, SettingTypeError), match=words):
+        stream(llama, character_tokenizer(), prompt, lambda piece: None, **options)
