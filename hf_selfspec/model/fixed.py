@@ -14,6 +14,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..notices import warn_once
 from ..transfer import RowNumbers
 from .anatomy import is_tensor_parallel
+from .autocast import within
 from .compiled import is_compiled
 from .graphs import Graphs, graphs_of, size_for
 from .layout import TreeLayout
@@ -98,6 +99,7 @@ class FixedShapes:
         key: Hashable = (
             *parts,
             _modes(device),
+            self.target.autocast,
             run.plan,
             run.start,
             run.stop,
@@ -137,7 +139,13 @@ class FixedShapes:
         if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)
         geometry = Geometry(positions, length, keys, visible, is_fixed=True)
-        with target.cache.written_at(slots, rest), obeying(fresh), at_positions(geometry), _all_experts(target.model):
+        with (
+            target.cache.written_at(slots, rest),
+            within(target.autocast),
+            obeying(fresh),
+            at_positions(geometry),
+            _all_experts(target.model),
+        ):
             logits = getattr(module(input_ids=tokens, **kwargs), "logits", None)
         found = [logits if module is target.model else None, fresh.captured, fresh.exit_state]
         return [value for value in found if value is not None]

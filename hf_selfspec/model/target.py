@@ -15,6 +15,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import UnsupportedOptionError
 from ..transfer import RowNumbers
 from .anatomy import Anatomy
+from .autocast import Autocast, within
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
@@ -48,6 +49,7 @@ class Target:
 
     Attributes:
         active_rows: the rows that forwards run over, ``None`` for all.
+        autocast: in which the whole model's layers run, as the last prefill has shown it.
         prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer; see
             :meth:`observe_prefill`.
     """
@@ -79,6 +81,7 @@ class Target:
         self.forward_seconds = 0.0
         self.active_rows: ActiveRows | None = None
         self.fixed: FixedShapes | None = None
+        self.autocast: Autocast | None = None
         self.prefill_observer: PrefillObserver | None = None
 
     @contextmanager
@@ -183,6 +186,7 @@ class Target:
             self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple, counts=counts
         )
         assert logits is not None
+        self.autocast = run.autocast
         if observer is not None:
             assert run.captured is not None
             observer.observe(run.captured, cursors, lengths)
@@ -322,7 +326,7 @@ class Target:
         kwargs.update(self.following.extra)
         kwargs.update(self.following.marks_of(s))
         begun = perf_counter()
-        with obeying(run), at_positions(geometry), turns():
+        with within(self.autocast), obeying(run), at_positions(geometry), turns():
             logits = getattr(module(**kwargs), "logits", None)
         self.forward_seconds += perf_counter() - begun
         if rows is not None:
