@@ -82,7 +82,7 @@ class Knowledge:
             return self._memories.setdefault(model, {}).setdefault(kind, Memory())
 
     def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
-        """The fingerprint, taken once."""
+        """The fingerprint that the model had when it was first taken: in training a model stays the same one."""
         with self._lock:
             if model not in self._fingerprints:
                 self._fingerprints[model] = Fingerprint.of_decoder(model)
@@ -177,7 +177,7 @@ class Knowledge:
             fingerprint = saved.fingerprint if saved is not None and model is None else None
             if model is not None:
                 self.check(model)
-                fingerprint = self.fingerprint(model)
+                fingerprint = Fingerprint.of_decoder(model)  # as it is now
             # What was read and not used yet is kept.
             findings = {} if saved is None else dict(saved.findings)
             if model is not None:
@@ -216,7 +216,13 @@ class Knowledge:
             return
         try:
             with self._lock:
-                if key.kind is None:
+                if Fingerprint.of_decoder(alive).name != path.parent.name:
+                    warn_once(
+                        f"the weights of {type(alive).__name__} have changed since this SelfSpec began, and files of "
+                        "cache_dir are for one model: what is found from now on stays in memory. Use `save_pretrained` "
+                        "beside the model's checkpoints, or a new SelfSpec when the weights are final."
+                    )
+                elif key.kind is None:
                     self._cache_texts(path, alive, settings, key)
                 else:
                     self.save(path, alive, settings, lambda one: one.kind is not None)

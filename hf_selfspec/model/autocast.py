@@ -1,7 +1,7 @@
 """The autocast in which a model runs, for what runs beside its own forward.
 
-Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the model's ``forward``: whatever calls a part of
-the model by itself has to do the same, or its keys and values have another type than the whole model's.
+Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the model's ``forward``: whatever calls a part
+of the model by itself has to do the same, or its keys and values have another type than the whole model's.
 """
 
 from __future__ import annotations
