@@ -82,7 +82,7 @@ class Knowledge:
             return self._memories.setdefault(model, {}).setdefault(kind, Memory())
 
     def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
-        """The fingerprint, taken once."""
+        """The fingerprint that the model had when it was first taken: in training a model stays the same one."""
         with self._lock:
             if model not in self._fingerprints:
                 self._fingerprints[model] = Fingerprint.of_decoder(model)
@@ -170,14 +170,19 @@ class Knowledge:
         settings: Mapping[str, Any],
         wanted: Callable[[Key], bool] = lambda key: True,
         text_id: str = "",
+        fingerprint: Fingerprint | None = None,
     ) -> None:
-        """Writes settings and what is known of ``model``, or the wanted part of it."""
+        """Writes settings and what is known of ``model``, or the wanted part of it.
+
+        The file is for the weights that the model has now, whose ``fingerprint`` is taken if it is not given.
+        """
         with self._lock:
             saved = self.saved if model is None else self._cached.get(model, {}).get(path, self.saved)
-            fingerprint = saved.fingerprint if saved is not None and model is None else None
+            if saved is not None and model is None:
+                fingerprint = saved.fingerprint
             if model is not None:
                 self.check(model)
-                fingerprint = self.fingerprint(model)
+                fingerprint = fingerprint or Fingerprint.of_decoder(model)
             # What was read and not used yet is kept.
             findings = {} if saved is None else dict(saved.findings)
             if model is not None:
@@ -216,22 +221,30 @@ class Knowledge:
             return
         try:
             with self._lock:
-                if key.kind is None:
-                    self._cache_texts(path, alive, settings, key)
+                if (now := Fingerprint.of_decoder(alive)) != self.fingerprint(alive):
+                    warn_once(
+                        f"the weights of {type(alive).__name__} have changed since this SelfSpec began, and files of "
+                        "cache_dir are for one model: what is found from now on stays in memory. Use `save_pretrained` "
+                        "beside the model's checkpoints, or a new SelfSpec when the weights are final."
+                    )
+                elif key.kind is None:
+                    self._cache_texts(path, alive, settings, key, now)
                 else:
-                    self.save(path, alive, settings, lambda one: one.kind is not None)
+                    self.save(path, alive, settings, lambda one: one.kind is not None, fingerprint=now)
         except SettingError as error:
             warn_once(f"What is found does not last: {error}")
         except OSError as error:
             warn_once(f"{path} cannot be written ({error}), so what is found does not last.")
 
-    def _cache_texts(self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any], key: Key) -> None:
+    def _cache_texts(
+        self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any], key: Key, now: Fingerprint
+    ) -> None:
         """Writes what is known of texts, together with what other processes have written since."""
         file = self._text_file(model, path)
         with file.locked():
             if isinstance(found := self.models[model][key], TextFindings):
                 file.meet(found, key)
-            self.save(path, model, settings, lambda one: one == key, file.id or "")
+            self.save(path, model, settings, lambda one: one == key, file.id or "", now)
             file.wrote()
 
 

@@ -38,6 +38,14 @@ VOCABULARY = 97
 peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def library(name: str) -> Any:
+    """A library of the test extras; a test that needs it is skipped where it is not installed."""
+    return pytest.importorskip(name, reason=f"{name} is a test extra that not all platforms have")
+
+
 def damp(model: PreTrainedModel, layers: torch.nn.ModuleList, start: int, factor: float) -> None:
     """Makes the layers from ``start`` on contribute less, so that drafts are sometimes right."""
     with torch.no_grad():

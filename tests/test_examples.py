@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import peft_calls_old_name
+from conftest import EXAMPLES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
 
 
@@ -26,9 +25,9 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A standard library of few files, six of which are held out."""
-    from train_demo_model import corpus_files, is_held_out
+    from hf_selfspec.bench.corpus import corpus_files, is_held_out
 
     folder, whole = tmp_path_factory.mktemp("library"), Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in corpus_files(whole) if 10_000 < (whole / path).stat().st_size < 50_000]
@@ -40,9 +39,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, library: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, small_library: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     """Runs a script in this process, with few files of the standard library and these constants."""
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(small_library)})
 
     def run(script: str, *arguments: str, **constants: int) -> str:
         module = importlib.import_module(script.removesuffix(".py"))
@@ -78,14 +79,3 @@ def test_training_script_makes_a_model_in_two_steps(tmp_path: Path, run_here: Ca
     assert model.config.num_hidden_layers >= 12
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
-
-
-@peft_calls_old_name
-def test_lora_script_trains_adapters_in_two_steps(tmp_path: Path, run_here: Callable[..., str]) -> None:
-    settings = ["--steps", "2", "--held-out-blocks", "1", "--threads", "1", "--rank", "2"]
-    printed = run_here(
-        "lora_layerskip.py", "--model", str(EXAMPLES / "demo_model"), "--output", str(tmp_path), *settings
-    )
-    assert (tmp_path / "adapter_model.safetensors").exists()
-    assert "| 24 |" in (tmp_path / "exits.md").read_text()
-    assert "| 24 |" in printed

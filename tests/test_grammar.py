@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import VOCABULARY, library, ragged_batch, tiny_llama
 from test_sampling import SPECS as SAMPLED
 from test_sampling import VOCABULARY as FEW
 from test_sampling import check_exact, exact_joint, sample
@@ -83,12 +83,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 # The libraries: options of ``generate`` for a JSON schema or a regular expression ---------------------------------
 
 
-def _library(name: str) -> Any:
-    return pytest.importorskip(name, reason=f"{name} is a test extra that not all platforms have")
-
-
 def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
-    xgrammar = _library("xgrammar")
+    xgrammar = library("xgrammar")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY)
     compiler = xgrammar.GrammarCompiler(info)
     if regex is None:
@@ -99,7 +95,7 @@ def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | No
 
 
 def _backend(tokenizer: PreTrainedTokenizerFast, module: str, name: str) -> Any:
-    outlines = _library("outlines")
+    outlines = library("outlines")
     kind = getattr(importlib.import_module(f"outlines.backends.{module}"), name)
     return kind(outlines.from_transformers(MODEL, tokenizer))
 
@@ -107,7 +103,7 @@ def _backend(tokenizer: PreTrainedTokenizerFast, module: str, name: str) -> Any:
 def of_xgrammar_in_outlines(
     tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None
 ) -> dict[str, Any]:
-    _library("xgrammar")
+    library("xgrammar")
     backend = _backend(tokenizer, "xgrammar", "XGrammarBackend")
     if regex is None:
         return {"logits_processor": [backend.get_json_schema_logits_processor(json.dumps(schema))]}
@@ -122,7 +118,7 @@ def of_outlines_core(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str
 
 
 def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
-    matcher = _library("llguidance").LLMatcher
+    matcher = library("llguidance").LLMatcher
     if regex is None:
         grammar = matcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
     else:
@@ -133,7 +129,7 @@ def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | 
 
 
 def of_lm_format_enforcer(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
-    enforcer = _library("lmformatenforcer")
+    enforcer = library("lmformatenforcer")
     with pytest.MonkeyPatch.context() as patch:
         # Where it is imported from is a place that transformers 5 has no more.
         name = "PreTrainedTokenizerBase"
@@ -343,7 +339,7 @@ def test_texts_that_were_taken_back_are_not_kept_for_ever(tokenizer: PreTrainedT
 
 def test_forced_text_may_end_within_a_character() -> None:
     """What both characters begin with is no text of its own."""
-    xgrammar = _library("xgrammar")
+    xgrammar = library("xgrammar")
     info = xgrammar.TokenizerInfo([b"\xc3", b"\xa9", b"\xa8", b"</s>"], stop_token_ids=[3])
     matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex("(é|è)"))
     bitmask = xgrammar.allocate_token_bitmask(1, 4)

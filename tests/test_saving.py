@@ -37,6 +37,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.control.shared import _write_rest
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import SearchingDraft
@@ -912,3 +913,52 @@ def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+# Models in training --------------------------------------------------------------------------------------------------
+
+
+def train_a_step(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+
+
+def test_a_file_is_for_the_weights_with_which_it_was_saved(tmp_path: Path) -> None:
+    """One beside each checkpoint of a training."""
+    model, spec = tiny_llama(8), SelfSpec()
+    for step in ("first", "second"):
+        generate(model, prompt(), 24, assistant=spec)
+        spec.save_pretrained(tmp_path / step, model)
+        train_a_step(model)
+    for parameter in model.parameters():
+        parameter.div_(1.01)
+    generate(model, prompt(), 24, assistant=SelfSpec.from_pretrained(tmp_path / "second"))
+    with pytest.raises(SettingError, match="other weights"):
+        generate(model, prompt(), 24, assistant=SelfSpec.from_pretrained(tmp_path / "first"))
+
+
+def test_what_was_loaded_goes_on_in_training(tmp_path: Path) -> None:
+    model, spec = tiny_llama(8), SelfSpec()
+    generate(model, prompt(), 24, assistant=spec)
+    spec.save_pretrained(tmp_path, model)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    for _ in range(2):
+        assert_lossless(model, loaded)
+        train_a_step(model)
+    loaded.save_pretrained(tmp_path, model)
+    assert_lossless(model, SelfSpec.from_pretrained(tmp_path))
+
+
+def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warnings_yet: None) -> None:
+    """A model that has been trained is another one."""
+    model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
+    generate(model, prompt(), 24, assistant=spec)
+    spec.forget()  # writes files
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    train_a_step(model)
+    generate(model, prompt(seed=6), 24, assistant=spec)
+    with pytest.warns(UserWarning, match="have changed since this SelfSpec began.*save_pretrained"):
+        _write_rest()
+    assert files
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == files

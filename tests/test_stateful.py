@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import VOCABULARY, library, ragged_batch, tiny_llama
 from test_exit_heads import heads_of
 from test_fitting import adapter_of
 from test_sampling import check_exact, exact_joint, llama, sample
@@ -424,14 +424,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def xgrammar_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
-    xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is a test extra that not all platforms have")
+    xgrammar = library("xgrammar")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY)
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
     return xgrammar.contrib.hf.LogitsProcessor(grammar)
 
 
 def outlines_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
-    outlines = pytest.importorskip("outlines", reason="outlines is a test extra that not all platforms have")
+    outlines = library("outlines")
     backend = outlines.backends.outlines_core.OutlinesCoreBackend(outlines.from_transformers(MODEL, tokenizer))
     return backend.get_json_schema_logits_processor(json.dumps(SCHEMA))
 

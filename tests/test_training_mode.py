@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import peft
@@ -11,9 +12,17 @@ import pytest
 import torch
 from architectures import build
 from conftest import BATCH, VOCABULARY, ragged_batch, tiny_llama
-from transformers import MptConfig, MptForCausalLM, PreTrainedModel
+from transformers import CompileConfig, MptConfig, MptForCausalLM, PreTrainedModel
 
-from hf_selfspec import ClosestLayers, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec import (
+    ClosestLayers,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    first_differences,
+)
 from hf_selfspec.model.checkpointing import without_checkpointing
 
 # Older versions of transformers and PEFT go by these names.
@@ -165,3 +174,22 @@ def test_cache_switched_off_by_a_trainer(where: str) -> None:
         model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=SPECS["exit"]), expected
     )
     assert getattr(model, where).use_cache is False
+
+
+def in_mixed_precision(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as accelerate leaves it for ``bf16=True``: autocast is around the forward of the instance."""
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
+    return model
+
+
+@pytest.mark.parametrize("inputs", [ragged_batch((12,)), BATCH], ids=["one row", "ragged batch"])
+@pytest.mark.parametrize("kind", [*SPECS, "compiled"])
+def test_parts_run_in_the_mixed_precision_of_the_whole(kind: str, inputs: dict[str, torch.Tensor]) -> None:
+    model = in_mixed_precision(tiny_llama(factor=0.5))
+    eager = CompileConfig(backend="eager", mode=None)
+    spec = SPECS[kind] if kind in SPECS else SelfSpec(EarlyExit(2), FixedLength(3), compile=eager)
+    expected = model.generate(**inputs, **OPTIONS)
+    ids = model.generate(**inputs, **OPTIONS, assistant=spec)
+    for difference in first_differences(model, expected, ids, inputs["attention_mask"]):
+        assert difference.are_top_two
+        assert difference.margin < 8 * torch.finfo(torch.bfloat16).eps

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from ..transfer import RowNumbers
+from .autocast import within
 from .kernels import turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, padded_mask
@@ -85,7 +86,7 @@ class EagerForwards:
         kwargs.update(target.following.extra)
         kwargs.update(target.following.marks_of(s))
         begun = perf_counter()
-        with obeying(forward.run), at_positions(geometry), turns():
+        with within(target.autocast), obeying(forward.run), at_positions(geometry), turns():
             logits: torch.Tensor | None = getattr(forward.module(**kwargs), "logits", None)
         target.forward_seconds += perf_counter() - begun
         return logits

@@ -71,13 +71,9 @@ class Fingerprint:
         shapes = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named)
         weights = None
         if all(_is_readable(parameter) for _, parameter in named):
-            values = hashlib.sha256()
-            for _, parameter in named:
-                flat = parameter.detach().reshape(-1)
-                last, count = flat.numel() - 1, min(_SAMPLES, flat.numel())
-                places = torch.tensor([last * i // max(count - 1, 1) for i in range(count)], device=flat.device)
-                values.update(flat[places].to(torch.bfloat16).float().cpu().numpy().tobytes())
-            weights = values.hexdigest()[:32]
+            samples = [_samples(parameter.detach().reshape(-1)) for _, parameter in named]
+            values = torch.cat([sample.to(samples[0].device) for sample in samples])  # a GPU is read once
+            weights = hashlib.sha256(values.to(torch.bfloat16).float().cpu().numpy().tobytes()).hexdigest()[:32]
         return cls(type(model).__name__, num_layers, hashlib.sha256(shapes.encode()).hexdigest()[:32], weights)
 
     def difference(self, other: Fingerprint) -> str:
@@ -96,6 +92,12 @@ class Fingerprint:
     def name(self) -> str:
         """A name for folders."""
         return f"{self.model}-{self.num_layers}-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
+
+
+def _samples(values: torch.Tensor) -> torch.Tensor:
+    """A few of ``values`` ``[n]``, evenly spread."""
+    last, count = len(values) - 1, min(_SAMPLES, len(values))
+    return values[torch.arange(count, device=values.device) * last // max(count - 1, 1)]
 
 
 def _is_readable(parameter: torch.Tensor) -> bool:

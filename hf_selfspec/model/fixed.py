@@ -13,6 +13,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..notices import warn_once
 from .anatomy import Anatomy, is_tensor_parallel
+from .autocast import within
 from .compiled import is_compiled
 from .eager import EagerForwards, Forward
 from .graphs import Graphs, graphs_of, size_for
@@ -81,6 +82,7 @@ class FixedShapes:
         key: Hashable = (
             *parts,
             _modes(device),
+            self.target.autocast,
             run.plan,
             run.start,
             run.stop,
@@ -127,7 +129,13 @@ class FixedShapes:
         if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)
         geometry = Geometry(positions, length, keys, visible, is_fixed=True)
-        with target.cache.written_at(slots, rest), obeying(fresh), at_positions(geometry), _all_experts(target.model):
+        with (
+            target.cache.written_at(slots, rest),
+            within(target.autocast),
+            obeying(fresh),
+            at_positions(geometry),
+            _all_experts(target.model),
+        ):
             logits = getattr(module(input_ids=tokens, **kwargs), "logits", None)
         found = [logits if module is target.model else None, fresh.captured, fresh.exit_state]
         return [value for value in found if value is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
+from .autocast import Autocast, within
 from .forwards import InstanceForwards, states_of, with_states
 
 _head_lock = threading.Lock()
@@ -47,7 +48,7 @@ class OwnHead:
         self._model = model
         self._stack = anatomy.stack
         self._output: Any = None
-        self._autocast: tuple[str, torch.dtype] | None = None
+        self._autocast: Autocast | None = None
 
     @property
     def has_seen(self) -> bool:
@@ -56,9 +57,8 @@ class OwnHead:
 
     def see(self, output: Any) -> None:
         """Takes the form of an output of the stack, and the autocast that is on."""
-        kind = states_of(output).device.type
         self._output = output
-        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        self._autocast = Autocast.around(states_of(output))
 
     @contextmanager
     def seeing(self) -> Iterator[list[torch.Tensor]]:
@@ -96,11 +96,8 @@ class OwnHead:
         replaced = with_states(output, batch)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         # The class's forward, without what others have wrapped around the instance's: of that, autocast is kept.
-        with self._as_then(), _returning(self._stack, replaced):
+        with within(self._autocast), _returning(self._stack, replaced):
             result = type(self._model).forward(self._model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         logits = logits.to(states.device)
         return logits[0] if states.dim() == 2 else logits
-
-    def _as_then(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._autocast is None else torch.autocast(*self._autocast)

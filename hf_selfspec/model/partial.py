@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
+from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, with_states
 from .linear import few_token_forwards
 
@@ -101,6 +102,7 @@ class ForwardPass:
         head_input_fn: maps ``exit_state`` to the input of the head, in the place of the stack's final norm.
         captured: ``[b, s, d]`` that state, after the forward.
         exit_state: ``[b, s, d]`` what left the last layer, after the forward.
+        autocast: what was on in the last layer, after the forward.
     """
 
     plan: LayerPlan
@@ -113,6 +115,7 @@ class ForwardPass:
     head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
+    autocast: Autocast | None = None
     passed: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -223,6 +226,7 @@ class _Installation:
                 output = (left, *output[1:]) if isinstance(output, tuple) else left
             if last:
                 current.exit_state = output[0] if isinstance(output, tuple) else output
+                current.autocast = Autocast.around(current.exit_state)
             return output
 
         return forward

@@ -87,9 +87,10 @@ class OwnPrefill:
         arguments = self.arguments | {"past_key_values": past}
         states: list[torch.Tensor] = []
         begun = perf_counter()
-        with obeying(_watching(target, states)), at_positions(None):
+        with obeying(_watching(target, states)) as run, at_positions(None):
             output = model._prefill(self.input_ids, self.config, dict(arguments))
         target.forward_seconds += perf_counter() - begun
+        target.autocast = run.autocast
         if past.get_seq_length() != prompt.width:
             raise UnsupportedOptionError(
                 f"{target.anatomy.model_name} has made {past.get_seq_length()} tokens of a prompt of {prompt.width}. "

@@ -13,6 +13,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import UnsupportedOptionError
 from ..transfer import RowNumbers
 from .anatomy import Anatomy
+from .autocast import Autocast
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
 from .compiled import eagerly, is_compiled
@@ -46,6 +47,7 @@ class Target:
 
     Attributes:
         active_rows: the rows that forwards run over, ``None`` for all.
+        autocast: in which the whole model's layers run, as the last prefill has shown it.
         prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer; see
             :meth:`observe_prefill`.
     """
@@ -78,6 +80,7 @@ class Target:
         self._eager = EagerForwards(self)
         self.active_rows: ActiveRows | None = None
         self.fixed: FixedShapes | None = None
+        self.autocast: Autocast | None = None
         self.prefill_observer: PrefillObserver | None = None
 
     @contextmanager
@@ -182,6 +185,7 @@ class Target:
             self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple, counts=counts
         )
         assert logits is not None
+        self.autocast = run.autocast
         if observer is not None:
             assert run.captured is not None
             observer.observe(run.captured, cursors, lengths)

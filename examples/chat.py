@@ -1,0 +1,66 @@
+"""A chat that keeps its keys and values: each turn runs over what is new alone, and is drafted from earlier turns.
+
+    python examples/chat.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+
+An empty line, or the end of the input, ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
+
+from hf_selfspec import SelfSpec
+
+
+class Chat:
+    """One conversation; ``options`` are those of ``generate``."""
+
+    def __init__(self, model, tokenizer, **options):
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.messages: list[dict[str, str]] = []
+        self.cache, self.ids = DynamicCache(config=model.config), torch.zeros(1, 0, dtype=torch.long)
+
+    def answer(self, question: str) -> str:
+        self.messages.append({"role": "user", "content": question})
+        inputs = self.tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(self.model.device)
+        prompt = inputs["input_ids"]
+        self.forget_from(self.common_length(prompt))
+        self.ids = self.model.generate(**inputs, past_key_values=self.cache, **self.options)
+        text = self.tokenizer.decode(self.ids[0, prompt.shape[1] :], skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def common_length(self, prompt: torch.Tensor) -> int:
+        """Tokens at the beginning that are those of the last turn: a template may write its answer in other tokens."""
+        both = min(prompt.shape[1], self.ids.shape[1])
+        same = prompt[0, :both] == self.ids[0, :both].to(prompt.device)
+        return int(same.cumprod(0).sum())
+
+    def forget_from(self, length: int) -> None:
+        if (superfluous := self.cache.get_seq_length() - length) > 0:
+            self.cache.crop(-superfluous)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a chat model, path or name")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    args = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    spec, streamer = SelfSpec(), TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    chat = Chat(model, tokenizer, max_new_tokens=args.max_new_tokens, assistant=spec, streamer=streamer)
+    while question := input("> "):
+        chat.answer(question)
+        print(f"  [{spec.stats.tokens} tokens, {spec.stats.acceptance_rate:.0%} of drafted ones accepted]")
+
+
+if __name__ == "__main__":
+    with suppress(EOFError):
+        main()

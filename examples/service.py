@@ -1,0 +1,84 @@
+"""A service that streams: many requests at a time on one model, each user's texts in that user's drafts alone.
+
+pip install fastapi uvicorn
+python examples/service.py --model examples/demo_model
+curl -N localhost:8000/stream -H "content-type: application/json" -d '{"prompt": "def read(path):"}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+
+from hf_selfspec import SelfSpec
+
+
+class Prompt(BaseModel):
+    prompt: str
+    user: str = ""
+    max_new_tokens: int = 64
+
+
+class Cancellable(TextIteratorStreamer):
+    """Ends the generation whose reader has gone."""
+
+    cancelled = False
+
+    def put(self, value) -> None:
+        if self.cancelled:
+            raise ConnectionAbortedError("nobody reads this answer any more")
+        super().put(value)
+
+
+def service(model, tokenizer, threads: int = 4, users: int = 1000) -> FastAPI:
+    app, pool, lock = FastAPI(), ThreadPoolExecutor(threads), threading.Lock()
+    new_spec = lru_cache(maxsize=users)(lambda user: SelfSpec())
+
+    def answer(request: Prompt, streamer: TextIteratorStreamer | None = None) -> list[int]:
+        with lock:
+            spec = new_spec(request.user)  # drafts show what was there before, so no two users share one
+        inputs = tokenizer(request.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+        options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, "streamer": streamer}
+        return model.generate(**inputs, **options, assistant=spec)[0, inputs["input_ids"].shape[1] :].tolist()
+
+    @app.post("/generate")
+    def generate(request: Prompt) -> dict[str, object]:
+        ids = pool.submit(answer, request).result()
+        return {"text": tokenizer.decode(ids, skip_special_tokens=True), "ids": ids}
+
+    @app.post("/stream")
+    def stream(request: Prompt) -> StreamingResponse:
+        def events() -> Iterator[str]:
+            streamer = Cancellable(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            answered = pool.submit(answer, request, streamer)
+            answered.add_done_callback(lambda _: streamer.end())  # after an error, too
+            try:
+                for text in filter(None, streamer):
+                    yield f"data: {json.dumps({'text': text})}\n\n"
+                yield f"data: {json.dumps({'ids': answered.result()})}\n\n"
+            finally:
+                streamer.cancelled = True
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    return app
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a causal LM, path or name")
+    parser.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    uvicorn.run(service(model, tokenizer), port=args.port)
