@@ -194,6 +194,12 @@ class SpeculativeCache(Cache):
             layer.grow()
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
 
+    def clear(self, starts: Sequence[int], count: int) -> None:
+        """Makes the keys and values of so many slots from each row's on zeros."""
+        for buffer in self.buffers():
+            for row, start in enumerate(starts):
+                buffer[row, :, start : start + count] = 0.0
+
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Writes go to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""

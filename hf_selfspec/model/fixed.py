@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from ..notices import warn_once
 from ..transfer import RowNumbers
 from .anatomy import is_tensor_parallel
 from .compiled import is_compiled
-from .graphs import Graphs, graphs_of, size_for
+from .graphs import Graphs, Run, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
 from .partial import ForwardPass, obeying
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 # Of all modules with adapters of PEFT.
 _ADAPTED = "_disable_adapters"
+_WHOLE_DRAFTS = "graphs of whole drafts"
+
+# (tokens [b, 1], how many of them were before, what runs, whether with the head) to logits [b, 1, v] if so.
+OneForward = Callable[[torch.Tensor, int, ForwardPass, bool], torch.Tensor | None]
+# (one forward, tokens [b, 1] of the first one, further inputs) to tensors.
+SeveralForwards = Callable[[OneForward, torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class FixedShapes:
@@ -33,11 +40,18 @@ class FixedShapes:
     Args:
         target: the model during the generation.
         graphs: of the model.
+
+    Attributes:
+        whole_drafts: graphs of the model that hold several forwards in a row.
+        runs, run_seconds: graphs that ran, and the time that they took (on a GPU: until they were launched).
     """
 
     def __init__(self, target: Target, graphs: Graphs) -> None:
         self.target = target
         self.graphs = graphs
+        self.whole_drafts: Graphs = graphs.beside.setdefault(_WHOLE_DRAFTS, Graphs(graphs.config, graphs.state))
+        self.runs = 0
+        self.run_seconds = 0.0
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> FixedShapes | None:
@@ -49,6 +63,11 @@ class FixedShapes:
             return None
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time that the model's graphs have taken to compile."""
+        return self.graphs.seconds + self.whole_drafts.seconds
 
     def leave_buffers(self) -> None:
         """Leaves keys and values to the next generation, where that can have graphs."""
@@ -108,39 +127,102 @@ class FixedShapes:
         def forward(*given: torch.Tensor) -> list[torch.Tensor]:
             return self._forward(module, run, nodes is not None, given)
 
-        graph = self.graphs.find(key, forward, inputs, self.target.anatomy.model_name)
-        if graph is None:
+        found = self._run(self.graphs, key, forward, inputs, self.target.anatomy.model_name)
+        if found is None:
             return None
-        found = list(graph(*inputs))
         logits = found.pop(0)[:, :s] if module is self.target.model else None
         run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
         run.exit_state = found.pop(0)[..., :s, :]
         return [logits]
 
+    def several(
+        self,
+        function: SeveralForwards,
+        key: Hashable,
+        count: int,
+        tokens: torch.Tensor,
+        starts: RowNumbers,
+        further: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor] | None:
+        """What some forwards over one token each, in neighbouring slots, give by one graph; ``None`` without one (yet).
+
+        Args:
+            function: calls the forwards; :class:`ForwardPass` objects that it makes are left their states.
+            key: what the graph depends on beside the inputs' shapes.
+            count: forwards.
+            tokens: ``[b, 1]`` of the first one.
+            starts: their slots.
+            further: inputs of the function.
+        """
+        device, b, target = tokens.device, len(tokens), self.target
+        target.cache.seek(starts, count)
+        last = target.last_positions(b)
+        cursors = [_plain(numbers.on(device).expand(b, 1)) for numbers in (starts, last)]
+        inputs = [_plain(tokens), *cursors, *map(_plain, further), *target.cache.buffers()]
+
+        def run(*given: torch.Tensor) -> list[torch.Tensor]:
+            first, cursor, ends, *rest = given
+            buffers = rest[len(further) :]
+
+            def forward(tokens: torch.Tensor, ahead: int, run: ForwardPass, head: bool) -> torch.Tensor | None:
+                module = target.model if head else target.anatomy.decoder
+                return self._at(module, run, tokens, cursor + ahead, ends, buffers)
+
+            return function(forward, first, rest[: len(further)])
+
+        name = f"A whole draft of {target.anatomy.model_name}"
+        return self._run(self.whole_drafts, (key, count, _modes(device), _shapes(inputs)), run, inputs, name)
+
+    def _run(
+        self, graphs: Graphs, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], name: str
+    ) -> list[torch.Tensor] | None:
+        """What the graph of a function gives, ``None`` where it has none (yet)."""
+        graph = graphs.find(key, function, inputs, name)
+        if graph is None:
+            return None
+        begun = perf_counter()
+        found = list(graph(*inputs))
+        self.runs += 1
+        self.run_seconds += perf_counter() - begun
+        return found
+
     def _forward(
         self, module: nn.Module, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Logits, captured and exit state, as far as there are any, by tensors alone."""
-        target, rest = self.target, list(given)
+        rest = list(given)
         tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
         layout = rest.pop(0) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
-        size = tokens.shape[1]
+        fresh = replace(run, state=state, captured=None, exit_state=None)
+        found = [self._at(module, fresh, tokens, cursor, last, rest, layout), fresh.captured, fresh.exit_state]
+        return [value for value in found if value is not None]
+
+    def _at(
+        self,
+        module: nn.Module,
+        run: ForwardPass,
+        tokens: torch.Tensor,
+        cursor: torch.Tensor,
+        last: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        layout: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Logits of a forward by tensors alone, ``None`` of one without a head; ``run`` is left its states."""
+        target, size = self.target, tokens.shape[1]
         slots = cursor + torch.arange(size, device=tokens.device)
-        length, keys, visible, positions = rest[0].shape[2], None, None, slots
+        length, keys, visible, positions = buffers[0].shape[2], None, None, slots
         if layout is not None:
             tree = TreeLayout.of_packed(layout)
             positions = cursor + tree.offsets(tokens.device)
             keys, visible = tree.keys(slots, length, 0)
-        fresh = replace(run, state=state, captured=None, exit_state=None)
         kwargs: dict[str, Any] = {target.cache_name: target.cache, "use_cache": True, "return_dict": True}
         if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)
         geometry = Geometry(positions, length, keys, visible, is_fixed=True)
-        with target.cache.written_at(slots, rest), obeying(fresh), at_positions(geometry), _all_experts(target.model):
+        with target.cache.written_at(slots, buffers), obeying(run), at_positions(geometry), _all_experts(target.model):
             logits = getattr(module(input_ids=tokens, **kwargs), "logits", None)
-        found = [logits if module is target.model else None, fresh.captured, fresh.exit_state]
-        return [value for value in found if value is not None]
+        return logits if module is target.model else None
 
 
 @contextmanager

@@ -146,6 +146,7 @@ class Graphs:
         seconds: spent on tracing and compiling.
         refused: why the model's forwards cannot be traced, empty as long as they can.
         spare: buffers of keys and values.
+        beside: what others keep as long as the graphs last.
     """
 
     config: CompileConfig
@@ -153,6 +154,7 @@ class Graphs:
     seconds: float = 0.0
     refused: str = ""
     spare: SpareBuffers = field(default_factory=SpareBuffers)
+    beside: dict[str, Any] = field(default_factory=dict)
     _runs: dict[Hashable, Run] = field(default_factory=dict)
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)

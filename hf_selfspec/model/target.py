@@ -104,7 +104,7 @@ class Target:
     @property
     def compile_seconds(self) -> float:
         """Time that the model's graphs have taken to compile."""
-        return 0.0 if self.fixed is None else self.fixed.graphs.seconds
+        return 0.0 if self.fixed is None else self.fixed.compile_seconds
 
     @property
     def can_leave(self) -> bool:
@@ -290,7 +290,7 @@ class Target:
             run = rows.enter(run)
         s = tokens.shape[1]
         starts = starts.ahead(first_node)
-        last = self._last_positions(len(starts))
+        last = self.last_positions(len(starts))
         if self.fixed is not None and counts is None:
             found = self.fixed.call(module, tokens, starts, last, run, nodes, first_node)
             if found is not None:
@@ -330,6 +330,6 @@ class Target:
             rows.leave(run)
         return logits, run
 
-    def _last_positions(self, rows: int) -> RowNumbers:
+    def last_positions(self, rows: int) -> RowNumbers:
         """The last positions that the rows of a forward can have."""
         return self._positions.of(range(rows) if self.active_rows is None else self.active_rows.kept, self.last_slots)
