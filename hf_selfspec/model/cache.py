@@ -69,9 +69,13 @@ class _SpeculativeLayer(CacheLayerMixin):
     def _update_at(
         self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes at slots ``[b, s]`` and returns all that there is."""
+        """Writes at slots ``[b, s]`` and returns all that there is.
+
+        Torch's compiler does so in place; with ``scatter_`` it copies the whole buffer twice.
+        """
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+            buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys, self.values
 
     def grow(self) -> None:

@@ -157,18 +157,20 @@ class FixedShapes:
         device, b, target = tokens.device, len(tokens), self.target
         target.cache.seek(starts, count)
         last = target.last_positions(b)
-        cursors = [_plain(numbers.on(device).expand(b, 1)) for numbers in (starts, last)]
+        # A place of its own for each forward makes kernels of all of them the same, so that few have to be compiled.
+        places = [starts.ahead(ahead) for ahead in range(count)]
+        cursors = [_plain(numbers.on(device).expand(b, 1)) for numbers in (last, *places)]
         inputs = [_plain(tokens), *cursors, *map(_plain, further), *target.cache.buffers()]
 
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
-            first, cursor, ends, *rest = given
-            buffers = rest[len(further) :]
+            first, ends, *rest = given
+            slots, others, buffers = rest[:count], rest[count : count + len(further)], rest[count + len(further) :]
 
             def forward(tokens: torch.Tensor, ahead: int, run: ForwardPass, head: bool) -> torch.Tensor | None:
                 module = target.model if head else target.anatomy.decoder
-                return self._at(module, run, tokens, cursor + ahead, ends, buffers)
+                return self._at(module, run, tokens, slots[ahead], ends, buffers)
 
-            return function(forward, first, rest[: len(further)])
+            return function(forward, first, others)
 
         name = f"A whole draft of {target.anatomy.model_name}"
         return self._run(self.whole_drafts, (key, count, _modes(device), _shapes(inputs)), run, inputs, name)
