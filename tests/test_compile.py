@@ -29,6 +29,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.control.forms import Forms
 from hf_selfspec.model import graphs, linear
 from hf_selfspec.model.graphs import ChangingNumber, Graphs, NotTraceableError, SpareBuffers, graphs_of
 
@@ -70,6 +71,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     monkeypatch.setattr(torch, "compile", keep)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled does not depend on times; whole drafts have tests of their own."""
+    monkeypatch.setattr(Forms, "at_once", lambda self: False)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])

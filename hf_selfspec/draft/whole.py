@@ -106,7 +106,13 @@ class WholeDrafts:
         if rule is None or not any(max_new):
             return None
         wanted.rule.begin()
-        key = (wanted.plan, wanted.prefix if wanted.has_states else 0, rule.reach, self._scorer.do_sample, self._processors)
+        key = (
+            wanted.plan,
+            wanted.prefix if wanted.has_states else 0,
+            rule.reach,
+            self._scorer.do_sample,
+            self._processors,
+        )
         forms = self._forms_of((*key, wanted.steps, self._target.cache.capacity), text)
         at_once = forms.at_once()
         self._round = _Round(forms, at_once, self._now(), (self._fixed.runs, self._fixed.run_seconds))
@@ -174,9 +180,7 @@ class WholeDrafts:
         def function(forward: OneForward, tokens: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return self._steps(forward, tokens, given, wanted, rule)
 
-        found = self._fixed.several(
-            function, key, steps + wanted.has_states, text.last_tokens(), roots, further
-        )
+        found = self._fixed.several(function, key, steps + wanted.has_states, text.last_tokens(), roots, further)
         if found is None:
             if numbers is not None:
                 numbers.keep(0)

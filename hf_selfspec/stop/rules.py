@@ -23,7 +23,7 @@ import torch
 from ..errors import SettingTypeError
 from ..registry import register
 from ..settings import MOST_DRAFT, check_count, check_share
-from .traced import NEVER, TracedRule, confidence, falling, product
+from .traced import NEVER, Reach, TracedRule
 
 # (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -94,11 +94,11 @@ class _Function:
 
     def traced(self, device: torch.device) -> TracedRule | None:
         """See :meth:`TraceableRule.traced`."""
-        if isinstance(self._rule, FixedLength):
+        if type(self._rule) is FixedLength:
             return NEVER
-        if not isinstance(self._rule, ConfidenceThreshold) or self._rule.confidence is not None:
+        if not isinstance(self._rule, ConfidenceThreshold):
             return None
-        return TracedRule(falling, torch.full((self._rows,), self._rule.threshold, device=device))
+        return _traced(self._rule, torch.full((self._rows,), self._rule.threshold, device=device))
 
 
 def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
@@ -209,10 +209,36 @@ class Comparing:
 
     def traced(self, device: torch.device) -> TracedRule | None:
         """See :meth:`TraceableRule.traced`."""
-        if self._rule.confidence is not None:
-            return None
         self.thresholds = self.thresholds.to(device)
-        return TracedRule(product if isinstance(self._rule, ProductThreshold) else falling, self.thresholds)
+        return _traced(self._rule, self.thresholds)
+
+
+def confidence(logits: torch.Tensor) -> torch.Tensor:
+    """Top-1 probability ``[b]`` of logits ``[b, v]``."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+
+
+def _last(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    """What :class:`ConfidenceThreshold` compares, in a graph."""
+    return confidence(logits)
+
+
+def _product(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    """What :class:`ProductThreshold` compares, in a graph."""
+    sure = confidence(logits)
+    return sure if before is None else before * sure
+
+
+# What graphs compare with the threshold of a rule; a class derived from one of these may compute something else.
+_IN_GRAPHS: dict[type, Reach] = {ConfidenceThreshold: _last, ProductThreshold: _product}
+
+
+def _traced(rule: ConfidenceThreshold | ProductThreshold, thresholds: torch.Tensor) -> TracedRule | None:
+    """A rule by tensors alone, ``None`` where its confidence is a function of the user's own."""
+    if rule.confidence is not None or type(rule) not in _IN_GRAPHS:
+        return None
+    return TracedRule(_IN_GRAPHS[type(rule)], thresholds)
 
 
 def _confidence(metric: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

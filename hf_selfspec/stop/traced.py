@@ -26,20 +26,3 @@ class TracedRule:
 
 
 NEVER = TracedRule(None, None)
-
-
-def confidence(logits: torch.Tensor) -> torch.Tensor:
-    """Top-1 probability ``[b]`` of logits ``[b, v]``."""
-    logits = logits.float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
-
-
-def falling(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """The top-1 probability of each token, see :class:`ConfidenceThreshold`."""
-    return confidence(logits)
-
-
-def product(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """The product of the draft's top-1 probabilities, see :class:`ProductThreshold`."""
-    sure = confidence(logits)
-    return sure if before is None else before * sure
