@@ -10,7 +10,14 @@ import torch
 from conftest import ragged_batch, tiny_gpt2, tiny_llama
 from test_sampling import OPTIONS, PROMPT, check_exact, exact_joint, llama, sample
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from hf_selfspec import (
     AdaptiveThreshold,
@@ -24,13 +31,20 @@ from hf_selfspec import (
     SelfSpec,
     SkipLayers,
     TopKTree,
+    decoding,
 )
 from hf_selfspec.control import forms
 from hf_selfspec.control.forms import Forms
 from hf_selfspec.draft.whole import WholeDrafts
+from hf_selfspec.errors import NumericalError
 from hf_selfspec.model.fixed import FixedShapes
 from hf_selfspec.model.graphs import Graphs, graphs_of
+from hf_selfspec.model.step import Best
 from hf_selfspec.stop.rules import Memory, start
+from hf_selfspec.types import Draft, Text
+from hf_selfspec.verify import walk
+from hf_selfspec.verify.scoring import Scorer
+from hf_selfspec.verify.stopping import Stopper
 
 QUICK = CompileConfig(backend="eager", mode="default")
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
@@ -224,6 +238,42 @@ def test_compilers(config: Any, at_once: list[int]) -> None:
     ids = model.generate(**inputs, **GREEDY, assistant=spec)
     assert torch.equal(ids, model.generate(**inputs, **GREEDY))
     assert at_once
+
+
+@pytest.mark.parametrize("rows", [(9,), (9, 5, 7)], ids=["row", "batch"])
+def test_graphs_find_what_the_full_model_chooses(
+    rows: tuple[int, ...], at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off a CPU, where a host would wait for them."""
+    monkeypatch.setattr(decoding, "SLOW_CHOICES", ())
+    found, original = [], walk.verify
+
+    def verify(*given: Any) -> Any:
+        best = given[-1]
+        if best is not None:
+            assert torch.equal(best.tokens, given[2].argmax(-1))
+            assert torch.equal(best.highest, given[2].amax(-1))
+        found.append(best is not None)
+        return original(*given)
+
+    monkeypatch.setattr(decoding, "verify", verify)
+    model, inputs = sure_llama(), ragged_batch(rows)
+    ids, _ = same_as_steps(model, inputs, KINDS["confidence"])
+    assert torch.equal(ids, model.generate(**inputs, **GREEDY))
+    assert sum(found) > 10
+    found.clear()
+    same_as_steps(model, inputs, KINDS["exit"], do_sample=True, max_new_tokens=12)
+    same_as_steps(model, inputs, KINDS["exit"], repetition_penalty=1.2, max_new_tokens=12)
+    assert not any(found)
+
+
+def test_found_choices_are_checked() -> None:
+    """Logits that are no numbers are an error, wherever they were looked at."""
+    text = Text.of(torch.tensor([[3]]), [0], 2)
+    best = Best(torch.tensor([[1]]), torch.tensor([[torch.nan]]))
+    given = (Draft.none(text), torch.zeros(1, 1, 5), Scorer(LogitsProcessorList(), 1, False))
+    with pytest.raises(NumericalError):
+        walk.verify(text, *given, Stopper(StoppingCriteriaList()), [False], None, "Tiny", best)
 
 
 # Drawn tokens --------------------------------------------------------------------------------------------------------

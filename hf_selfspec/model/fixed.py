@@ -20,6 +20,7 @@ from .graphs import Graphs, Run, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
 from .partial import ForwardPass, obeying
+from .step import Best
 
 if TYPE_CHECKING:
     from .target import Target
@@ -121,6 +122,7 @@ class FixedShapes:
             run.start,
             run.stop,
             run.capture,
+            run.chooses,
             _shapes(inputs),
         )
 
@@ -133,6 +135,8 @@ class FixedShapes:
         logits = found.pop(0)[:, :s] if module is self.target.model else None
         run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
         run.exit_state = found.pop(0)[..., :s, :]
+        if run.chooses:
+            run.best = Best(found[0][:, :s], found[1][:, :s])
         return [logits]
 
     def several(
@@ -197,8 +201,12 @@ class FixedShapes:
         layout = rest.pop(0) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
         fresh = replace(run, state=state, captured=None, exit_state=None)
-        found = [self._at(module, fresh, tokens, cursor, last, rest, layout), fresh.captured, fresh.exit_state]
-        return [value for value in found if value is not None]
+        logits = self._at(module, fresh, tokens, cursor, last, rest, layout)
+        found = [value for value in (logits, fresh.captured, fresh.exit_state) if value is not None]
+        if run.chooses and logits is not None:
+            scores = logits.float()
+            found += [scores.argmax(-1), scores.amax(-1)]
+        return found
 
     def _at(
         self,

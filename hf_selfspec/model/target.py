@@ -205,6 +205,7 @@ class Target:
         capture: int = -1,
         head: bool = True,
         keep: int = 0,
+        chooses: bool = False,
         after_layer: AfterLayer | None = None,
         head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Step:
@@ -220,6 +221,7 @@ class Target:
             capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
             head: whether logits are wanted.
             keep: how many of the last tokens need logits, 0 for all; a model may return more.
+            chooses: whether the tokens that logits favour are wanted, too, where a graph can find them.
             after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
             head_input_fn: returns the input of the head, see there.
 
@@ -236,11 +238,12 @@ class Target:
             capture=-1 if replay else capture,
             after_layer=after_layer,
             head_input_fn=head_input_fn,
+            chooses=chooses,
         )
         # Arguments of the user's own are the whole model's.
         module = self.model if head or self.following.extra else self._decoder
         logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node, keep=keep)
-        return Step(logits if head else None, run.captured, run.exit_state)
+        return Step(logits if head else None, run.captured, run.exit_state, run.best)
 
     def run_layers(
         self,

@@ -74,6 +74,11 @@ class Scorer:
         self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the token of the highest logit is chosen."""
+        return self._empty and not self.do_sample
+
+    @property
     def constants(self) -> Hashable | None:
         """What :meth:`everywhere` computes with, ``None`` where it is more than plain values, or looks at the text."""
         if not self.prefix_free:
