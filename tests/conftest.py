@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_selfspec
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, notices
+from hf_selfspec.model.graphs import Graph
 
 VOCABULARY = 97
 
@@ -223,3 +224,9 @@ def in_two_processes(script: str, folder: Path) -> subprocess.CompletedProcess[s
         timeout=600,
         check=False,
     )
+
+
+@pytest.fixture
+def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled graphs are taken wherever there are any, however fast they are here; the choice has tests of its own."""
+    monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())

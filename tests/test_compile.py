@@ -29,8 +29,10 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.control.forms import Forms
 from hf_selfspec.model import graphs, linear
-from hf_selfspec.model.graphs import ChangingNumber, Graph, Graphs, NotTraceableError, SpareBuffers, graphs_of
+from hf_selfspec.model.graphs import Graphs, SpareBuffers, graphs_of
+from hf_selfspec.model.tracing import ChangingNumber, NotTraceableError
 
 # Dynamo alone, which is quick.
 QUICK = CompileConfig(backend="eager", mode="default")
@@ -38,12 +40,6 @@ THREE = FixedLength(3)
 
 # Types that run as they are: they build masks of their own, count tokens or choose experts on the host.
 EAGER = ("biogpt", "bloom", "dbrx", "falcon-alibi", "gpt_neo", "mpt", "opt", "opt-350m", "xglm")
-
-
-@pytest.fixture(autouse=True)
-def _always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are taken wherever there are any, however fast they are here; the choice has tests of its own."""
-    monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())
 
 
 def same_ids(model: PreTrainedModel, spec: SelfSpec, rows: int = 1, new: int = 40, **options: Any) -> None:
@@ -76,6 +72,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     monkeypatch.setattr(torch, "compile", keep)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _in_steps(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled does not depend on times; whole drafts have tests of their own."""
+    monkeypatch.setattr(Forms, "at_once", lambda self: False)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])

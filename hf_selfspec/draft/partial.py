@@ -23,6 +23,7 @@ from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
 from .growing import GrowingDraft
 from .source import Limits, Session
+from .whole import Wanted, WholeDrafts
 
 
 @dataclass
@@ -57,10 +58,12 @@ class PartialDraft(CandidateGenerator):
     Attributes:
         plan, limits: as given.
         skips_forced: tokens that grammars force are drafted without a step, so that the next one takes several.
+        is_plain: a step is one forward, so that all steps of a draft can be one graph.
         reuse_from: drafted tokens from which on verification starts from their states behind the exact prefix.
     """
 
     skips_forced = True
+    is_plain = True
 
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer) -> None:
         self.target = target
@@ -72,6 +75,8 @@ class PartialDraft(CandidateGenerator):
         self.reuse_from = 0
         self._seen: list[int] = []
         self._running: tuple[StopRule, RunningRule] | None = None
+        fixed = target.fixed
+        self._whole = WholeDrafts(fixed, scorer) if self.is_plain and fixed is not None else None
         self._drafted: list[int] = []
 
     @classmethod
@@ -109,8 +114,31 @@ class PartialDraft(CandidateGenerator):
         Returns:
             The draft, with the hidden states that verification starts from.
         """
-        roots = text.last_slots()
-        prefix = self.plan.first_altered if self.target.anatomy.replay else 0
+        draft = self._in_steps(text, max_new) if self._whole is None else self._faster(self._whole, text, max_new)
+        self._drafted = draft.lengths
+        return draft
+
+    def _faster(self, whole: WholeDrafts, text: Text, max_new: list[int]) -> Draft:
+        """The draft, at once where that is faster."""
+        before = self.steps
+        rule = self._rule(text.batch_size)
+        wanted = Wanted(self.plan, self._prefix, self.limits, rule, self.reuse_from, self._length_is_fixed)
+        draft = whole.propose(text, max_new, wanted)
+        if draft is None:
+            draft = self._in_steps(text, max_new)
+        else:
+            self.steps += draft.size
+        whole.proposed(draft, self.steps - before)
+        return draft
+
+    @property
+    def _prefix(self) -> int:
+        """The layer whose entering states are kept for verification, 0 for none."""
+        return self.plan.first_altered if self.target.anatomy.replay else 0
+
+    def _in_steps(self, text: Text, max_new: list[int]) -> Draft:
+        """The draft, one token of each row after another."""
+        roots, prefix = text.last_slots(), self._prefix
         limit = min(self.limits.longest, max(max_new))
         grown = GrowingDraft(text, max_new)
         self._rule(text.batch_size).begin()
@@ -158,7 +186,6 @@ class PartialDraft(CandidateGenerator):
                 counts, ends = read(sound, ended)
                 grown.only(counts)
                 grown.end(ends)
-        self._drafted = grown.lengths
         return grown.draft(prefix, self.reuse_from)
 
     def _sound(self, grown: GrowingDraft, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -190,8 +217,7 @@ class PartialDraft(CandidateGenerator):
             cursors: the slots of the first of them.
             drafting: rows whose drafts go on; the others ride along.
         """
-        prefix = self.plan.first_altered if self.target.anatomy.replay else -1
-        step = self.target.step(feed, cursors, self.plan, capture=prefix or -1)
+        step = self.target.step(feed, cursors, self.plan, capture=self._prefix or -1)
         assert step.logits is not None
         assert step.exit_state is not None
         return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)
@@ -261,7 +287,7 @@ class PartialDraft(CandidateGenerator):
                 starts,
                 text.last_slots(),
                 repeats,
-                lambda: PartialDraft.propose(self, text, [1] * text.batch_size),
+                lambda: self._in_steps(text, [1] * text.batch_size),
                 may_run,
             )
         self.steps, self._drafted, (self.plan, self.limits, self.constraint) = steps, [], usual
@@ -306,6 +332,8 @@ class PartialDraft(CandidateGenerator):
             accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
             self._rule(text.batch_size).update(self._drafted, accepted)
             self._drafted = []
+        if self._whole is not None:
+            self._whole.update(sum(len(verdict.tokens) for verdict in verdicts))
 
     def finish(self, text: Text) -> None:
         """Nothing to learn: which blocks run is fixed."""

@@ -18,9 +18,10 @@ from transformers.cache_utils import (
 )
 
 from ..transfer import RowNumbers, upload
-from .graphs import ChangingNumber, SpareBuffers
+from .graphs import SpareBuffers
 from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
+from .tracing import ChangingNumber
 
 _GROWTH = 1.25
 _FEWEST_SLOTS = 128
@@ -69,9 +70,13 @@ class _SpeculativeLayer(CacheLayerMixin):
     def _update_at(
         self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes at slots ``[b, s]`` and returns all that there is."""
+        """Writes at slots ``[b, s]`` and returns all that there is.
+
+        Torch's compiler does so in place; with ``scatter_`` it copies the whole buffer twice.
+        """
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+            buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys, self.values
 
     def grow(self) -> None:
@@ -193,6 +198,12 @@ class SpeculativeCache(Cache):
         for layer in layers:
             layer.grow()
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+
+    def clear(self, starts: Sequence[int], count: int) -> None:
+        """Makes the keys and values of so many slots from each row's on zeros."""
+        for buffer in self.buffers():
+            for row, start in enumerate(starts):
+                buffer[row, :, start : start + count] = 0.0
 
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:

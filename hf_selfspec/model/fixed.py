@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,20 +13,28 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..notices import warn_once
+from ..transfer import RowNumbers
 from .anatomy import Anatomy, is_tensor_parallel
 from .autocast import within
 from .compiled import is_compiled
 from .eager import EagerForwards, Forward
-from .graphs import Graphs, graphs_of, size_for
+from .graphs import Graph, Graphs, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
 from .partial import ForwardPass, obeying
+from .step import Best
 
 if TYPE_CHECKING:
     from .target import Target
 
 # Of all modules with adapters of PEFT.
 _ADAPTED = "_disable_adapters"
+_WHOLE_DRAFTS = "graphs of whole drafts"
+
+# (tokens [b, 1], how many of them were before, what runs, whether with the head) to logits [b, 1, v] if so.
+OneForward = Callable[[torch.Tensor, int, ForwardPass, bool], torch.Tensor | None]
+# (one forward, tokens [b, 1] of the first one, further inputs) to tensors.
+SeveralForwards = Callable[[OneForward, torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class FixedShapes:
@@ -34,11 +43,18 @@ class FixedShapes:
     Args:
         target: the model during the generation.
         graphs: of the model.
+
+    Attributes:
+        whole_drafts: graphs of the model that hold several forwards in a row.
+        runs, run_seconds: graphs that ran, and the time that they took (on a GPU: until they were launched).
     """
 
     def __init__(self, target: Target, graphs: Graphs) -> None:
         self.target = target
         self.graphs = graphs
+        self.whole_drafts: Graphs = graphs.beside.setdefault(_WHOLE_DRAFTS, Graphs(graphs.config, graphs.state))
+        self.runs = 0
+        self.run_seconds = 0.0
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> FixedShapes | None:
@@ -51,9 +67,15 @@ class FixedShapes:
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs)
 
+    @property
+    def compile_seconds(self) -> float:
+        """Time that the model's graphs have taken to compile."""
+        return self.graphs.seconds + self.whole_drafts.seconds
+
     def end(self) -> None:
         """Leaves keys and values to the next generation, where that can have graphs, and reports on new graphs."""
-        self.graphs.report(self.target.anatomy.model_name)
+        for graphs in (self.graphs, self.whole_drafts):
+            graphs.report(self.target.anatomy.model_name)
         self.graphs.spare.give([] if self.graphs.refused else self.target.cache.buffers())
 
     def call(self, forward: Forward, eager: EagerForwards) -> torch.Tensor | None:
@@ -62,14 +84,15 @@ class FixedShapes:
         They come from its graph where there is one and that is not slower than the model's own code.
         """
         module, tokens, run, nodes = forward.module, forward.tokens, forward.run, forward.nodes
+        target = self.target
         device, (b, s) = tokens.device, tokens.shape[:2]
         has_hooks = run.stop_fn is not None or run.after_layer is not None or run.head_input_fn is not None
         is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused:
             return eager.call(forward)
-        self.target.cache.seek(forward.starts, size)
-        buffers = self.target.cache.buffers()
+        target.cache.seek(forward.starts, size)
+        buffers = target.cache.buffers()
         inputs = [
             _filled(tokens, size),
             _plain(forward.starts.on(device).expand(b, 1)),
@@ -78,67 +101,136 @@ class FixedShapes:
             *([] if run.state is None else [_filled(run.state, size)]),
             *buffers,
         ]
-        parts = [module is self.target.model, nodes is not None, run.state is not None]
+        parts = [module is target.model, nodes is not None, run.state is not None]
         key: Hashable = (
             *parts,
             _modes(device),
-            self.target.autocast,
+            target.autocast,
             run.plan,
             run.start,
             run.stop,
             run.capture,
+            run.chooses,
             _shapes(inputs),
         )
 
         def function(*given: torch.Tensor) -> list[torch.Tensor]:
             return self._forward(module, run, nodes is not None, given)
 
-        what = (
-            f"{'tree' if nodes else 'line'} of {size} tokens, {b} x {buffers[0].shape[2]} slots, {run.plan.picture()}"
-        )
-        graph = self.graphs.find(key, function, inputs, self.target.anatomy.model_name, what)
+        shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
+        what = f"{shape}, layers {run.plan.picture()}"
+        graph = self.graphs.find(key, function, inputs, target.anatomy.model_name, what)
         if graph is None:
             return eager.call(forward)
 
         def by_graph() -> torch.Tensor | None:
-            found = list(graph.run(*inputs))
-            logits = found.pop(0)[:, :s] if module is self.target.model else None
+            found = self._run(graph, inputs)
+            logits = found.pop(0)[:, :s] if module is target.model else None
             run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
             run.exit_state = found.pop(0)[..., :s, :]
+            if run.chooses:
+                run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
         return graph.faster_of(s, by_graph, lambda: eager.call(forward))
+
+    def several(
+        self,
+        function: SeveralForwards,
+        key: Hashable,
+        count: int,
+        tokens: torch.Tensor,
+        starts: RowNumbers,
+        further: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor] | None:
+        """What some forwards over one token each, in neighbouring slots, give by one graph; ``None`` without one (yet).
+
+        Args:
+            function: calls the forwards; :class:`ForwardPass` objects that it makes are left their states.
+            key: what the graph depends on beside the inputs' shapes.
+            count: forwards.
+            tokens: ``[b, 1]`` of the first one.
+            starts: their slots.
+            further: inputs of the function.
+        """
+        device, b, target = tokens.device, len(tokens), self.target
+        target.cache.seek(starts, count)
+        last = target.last_positions(b)
+        # A place of its own for each forward makes kernels of all of them the same, so that few have to be compiled.
+        places = [starts.ahead(ahead) for ahead in range(count)]
+        cursors = [_plain(numbers.on(device).expand(b, 1)) for numbers in (last, *places)]
+        inputs = [_plain(tokens), *cursors, *map(_plain, further), *target.cache.buffers()]
+
+        def run(*given: torch.Tensor) -> list[torch.Tensor]:
+            first, ends, *rest = given
+            slots, others, buffers = rest[:count], rest[count : count + len(further)], rest[count + len(further) :]
+
+            def forward(tokens: torch.Tensor, ahead: int, run: ForwardPass, head: bool) -> torch.Tensor | None:
+                module = target.model if head else target.anatomy.decoder
+                return self._at(module, run, tokens, slots[ahead], ends, buffers)
+
+            return function(forward, first, others)
+
+        key = (key, count, target.autocast, _modes(device), _shapes(inputs))
+        what = f"a whole draft of {count} forwards, {b} x {target.cache.buffers()[0].shape[2]} slots"
+        graph = self.whole_drafts.find(key, run, inputs, target.anatomy.model_name, what)
+        return None if graph is None else self._run(graph, inputs)
+
+    def _run(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a graph gives."""
+        begun = perf_counter()
+        found = list(graph.run(*inputs))
+        self.runs += 1
+        self.run_seconds += perf_counter() - begun
+        return found
 
     def _forward(
         self, module: nn.Module, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Logits, captured and exit state, as far as there are any, by tensors alone."""
-        target, rest = self.target, list(given)
+        rest = list(given)
         tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
         layout = rest.pop(0) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
-        size = tokens.shape[1]
+        fresh = replace(run, state=state, captured=None, exit_state=None)
+        logits = self._at(module, fresh, tokens, cursor, last, rest, layout)
+        found = [value for value in (logits, fresh.captured, fresh.exit_state) if value is not None]
+        if run.chooses and logits is not None:
+            scores = logits.float()
+            found += [scores.argmax(-1), scores.amax(-1)]
+        return found
+
+    def _at(
+        self,
+        module: nn.Module,
+        run: ForwardPass,
+        tokens: torch.Tensor,
+        cursor: torch.Tensor,
+        last: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        layout: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Logits of a forward by tensors alone, ``None`` of one without a head; ``run`` is left its states."""
+        target, size = self.target, tokens.shape[1]
         slots = cursor + torch.arange(size, device=tokens.device)
-        length, keys, visible, positions = rest[0].shape[2], None, None, slots
+        length, keys, visible, positions = buffers[0].shape[2], None, None, slots
         if layout is not None:
             tree = TreeLayout.of_packed(layout)
             positions = cursor + tree.offsets(tokens.device)
             keys, visible = tree.keys(slots, length, 0)
-        fresh = replace(run, state=state, captured=None, exit_state=None)
         kwargs: dict[str, Any] = {target.cache_name: target.cache, "use_cache": True, "return_dict": True}
         if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)
         geometry = Geometry(positions, length, keys, visible, is_fixed=True)
         with (
-            target.cache.written_at(slots, rest),
+            target.cache.written_at(slots, buffers),
             within(target.autocast),
-            obeying(fresh),
+            obeying(run),
             at_positions(geometry),
             _all_experts(target.model),
         ):
             logits = getattr(module(input_ids=tokens, **kwargs), "logits", None)
-        found = [logits if module is target.model else None, fresh.captured, fresh.exit_state]
-        return [value for value in found if value is not None]
+        return logits if module is target.model else None
 
 
 @contextmanager

@@ -13,11 +13,10 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
@@ -25,6 +24,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import SettingError
 from ..notices import warn_once
 from .faster import Faster
+from .tracing import NotTraceableError, Turns, tracing
 
 # Tokens in a forward; fewer are filled up.
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -39,85 +39,7 @@ Run = Callable[..., Sequence[torch.Tensor]]
 Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
-
-
-class _Current(threading.local):
-    is_tracing: bool = False
-
-
-_current = _Current()
-
-
-def is_tracing() -> bool:
-    """Whether this thread runs a forward to trace it, with tensors that have no values."""
-    return _current.is_tracing
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    _current.is_tracing = True
-    try:
-        yield
-    finally:
-        _current.is_tracing = False
-
-
-class _Turns:
-    """Graphs run side by side, and are made alone: torch's tracer changes modules and flags of the whole process."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running = self._waiting = 0
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """The others of this kind may run at the same time."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting)
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nothing else runs meanwhile."""
-        with self._changed:
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: not self._running)
-                yield
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
-
-
-_turns = _Turns()
-
-
-class NotTraceableError(RuntimeError):
-    """A forward reads a number that changes from round to round."""
-
-
-class ChangingNumber:
-    """A number that a graph must not hold: whatever is computed with it ends the trace."""
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise NotTraceableError("the forward computes with the number of tokens in the cache")
-
-    def __eq__(self, other: object) -> bool:
-        self._refuse(other)
-
-    def __ne__(self, other: object) -> bool:
-        self._refuse(other)
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
-    __floordiv__ = __mod__ = __truediv__ = __int__ = __index__ = __float__ = __bool__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __hash__ = object.__hash__
+_turns = Turns()
 
 
 class SpareBuffers:
@@ -182,6 +104,7 @@ class Graphs:
         seconds: spent on tracing and compiling.
         refused: why no (further) graphs are made, empty as long as they are.
         spare: buffers of keys and values.
+        beside: what others keep as long as the graphs last.
     """
 
     config: CompileConfig
@@ -189,6 +112,7 @@ class Graphs:
     seconds: float = 0.0
     refused: str = ""
     spare: SpareBuffers = field(default_factory=SpareBuffers)
+    beside: dict[str, Any] = field(default_factory=dict)
     _graphs: dict[Hashable, Graph] = field(default_factory=dict)
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _told: tuple[int, float] = (0, 0.0)
@@ -268,7 +192,7 @@ class Graphs:
         # Imported here: it takes a second, and most programs do not compile.
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        with warnings.catch_warnings(), _tracing():
+        with warnings.catch_warnings(), tracing():
             warnings.simplefilter("ignore")
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
             run: Run = torch.compile(graph, **_options(self.config))

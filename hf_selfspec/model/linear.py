@@ -33,7 +33,7 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
 
-from .graphs import is_tracing
+from .tracing import is_tracing
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would spare less
 # than the choice costs; of a 192 x 576 one (46 µs) it spares a third.

@@ -21,6 +21,7 @@ from .anatomy import Anatomy
 from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, with_states
 from .linear import few_token_forwards
+from .step import Best
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ class ForwardPass:
         after_layer: decides what each layer hands to the next, ``None`` for what left it.
         stop_fn: called at layers ``start + 1`` to ``stop``; the forward ends at the first that it returns ``True`` for.
         head_input_fn: maps ``exit_state`` to the input of the head, in the place of the stack's final norm.
+        chooses: the tokens that the logits favour are wanted, too; only graphs find them.
         captured: ``[b, s, d]`` that state, after the forward.
         exit_state: ``[b, s, d]`` what left the last layer, after the forward.
         autocast: what was on in the last layer, after the forward.
+        best: those tokens, after the forward.
     """
 
     plan: LayerPlan
@@ -113,9 +116,11 @@ class ForwardPass:
     after_layer: AfterLayer | None = None
     stop_fn: StopFn | None = None
     head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
+    chooses: bool = False
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
     autocast: Autocast | None = None
+    best: Best | None = None
     passed: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:

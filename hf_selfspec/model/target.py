@@ -106,7 +106,7 @@ class Target:
     @property
     def compile_seconds(self) -> float:
         """Time that the model's graphs have taken to compile."""
-        return 0.0 if self.fixed is None else self.fixed.graphs.seconds
+        return 0.0 if self.fixed is None else self.fixed.compile_seconds
 
     @property
     def can_leave(self) -> bool:
@@ -208,6 +208,7 @@ class Target:
         capture: int = -1,
         head: bool = True,
         keep: int = 0,
+        chooses: bool = False,
         after_layer: AfterLayer | None = None,
         head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Step:
@@ -223,6 +224,7 @@ class Target:
             capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
             head: whether logits are wanted.
             keep: how many of the last tokens need logits, 0 for all; a model may return more.
+            chooses: whether the tokens that logits favour are wanted, too, where a graph can find them.
             after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
             head_input_fn: returns the input of the head, see there.
 
@@ -239,11 +241,12 @@ class Target:
             capture=-1 if replay else capture,
             after_layer=after_layer,
             head_input_fn=head_input_fn,
+            chooses=chooses,
         )
         # Arguments of the user's own are the whole model's.
         module = self.model if head or self.following.extra else self._decoder
         logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node, keep=keep)
-        return Step(logits if head else None, run.captured, run.exit_state)
+        return Step(logits if head else None, run.captured, run.exit_state, run.best)
 
     def run_layers(
         self,
@@ -292,7 +295,7 @@ class Target:
             tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
             run = rows.enter(run)
         starts = starts.ahead(first_node)
-        last = self._last_positions(len(starts))
+        last = self.last_positions(len(starts))
         forward = Forward(module, tokens, starts, last, run, nodes, first_node, keep, simple, counts)
         if self.fixed is None or counts is not None:
             logits = self._eager.call(forward)
@@ -303,6 +306,6 @@ class Target:
             rows.leave(run)
         return logits, run
 
-    def _last_positions(self, rows: int) -> RowNumbers:
+    def last_positions(self, rows: int) -> RowNumbers:
         """The last positions that the rows of a forward can have."""
         return self._positions.of(range(rows) if self.active_rows is None else self.active_rows.kept, self.last_slots)

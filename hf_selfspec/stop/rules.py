@@ -23,6 +23,7 @@ import torch
 from ..errors import SettingTypeError
 from ..registry import register
 from ..settings import MOST_DRAFT, check_count, check_share
+from .traced import NEVER, Reach, TracedRule
 
 # (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,6 +41,14 @@ class RunningRule(Protocol):
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """How many tokens of each row's draft were accepted; rows that drafted nothing took no part."""
+
+
+@runtime_checkable
+class TraceableRule(Protocol):
+    """A running rule that can say what it does by tensors alone, so that a graph of a whole draft holds it."""
+
+    def traced(self, device: torch.device) -> TracedRule | None:
+        """The rule for the next draft, ``None`` where only calls can tell."""
 
 
 class Memory:
@@ -70,8 +79,9 @@ StopRule = RuleFunction | RememberingRule
 class _Function:
     """A rule that remembers nothing."""
 
-    def __init__(self, rule: RuleFunction) -> None:
+    def __init__(self, rule: RuleFunction, rows: int) -> None:
         self._rule = rule
+        self._rows = rows
 
     def begin(self) -> None:
         pass
@@ -82,10 +92,18 @@ class _Function:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
+    def traced(self, device: torch.device) -> TracedRule | None:
+        """See :meth:`TraceableRule.traced`."""
+        if type(self._rule) is FixedLength:
+            return NEVER
+        if not isinstance(self._rule, ConfidenceThreshold):
+            return None
+        return _traced(self._rule, torch.full((self._rows,), self._rule.threshold, device=device))
+
 
 def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
     """``rule`` for one generation, see :meth:`RememberingRule.start`."""
-    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule)
+    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule, rows)
 
 
 @register("stop")
@@ -189,11 +207,38 @@ class Comparing:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
+    def traced(self, device: torch.device) -> TracedRule | None:
+        """See :meth:`TraceableRule.traced`."""
+        self.thresholds = self.thresholds.to(device)
+        return _traced(self._rule, self.thresholds)
+
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
     """Top-1 probability ``[b]`` of logits ``[b, v]``."""
     logits = logits.float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+
+
+def _last(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    """What :class:`ConfidenceThreshold` compares, in a graph."""
+    return confidence(logits)
+
+
+def _product(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    """What :class:`ProductThreshold` compares, in a graph."""
+    sure = confidence(logits)
+    return sure if before is None else before * sure
+
+
+# What graphs compare with the threshold of a rule; a class derived from one of these may compute something else.
+_IN_GRAPHS: dict[type, Reach] = {ConfidenceThreshold: _last, ProductThreshold: _product}
+
+
+def _traced(rule: ConfidenceThreshold | ProductThreshold, thresholds: torch.Tensor) -> TracedRule | None:
+    """A rule by tensors alone, ``None`` where its confidence is a function of the user's own."""
+    if rule.confidence is not None or type(rule) not in _IN_GRAPHS:
+        return None
+    return TracedRule(_IN_GRAPHS[type(rule)], thresholds)
 
 
 def _confidence(metric: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,12 @@ def draw(p: torch.Tensor) -> torch.Tensor:
     Of exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, that of ``x`` is the least with probability
     ``p(x) / sum(p)``. ``torch.multinomial`` makes the host of a GPU wait.
     """
-    return (p / torch.empty_like(p).exponential_()).argmax(-1)
+    return draw_by(p, torch.empty_like(p).exponential_())
+
+
+def draw_by(p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The same, by given exponential noise of the shape of ``p``."""
+    return (p / numbers).argmax(-1)
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from transformers.generation import logits_process as lp
@@ -43,6 +43,9 @@ _ROW_BLIND = (
 )
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
 class Scorer:
     """Turns logits into the scores from which a token is chosen, as plain ``generate`` would.
 
@@ -69,6 +72,20 @@ class Scorer:
         self._rows = [_for_row(processors, row, batch_size) for row in range(batch_size)]
         self._batch_size = batch_size
         self._row_blind = all(type(processor) in _ROW_BLIND for processor in processors)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token of the highest logit is chosen."""
+        return self._empty and not self.do_sample
+
+    @property
+    def constants(self) -> Hashable | None:
+        """What :meth:`everywhere` computes with, ``None`` where it is more than plain values, or looks at the text."""
+        if not self.prefix_free:
+            return None
+        found = [(type(processor), *sorted(vars(processor).items())) for processor in self._all]
+        values = [value for _, *settings in found for _, value in settings]
+        return tuple(found) if all(isinstance(value, _PLAIN) for value in values) else None
 
     @property
     def for_drafts(self) -> Scorer:

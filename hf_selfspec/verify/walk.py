@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 
+from ..model.step import Best
 from ..transfer import read
 from ..types import Draft, Text, Verdict
 from .greedy import best_tokens, choose_greedy
@@ -52,6 +53,7 @@ def verify(
     done: list[bool],
     scores_so_far: list[list[torch.Tensor]] | None,
     whose: str | None = None,
+    best: Best | None = None,
 ) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
 
@@ -64,6 +66,7 @@ def verify(
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
         whose: the model, for the error where logits cannot be chosen from; ``None`` for no check.
+        best: the tokens that the logits favour, where these are to be chosen and were found already.
 
     Returns:
         A verdict for each row.
@@ -76,8 +79,11 @@ def verify(
     at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
     known = [draft.tokens] if draft.listed is None else []
-    highest = [] if whose is None else [logits.amax(-1)]
-    chosen = None if scores is None or scores_so_far is not None else _chosen(scores, draft, scorer.do_sample)
+    highest = [] if whose is None else [logits.amax(-1) if best is None else best.highest]
+    if best is not None:
+        chosen: tuple[torch.Tensor, ...] | None = (best.tokens,)
+    else:
+        chosen = None if scores is None or scores_so_far is not None else _chosen(scores, draft, scorer.do_sample)
     found = read(*known, *highest, *(chosen or ()))
     drafted = found.pop(0) if draft.listed is None else draft.listed
     if whose is not None:

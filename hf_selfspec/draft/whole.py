@@ -1,0 +1,305 @@
+"""Whole drafts as one graph: forwards, choices of tokens and the stop rule, without Python in between.
+
+All steps that a draft can have run, and its length is found afterwards. What they write behind it is overwritten by
+forwards of the next rounds before anything reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from ..control.clock import SIZES
+from ..control.forms import Forms
+from ..model.fixed import FixedShapes, OneForward
+from ..model.partial import ForwardPass, LayerPlan
+from ..stop.rules import RunningRule, TraceableRule
+from ..stop.traced import TracedRule
+from ..transfer import read
+from ..types import Draft, Text
+from ..verify.sampling import draw_by
+from ..verify.scoring import Scorer
+from .source import Limits
+
+_FORMS = "forms of drafts"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a draft is made.
+
+    Attributes:
+        plan: blocks that run.
+        prefix: the layer whose entering states verification starts from, 0 for none.
+        limits: of drafts.
+        rule: the stop rule as it runs.
+        reuse_from: drafted tokens from which on verification starts from states.
+        length_is_fixed: nothing that is drafted ends a draft.
+    """
+
+    plan: LayerPlan
+    prefix: int
+    limits: Limits
+    rule: RunningRule
+    reuse_from: int
+    length_is_fixed: bool
+
+    @property
+    def steps(self) -> int:
+        """Most tokens of a draft."""
+        return self.limits.longest
+
+    @property
+    def has_states(self) -> bool:
+        """Whether verification may start from states."""
+        return bool(self.prefix) and self.steps >= self.reuse_from
+
+
+@dataclass
+class _Round:
+    """A round whose draft is timed.
+
+    Attributes:
+        forms: both forms of such drafts.
+        at_once: which of them it has.
+        begun: when.
+        graphs: how many had run before, and for how long.
+        size: drafted tokens of a row.
+    """
+
+    forms: Forms
+    at_once: bool
+    begun: float
+    graphs: tuple[int, float]
+    size: int = 0
+
+
+class WholeDrafts:
+    """Makes drafts of one generation at once, where that is faster than step by step.
+
+    Args:
+        fixed: serves the forwards of the generation.
+        scorer: logits processors and the decoding mode.
+    """
+
+    def __init__(self, fixed: FixedShapes, scorer: Scorer) -> None:
+        self._fixed = fixed
+        self._target = fixed.target
+        self._scorer = scorer
+        self._processors = scorer.constants
+        self._forms: dict[Hashable, Forms] = fixed.whole_drafts.beside.setdefault(_FORMS, {})
+        self._round: _Round | None = None
+
+    def propose(self, text: Text, max_new: list[int], wanted: Wanted) -> Draft | None:
+        """The draft that steps would make, ``None`` where they are to make it.
+
+        Args:
+            text: the batch.
+            max_new: for each row the most tokens wanted.
+            wanted: how the draft is made.
+        """
+        self._round = None
+        rule = self._traced(wanted, text.ids.device)
+        if rule is None or not any(max_new):
+            return None
+        wanted.rule.begin()
+        key = (
+            wanted.plan,
+            wanted.prefix if wanted.has_states else 0,
+            rule.reach,
+            self._scorer.do_sample,
+            self._processors,
+        )
+        forms = self._forms_of((*key, wanted.steps, self._target.cache.capacity), text)
+        at_once = forms.at_once()
+        self._round = _Round(forms, at_once, self._now(), (self._fixed.runs, self._fixed.run_seconds))
+        if not at_once:
+            return None
+        draft = self._draft(text, max_new, wanted, rule, key, forms.vocabulary)
+        if draft is None:
+            self._round = None  # it takes the time of both forms
+        return draft
+
+    def proposed(self, draft: Draft, steps: int) -> None:
+        """Takes note of the draft of a round, which was made in so many steps if it was not made at once."""
+        current = self._round
+        if current is None:
+            return
+        current.size = draft.size
+        if current.at_once:
+            return
+        runs, run_seconds = current.graphs
+        if not steps or self._fixed.runs - runs < steps:
+            self._round = None  # with forwards that have no graph yet
+            return
+        drafting = self._now() - current.begun
+        current.forms.add_steps(drafting - (self._fixed.run_seconds - run_seconds), drafting)
+        if draft.q is not None:
+            current.forms.vocabulary = draft.q.shape[-1]
+
+    def update(self, tokens: int) -> None:
+        """Ends a round, by which all rows gained so many tokens."""
+        if self._round is not None:
+            seconds = self._now() - self._round.begun
+            self._round.forms.add(self._round.at_once, self._round.size, tokens, seconds)
+            self._round = None
+
+    def _now(self) -> float:
+        return perf_counter() - self._target.compile_seconds
+
+    def _traced(self, wanted: Wanted, device: torch.device) -> TracedRule | None:
+        """The stop rule, ``None`` where such drafts cannot be made at once."""
+        is_line = wanted.limits.tree is None and 0 < wanted.steps <= SIZES[-1]
+        if not is_line or self._processors is None or self._fixed.whole_drafts.refused:
+            return None
+        return wanted.rule.traced(device) if isinstance(wanted.rule, TraceableRule) else None
+
+    def _forms_of(self, key: Hashable, text: Text) -> Forms:
+        """Both forms of such drafts of a batch."""
+        device, rows = text.ids.device, text.batch_size
+        name = (key, device, rows)
+        if name not in self._forms:
+            self._forms[name] = Forms(device.type == "cpu", rows)
+        return self._forms[name]
+
+    def _draft(
+        self, text: Text, max_new: list[int], wanted: Wanted, rule: TracedRule, key: Hashable, vocabulary: int
+    ) -> Draft | None:
+        """The draft, ``None`` where there is no graph of it (yet)."""
+        device, steps, roots = text.ids.device, wanted.steps, text.last_slots()
+        numbers = None
+        if self._scorer.do_sample:
+            numbers = _Numbers(min(steps, max(max_new)), (text.batch_size, vocabulary), device)
+        further = [] if rule.bounds is None else [rule.bounds]
+        if numbers is not None:
+            further.append(numbers.filled(steps))
+
+        def function(forward: OneForward, tokens: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return self._steps(forward, tokens, given, wanted, rule)
+
+        found = self._fixed.several(function, key, steps + wanted.has_states, text.last_tokens(), roots, further)
+        if found is None:
+            if numbers is not None:
+                numbers.keep(0)
+            return None
+        tokens, is_sound = found.pop(0), found.pop(0)
+        ended = [] if rule.reach is None else [found.pop(0)]
+        most, listed = [min(steps, count) for count in max_new], None
+        if wanted.length_is_fixed and device.type != "cpu":
+            lengths = most  # the full model finds junk out
+        else:
+            listed, sound, *ends = read(tokens, is_sound, *ended)
+            lengths = [
+                _length(count, listed[row], sound[row], ends[0][row] if ends else None, wanted.limits.eos_tokens)
+                for row, count in enumerate(most)
+            ]
+            if not all(map(all, sound)):
+                # What cannot be a number would reach forwards that do not see its slot.
+                self._target.cache.clear(roots.ahead(max(lengths) + 1), steps - max(lengths))
+        t = max(lengths)
+        if numbers is not None:
+            numbers.keep(t)
+        if not t:
+            return Draft.none(text)
+        is_reused = wanted.has_states and t >= wanted.reuse_from
+        return Draft(
+            tokens=tokens[:, :t],
+            lengths=lengths,
+            q=found.pop(0)[:, :t] if self._scorer.do_sample else None,
+            states=found.pop(0)[:, : t + 1] if is_reused else None,
+            prefix=wanted.prefix if is_reused else 0,
+            listed=None if listed is None else [row[:t] for row in listed],
+        )
+
+    def _steps(
+        self,
+        forward: OneForward,
+        feed: torch.Tensor,
+        given: Sequence[torch.Tensor],
+        wanted: Wanted,
+        rule: TracedRule,
+    ) -> list[torch.Tensor]:
+        """All steps by tensors alone.
+
+        Args:
+            forward: runs one of them.
+            feed: ``[b, 1]`` the last token of each row.
+            given: bounds of the rule ``[b]``, numbers to draw by ``[t, b, v]``, as far as there are any.
+            wanted: how drafts are made.
+            rule: their stop rule.
+
+        Returns:
+            Tokens, whether they could be chosen, and whether they end the draft, ``[b, t]`` each; ``[b, t, v]`` what
+            they were drawn from; ``[b, t + 1, d]`` states. Those that are not wanted are left out.
+        """
+        rest = list(given)
+        bounds = None if rule.bounds is None else rest.pop(0)
+        tokens, sound, ended, qs, states = [], [], [], [], []
+        reached: torch.Tensor | None = None
+        for depth in range(wanted.steps):
+            run = ForwardPass(wanted.plan, capture=wanted.prefix if wanted.has_states else -1)
+            output = forward(feed, depth, run, True)
+            assert output is not None
+            logits = output[:, -1].float()
+            scores = self._scorer.everywhere(logits)
+            if self._scorer.do_sample:
+                qs.append(scores.softmax(-1))
+                feed = draw_by(qs[-1], rest[0][depth])[:, None]
+            else:
+                feed = scores.argmax(-1, keepdim=True)
+            tokens.append(feed)
+            sound.append(logits.amax(-1).isfinite())
+            states.append(run.captured)
+            if rule.reach is not None and bounds is not None:
+                reached = rule.reach(reached, logits)
+                ended.append(reached < bounds)
+        found = [torch.cat(tokens, dim=1), torch.stack(sound, dim=1)]
+        found += [torch.stack(values, dim=1) for values in (ended, qs) if values]
+        if wanted.has_states:
+            # The last token goes through the exact prefix, too, so that verification starts behind it everywhere.
+            run = ForwardPass(self._target.full_plan, stop=wanted.prefix, capture=wanted.prefix)
+            forward(feed, wanted.steps, run, False)
+            found.append(torch.cat([state for state in (*states, run.captured) if state is not None], dim=1))
+        return found
+
+
+class _Numbers:
+    """Numbers to draw tokens by, as steps take them from the generator.
+
+    Args:
+        count: of steps.
+        shape: ``[b, v]``.
+        device: where they are.
+    """
+
+    def __init__(self, count: int, shape: tuple[int, int], device: torch.device) -> None:
+        self._before = torch.get_rng_state() if device.type == "cpu" else None
+        self._shape, self._device = shape, device
+        self._drawn = self._draw(count)
+
+    def filled(self, count: int) -> torch.Tensor:
+        """``[count, b, v]``; of steps that are not wanted they are 1."""
+        ones = [torch.ones(self._shape, device=self._device)] * (count - len(self._drawn))
+        return torch.stack([*self._drawn, *ones])
+
+    def keep(self, count: int) -> None:
+        """Leaves a CPU's generator as so many steps would; a GPU's would have to be waited for."""
+        if self._before is not None and count < len(self._drawn):
+            torch.set_rng_state(self._before)
+            self._draw(count)
+
+    def _draw(self, count: int) -> list[torch.Tensor]:
+        return [torch.empty(self._shape, device=self._device).exponential_() for _ in range(count)]
+
+
+def _length(most: int, tokens: list[int], sound: list[bool], ended: list[bool] | None, eos: frozenset[int]) -> int:
+    """How many of a row's tokens are its draft, at most so many."""
+    for depth in range(most):
+        if not sound[depth]:
+            return depth
+        if tokens[depth] in eos or (ended is not None and ended[depth]):
+            return depth + 1
+    return most
