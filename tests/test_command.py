@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import hf_selfspec
-from hf_selfspec import NumericalError, SelfSpec, inspect_model
+from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.loading import NamedModel
 from hf_selfspec_command import app, main
 
@@ -105,7 +105,8 @@ def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 def audited(data: Path, *words: str) -> int:
-    return main(["audit", "--model", str(DEMO_MODEL), "--dtype", "float32", "--data", str(data), *words])
+    how = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--device", "cpu"]
+    return main(["audit", *how, "--data", str(data), *words])
 
 
 def test_audit(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +157,16 @@ def test_exit_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def generated(*words: str) -> int:
-    limits = ["--max-new-tokens", "12", "--dtype", "float32", "--spec", "SelfSpec.layerskip(6, num_draft=3)"]
+    limits = [
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--spec",
+        "SelfSpec.layerskip(6, num_draft=3)",
+    ]
     return main(["generate", "--model", str(DEMO_MODEL), *limits, *words])
 
 
@@ -206,6 +216,19 @@ def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
         assert generated("--prompt", "def f(", "--temperature", "1.5", "--seed", seed) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_stopped_on_the_way_ends_its_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
+        write(Piece("once upon", False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_selfspec, "stream", stopped)
+    assert generated("--prompt", "a") == 130
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("once upon\n", "hf-selfspec: stopped.\n")
 
 
 def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

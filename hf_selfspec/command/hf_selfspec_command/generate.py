@@ -54,7 +54,11 @@ def generate(
         messages.append({"role": "user", "content": text})
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
         asked = messages if is_chat or given is None else text
-        answer = stream(network, tokenizer, asked, write, spec=drafts, **options)
+        try:
+            answer = stream(network, tokenizer, asked, write, spec=drafts, **options)
+        except KeyboardInterrupt:
+            print(flush=True)  # what is told of it gets a line of its own
+            raise
         print(flush=True)
         _summarize(drafts.stats)
         messages.append({"role": "assistant", "content": answer})
