@@ -10,12 +10,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...errors import SettingError
 from ...files import check_folder
-from ...loading import NamedModel, device_named, set_threads
+from ...loading import NamedModel, device_named
 from ...settings import check_count
 from . import suites
 from .ablations import changed, check_ablations
@@ -76,8 +77,9 @@ class BenchRequest:
 
     def __post_init__(self) -> None:
         check_count("--prompts", self.prompts)
-        if self.max_prompt_tokens is not None:
-            check_count("--max-prompt-tokens", self.max_prompt_tokens)
+        for name, count in (("--max-prompt-tokens", self.max_prompt_tokens), ("--threads", self.threads)):
+            if count is not None:
+                check_count(name, count)
         if self.suites and len(self.suites) != len(self.data):
             raise SettingError(
                 f"--suite is given {len(self.suites)} times and --data {len(self.data)} times. Give one for each file, "
@@ -103,7 +105,8 @@ class BenchRequest:
         methods = methods_of(self.methods) or None
         suites.check(self.sources)
         named, device = NamedModel.find(self.model), device_named(self.device)
-        set_threads(self.threads)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         tokenizer = named.tokenizer()
         if self.variants and tokenizer.chat_template is None:
             raise SettingError("--variants are chats, but the model has no chat template. Leave it out.")
