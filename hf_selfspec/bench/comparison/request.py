@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...errors import SettingError
@@ -107,11 +107,11 @@ class BenchRequest:
         named, device = NamedModel.find(self.model), device_named(self.device)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        tokenizer = named.tokenizer()
+        config, tokenizer = named.config(), named.tokenizer()
         if self.variants and tokenizer.chat_template is None:
             raise SettingError("--variants are chats, but the model has no chat template. Leave it out.")
+        prompts, left_out = self._stream(config, tokenizer)
         model = named.model(self.dtype, device)
-        prompts, left_out = self._stream(model, tokenizer)
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # which tells of every change of a setting for a single call
         try:
@@ -132,11 +132,9 @@ class BenchRequest:
         finally:
             logging.set_verbosity(quiet)
 
-    def _stream(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[list[Prompt], Mapping[str, int]]:
+    def _stream(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], Mapping[str, int]]:
         raw = self.raw or tokenizer.chat_template is None
-        longest = longest_prompt(model, self.settings)
+        longest = longest_prompt(config, self.settings)
         encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), BEGINNING if raw else None)
         rng = random.Random(self.settings.seed)
         if self.variants:
