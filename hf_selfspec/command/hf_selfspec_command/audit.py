@@ -27,7 +27,7 @@ def audit(
     model: ModelOptions,
     data: TextOptions,
     chat: ChatOption = None,
-    methods: MethodsOption = ("selfspec",),  # type: ignore[assignment]
+    methods: MethodsOption = None,
     max_new_tokens: MaxNewTokensOption = 64,
     max_prompt_tokens: MaxPromptTokensOption = 512,
     sample: Annotated[
@@ -46,7 +46,7 @@ def audit(
     from hf_selfspec.spec_text import read_spec, split
 
     test = _test(sample, {"temperature": temperature, "top_p": top_p, "draws": draws})
-    names = split(methods)
+    names = split(methods or ["selfspec"])
     specs = [read_spec(name, "--methods") for name in names]
     texts, named = data.read(), model.find()
     tokenizer = named.tokenizer()

@@ -48,7 +48,10 @@ SpecOption = Annotated[
     ),
 ]
 MethodsOption = Annotated[
-    list[str], typer.Option(help="As --spec; several with commas between them, or by giving the option again.")
+    list[str] | None,
+    typer.Option(
+        help="As --spec, selfspec by default; several with commas between them, or by giving the option again."
+    ),
 ]
 
 
