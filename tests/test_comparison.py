@@ -323,6 +323,7 @@ def test_words_of_a_command_line_are_methods() -> None:
         ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
         ({"temperature": -1}, "temperature must be a number of at least 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"top_p": 0.9}, "top_p has no effect on greedy decoding"),
         ({"batch_size": []}, "need at least one value each"),
         ({"clock": "sun"}, "clock must be one of auto, wall, cpu"),
         ({"max_new_tokens": 512}, "no prompt fits the model"),

@@ -82,7 +82,7 @@ def test_own_prompts_are_taken_as_they_are(files: dict[str, Path], tokenizer: Pr
 def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:
     source = Source(str(files["gsm8k"]), "text", "answer")
     assert questions([source]) == {"text": ["0", "2", "4"]}
-    with pytest.raises(SettingError, match="no such column, but answer, question"):
+    with pytest.raises(SettingError, match="there is no text in the column 'solution'"):
         questions([Source(str(files["gsm8k"]), None, "solution")])
 
 
@@ -92,8 +92,8 @@ def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:
         ('{"a": 1}', None, "a line has no prompt, but a. Name the column one of messages, prompt"),
         ('{"question": "a"}', "humaneval", "the first line has no prompt and no entry_point"),
         ("[1]", None, "there is no object in each line"),
-        ("", None, "there is no object in each line"),
-        ("{", None, "cannot be read"),
+        ("", None, "the dataset is empty"),
+        ("{", None, "a line is no JSON"),
         ('{"text": "a"}', "spec", "--suite spec: there is no such suite. Give one of spec-bench, humaneval"),
     ],
 )

@@ -294,14 +294,16 @@ def _encoded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Given], settings: Settings
 ) -> tuple[list[Prompt], dict[str, int]]:
     """The user's own prompts in their order, and how many did not fit."""
-    encoder = Encoder(tokenizer, longest_prompt(model, settings), None if tokenizer.chat_template else sys.maxsize)
+    encoder = Encoder(
+        tokenizer, longest_prompt(model.config, settings), None if tokenizer.chat_template else sys.maxsize
+    )
     prompts = [encoder.prompt(_KIND, text) for text in texts]
     return [prompt for prompt in prompts if prompt is not None], dict(+encoder.left_out)
 
 
-def longest_prompt(model: PreTrainedModel, settings: Settings) -> int:
+def longest_prompt(config: Any, settings: Settings) -> int:
     """Tokens that leave space for the answer."""
-    positions = max_positions(model.config.get_text_config(decoder=True)) or sys.maxsize
+    positions = max_positions(config.get_text_config(decoder=True)) or sys.maxsize
     return int(positions - settings.max_new_tokens)
 
 

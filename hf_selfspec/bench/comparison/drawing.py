@@ -114,7 +114,7 @@ def acceptance(condition: Json) -> Figure | None:
         at_least = [counts[lengths >= length].sum() / counts.sum() for length in range(max(lengths) + 1)]
         right.plot(range(len(at_least)), at_least, markersize=5, **style)
     left.set(xlabel="position in the draft", ylabel="kept, if all before were", ylim=(0, 1.03))
-    right.set(xlabel="drafted tokens", ylabel="rounds that keep as many or more", ylim=(0, 1.03))
+    right.set(xlabel="drafted tokens", ylabel="rounds that keep so many", ylim=(0, 1.03))
     figure.legend(loc="outside upper center", ncols=3, fontsize="small", frameon=False)
     for axes in (left, right):
         _whole_numbers(axes)

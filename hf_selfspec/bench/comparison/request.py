@@ -10,12 +10,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...errors import SettingError
 from ...files import check_folder
-from ...loading import NamedModel, device_named, set_threads
+from ...loading import NamedModel, device_named
 from ...settings import check_count
 from . import suites
 from .ablations import changed, check_ablations
@@ -76,8 +77,9 @@ class BenchRequest:
 
     def __post_init__(self) -> None:
         check_count("--prompts", self.prompts)
-        if self.max_prompt_tokens is not None:
-            check_count("--max-prompt-tokens", self.max_prompt_tokens)
+        for name, count in (("--max-prompt-tokens", self.max_prompt_tokens), ("--threads", self.threads)):
+            if count is not None:
+                check_count(name, count)
         if self.suites and len(self.suites) != len(self.data):
             raise SettingError(
                 f"--suite is given {len(self.suites)} times and --data {len(self.data)} times. Give one for each file, "
@@ -103,12 +105,13 @@ class BenchRequest:
         methods = methods_of(self.methods) or None
         suites.check(self.sources)
         named, device = NamedModel.find(self.model), device_named(self.device)
-        set_threads(self.threads)
-        tokenizer = named.tokenizer()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        config, tokenizer = named.config(), named.tokenizer()
         if self.variants and tokenizer.chat_template is None:
             raise SettingError("--variants are chats, but the model has no chat template. Leave it out.")
+        prompts, left_out = self._stream(config, tokenizer)
         model = named.model(self.dtype, device)
-        prompts, left_out = self._stream(model, tokenizer)
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # which tells of every change of a setting for a single call
         try:
@@ -129,11 +132,9 @@ class BenchRequest:
         finally:
             logging.set_verbosity(quiet)
 
-    def _stream(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[list[Prompt], Mapping[str, int]]:
+    def _stream(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], Mapping[str, int]]:
         raw = self.raw or tokenizer.chat_template is None
-        longest = longest_prompt(model, self.settings)
+        longest = longest_prompt(config, self.settings)
         encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), BEGINNING if raw else None)
         rng = random.Random(self.settings.seed)
         if self.variants:

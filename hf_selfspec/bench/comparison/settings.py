@@ -76,6 +76,9 @@ class Settings:
             check_count("batch_size", size)
         for temperature in self.temperatures:
             _check_temperature(temperature)
+        drawing = [name for name, usual in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != usual]
+        if drawing and not any(self.temperatures):
+            raise SettingError(f"{drawing[0]} has no effect on greedy decoding: give a temperature, or leave it out.")
         if not self.batch_sizes or not self.temperatures:
             raise SettingError("batch_size and temperature need at least one value each.")
         if self.clock not in _CLOCKS:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import SettingError
 from ...files import read_text
+from ...train.texts import texts
 from .prompts import Given
 
 # Categories of Spec-Bench; those of MT-bench are chats.
@@ -34,7 +35,7 @@ _OTHER_QUESTION = "Name the people and places in the following text, and what ha
 _RAG_QUESTION = "Who or what is the text above about?"
 # Columns in which a user's own prompts are looked for, and datasets' own.
 _COLUMNS = ("messages", "prompt", "text", "question", "instruction")
-_JSON = (".jsonl", ".json")
+_JSON, _TEXT = (".jsonl", ".json"), ".txt"
 _EXAMPLE = '{"prompt": "..."}'
 
 Item = dict[str, Any]
@@ -141,39 +142,27 @@ def _as_many_of_each(lists: Sequence[list[Given]]) -> list[Given]:
 
 def _items(source: Source) -> list[Item]:
     path = Path(source.data)
+    if source.field is not None or path.suffix not in (*_JSON, _TEXT):
+        return [{"text": text} for text in texts(source.data, source.field)]
     try:
-        if path.suffix in _JSON:
-            found = [json.loads(line) for line in read_text(path).splitlines() if line.strip()]
-        elif path.suffix == ".txt":
-            found = [{"text": line.strip()} for line in read_text(path).splitlines() if line.strip()]
-        else:
-            found = _items_of_hub(source)
+        lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     except FileNotFoundError as error:
         raise SettingError(f"--data {source.data}: there is no such file.") from error
     except ValueError as error:
-        raise SettingError(
-            f"--data {source.data} cannot be read ({error}). Give a .jsonl file with an object in each line, or a .txt "
-            "file with a prompt in each line."
-        ) from error
-    if not found or not all(isinstance(item, dict) for item in found):
-        raise SettingError(f"--data {source.data}: there is no object in each line. Give one, e.g. {_EXAMPLE}.")
-    return found if source.field is None or path.suffix not in _JSON else _named_column(source, source.field, found)
+        raise SettingError(f"--data {source.data} cannot be read as text in UTF-8 ({error}).") from error
+    if not lines:
+        raise SettingError(f"--data {source.data}: the dataset is empty. Give prompts that the model is used for.")
+    return [{"text": line} for line in lines] if path.suffix == _TEXT else _objects(source.data, lines)
 
 
-def _named_column(source: Source, field: str, items: Sequence[Item]) -> list[Item]:
-    missing = next((item for item in items if not item.get(field)), None)
-    if missing is not None:
-        raise SettingError(
-            f"--field {field}: a line of --data {source.data} has no such column, but "
-            f"{', '.join(sorted(missing))}. Name another."
-        )
-    return [{"text": item[field]} for item in items]
-
-
-def _items_of_hub(source: Source) -> list[Item]:
-    from ...train.texts import texts  # whose dataset library is imported where it is needed
-
-    return [{"text": text} for text in texts(source.data, source.field)]
+def _objects(data: str, lines: Sequence[str]) -> list[Item]:
+    try:
+        found = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise SettingError(f"--data {data}: a line is no JSON ({error}). Each is to be like {_EXAMPLE}.") from error
+    if not all(isinstance(item, dict) for item in found):
+        raise SettingError(f"--data {data}: there is no object in each line. Give one, e.g. {_EXAMPLE}.")
+    return found
 
 
 def _suite_of(source: Source, items: Sequence[Item]) -> str:

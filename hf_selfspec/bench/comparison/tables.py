@@ -100,7 +100,7 @@ def _as_fast(ways: Mapping[str, Json], best: Json) -> str:
         for name, way in ways.items()
         if name not in (best["name"], PLAIN) and way["whole"] and way["whole"]["ratio_of_means"]["value"] >= found.low
     ]
-    return f"Within that interval as well: {', '.join(close)}." if close else ""
+    return f"These prompts do not tell it from {', '.join(close)}." if close else ""
 
 
 def _rivals(condition: Json, ways: Mapping[str, Json]) -> list[str]:

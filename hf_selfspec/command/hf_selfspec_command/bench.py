@@ -29,8 +29,8 @@ class StreamOptions:
     ] = None
     field: FieldOption = None
     kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, with commas between.")] = None
-    prompts: Annotated[int, typer.Option(help="Prompts of each kind.")] = 5
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longer prompts are left out.")] = None
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 5
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None
     raw: Annotated[bool, typer.Option("--raw", help="Go on with beginnings of texts in place of chats.")] = False
     variants: Annotated[bool, typer.Option("--variants", help="Each prompt and, later, a variant of it.")] = False
     repeat: Annotated[bool, typer.Option("--repeat", help="The whole stream twice.")] = False
@@ -47,7 +47,7 @@ class MethodOptions:
             "commas between them; every one that fits if not given."
         ),
     ] = None
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 128
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 128
     temperature: Annotated[list[float] | None, typer.Option(help="0, the default, for greedy; again for another.")] = (
         None
     )
@@ -56,7 +56,7 @@ class MethodOptions:
     )
     top_p: Annotated[float, typer.Option(help="Where tokens are drawn.")] = 1.0
     top_k: Annotated[int, typer.Option(help="Where tokens are drawn.")] = 0
-    seed: Annotated[int, typer.Option(help="Of drawn tokens and of the choice of prompts.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Of drawn tokens and of the choice of prompts.")] = 0
     clock: Annotated[
         str, typer.Option(help="wall, cpu, or auto: the CPU time on one thread of a CPU, otherwise the wall's.")
     ] = "auto"
