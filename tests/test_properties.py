@@ -29,7 +29,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.lookup.suffix import LONGEST_MATCH, SuffixIndex
+from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 from hf_selfspec.model.positions import LastPositions
 from hf_selfspec.model.prompt import Prompt
 from hf_selfspec.transfer import RowNumbers
@@ -285,6 +285,28 @@ def test_a_match_is_one_by_brute_force(tokens: list[int], tail: list[int], short
     if longest < 3:
         latest = max(position for position, length in enumerate(lengths) if length >= found.length)
         assert (found.length, found.position) == (longest, latest)
+
+
+@quick(60)
+@given(pieces=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=8), most=st.integers(2, 9))
+def test_a_full_index_is_that_of_its_younger_half(pieces: list[list[int]], most: int) -> None:
+    index, kept = SuffixIndex(most), []
+    for piece in pieces:
+        index.extend(piece)
+        kept += piece
+        if len(kept) > most:
+            kept = kept[-(most // 2) :]
+        assert index.tokens == kept
+        fresh = SuffixIndex()
+        fresh.extend(kept)
+        assert index.match(piece) == fresh.match(piece)
+
+
+@quick(60)
+@given(texts=st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6))
+def test_texts_stand_between_separators(texts: list[list[int]]) -> None:
+    joined = [token for text in texts for token in (*text, SEPARATOR)]
+    assert texts_of(joined) == texts_of(joined[:-1]) == [text for text in texts if text]
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
