@@ -27,7 +27,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A standard library of few files, six of which are held out."""
     from train_demo_model import corpus_files, is_held_out
 
@@ -41,9 +41,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, library: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, small_library: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     """Runs a script in this process, with few files of the standard library and these constants."""
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(small_library)})
 
     def run(script: str, *arguments: str, **constants: int) -> str:
         module = importlib.import_module(script.removesuffix(".py"))

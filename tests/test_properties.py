@@ -32,7 +32,7 @@ from hf_selfspec import (
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 from hf_selfspec.model.positions import LastPositions
 from hf_selfspec.model.prompt import Prompt
-from hf_selfspec.transfer import RowNumbers
+from hf_selfspec.transfer import RowNumbers, _together
 from hf_selfspec.types import Draft, Text
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
 from hf_selfspec.verify.scoring import Scorer
@@ -238,6 +238,23 @@ def test_numbers_on_a_device_are_those_of_the_host(numbers: list[int], others: l
         assert found.on(CPU).expand(2, 1).flatten().tolist() == expected
         assert found.on(CPU).shape[0] == (1 if found.are_equal else 2)
     assert one.onwards(count, CPU).expand(2, count).tolist() == [list(range(n, n + count)) for n in numbers]
+
+
+TENSORS = st.one_of(
+    st.lists(st.integers(-(2**62), 2**62), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.long)),
+    st.lists(st.integers(-9, 9), max_size=6).map(lambda values: torch.tensor([values], dtype=torch.int32)),
+    st.lists(st.booleans(), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.bool)),
+    st.lists(st.floats(width=32), max_size=6).map(lambda values: torch.tensor([[values]], dtype=torch.float32)),
+)
+
+
+@quick(80)
+@given(tensors=st.lists(TENSORS, min_size=1, max_size=4))
+def test_numbers_that_are_brought_together_are_the_same(tensors: list[torch.Tensor]) -> None:
+    """Bit for bit, with their kinds and shapes."""
+    for found, before in zip(_together(tensors), tensors, strict=True):
+        torch.testing.assert_close(found, before, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit(), before.signbit())
 
 
 @quick(50)
