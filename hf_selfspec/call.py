@@ -50,7 +50,7 @@ _NO_DRAFT_PAYS, _PADDED_ON_THE_RIGHT = "no draft pays", "its prompts are padded 
 
 @dataclass(frozen=True)
 class Request:
-    """What ``generate`` asks of a callable that decodes; see ``custom_generate``."""
+    """What ``generate`` expects of a callable that decodes; see ``custom_generate``."""
 
     model: PreTrainedModel
     input_ids: torch.LongTensor
@@ -85,7 +85,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Generation:
-    """Decodes what ``generate`` asks for.
+    """Decodes one call of ``generate``.
 
     Attributes:
         source: what drafts.

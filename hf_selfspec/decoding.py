@@ -48,7 +48,7 @@ class Record:
 
     @classmethod
     def of(cls, config: GenerationConfig, batch_size: int, in_step: bool) -> Record:
-        """An empty record of what ``config`` asks for; ``in_step`` where rows advance together."""
+        """An empty record of what ``config`` requests; ``in_step`` where rows advance together."""
         returned = config.return_dict_in_generate
         scores = returned and config.output_scores
         return cls(

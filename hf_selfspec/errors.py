@@ -25,7 +25,7 @@ class SettingTypeError(SelfSpecError, TypeError):
 
 
 class UnsupportedModelError(SelfSpecError, ValueError):
-    """The model's structure does not allow what was asked for."""
+    """The model's structure does not allow the requested settings."""
 
 
 class UnsupportedOptionError(SelfSpecError, ValueError):

@@ -26,7 +26,7 @@ def is_name(text: str) -> bool:
 
 
 def trouble(ask: Callable[..., object], name: str) -> str:
-    """Why a repository cannot be had from the Hub; empty where it can, or where the Hub is not to be asked.
+    """Why a repository cannot be loaded from the Hub; empty where it can, or where the Hub must not be contacted.
 
     Args:
         ask: ``dataset_info`` or ``model_info`` of ``HfApi``.

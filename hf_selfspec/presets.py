@@ -118,9 +118,9 @@ class Presets:
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without one for the
                 fastest, see :meth:`layerskip`. Or a probe, in the place of both.
-            probe: what ``fit_probe`` gave, or the folder or Hub repository that holds it; or a function that says how
-                probable it is that a drafted token is accepted, from its logits ``[b, v]`` and the state ``[b, d]``
-                behind them. ``None`` for the top-1 probability.
+            probe: what ``fit_probe`` gave, or the folder or Hub repository that holds it; or a function that
+                returns the probability that a drafted token is accepted, from its logits ``[b, v]`` and the state
+                ``[b, d]`` behind them. ``None`` for the top-1 probability.
             max_draft: most tokens in a draft.
 
         Raises:
@@ -173,9 +173,9 @@ class Presets:
 
         Args:
             heads: what ``fit_exit_heads`` gave, or the folder or Hub repository that holds it.
-            epsilon: the share of drafted tokens that is to be accepted, as far as the heads' calibration with drafts of
-                at most 32 tokens tells; can be another one for each ``SelfSpec`` without calibrating again. (DSSD's is
-                how often single heads are right; of a draft, less is accepted.)
+            epsilon: the share of drafted tokens that is to be accepted, estimated by the heads' calibration with
+                drafts of at most 32 tokens; can be another one for each ``SelfSpec`` without calibrating again. (DSSD's
+                is how often single heads are right; of a draft, less is accepted.)
             metric: how confidence is measured, see ``calibrate_exit_heads``; that of the heads by default.
             max_draft: most tokens in a draft (32 in the paper).
 

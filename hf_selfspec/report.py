@@ -110,7 +110,7 @@ def exit_report(
         texts: what to predict, at least two tokens each. A text's first token is only a context, which is the
             beginning-of-text token where the tokenizer adds one.
         max_length: tokens of a text that count, the first ones; at least 2. ``None`` for as many as the model has
-            positions, and 2048 where its config does not say.
+            positions, and 2048 where its config names no number.
 
     Returns:
         Losses, accuracies and agreements of all exits, over the tokens of all texts together.

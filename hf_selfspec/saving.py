@@ -18,9 +18,9 @@ from .registry import is_registered, registered
 FILE_NAME = "selfspec.json"
 _FORMAT = 1
 # What a file may set; the registry knows the classes that may stand there. Where a SelfSpec keeps its findings
-# (``cache_dir``, ``task``) is not among it: a file from elsewhere has no say in where this machine writes.
+# (``cache_dir``, ``task``) is not part of it: a file from elsewhere does not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft")
-# Settings that say where a part is loaded from.
+# Settings that name the folder or repository from which a part is loaded.
 PARTS = ("adapter", "heads")
 
 

@@ -219,9 +219,9 @@ class SelfSpec(Presets):
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON has them, with which a ``GenerationConfig`` that holds this ``SelfSpec`` is saved.
 
-        A config that is loaded has them again, but for ``cache_dir`` and ``task``: no file chooses where this machine
+        A loaded config has them again, except for ``cache_dir`` and ``task``: no file chooses where this machine
         writes. What was learned is not among them, see :meth:`save_pretrained`. A function or generator of your own
-        cannot be saved: a warning says so once.
+        cannot be saved, which one warning reports.
         """
         try:
             settings = self._settings().items()

@@ -89,8 +89,8 @@ class GenerationStats:
     def draft_cost(self) -> float:
         """c, time of a drafting step / time of a verification pass, both as measured in this call (0 if no draft).
 
-        METHODS of the field divide by a one-token pass of the full model; a verification pass takes as long as long as
-        memory bandwidth is the limit. ``hf_selfspec.bench`` measures the one-token pass itself.
+        The papers divide by a one-token pass of the full model. A verification pass takes as long as that where memory
+        bandwidth is the limit. ``hf_selfspec.bench`` measures the one-token pass itself.
         """
         if not self.draft_steps or not self.verify_passes or not self.verify_seconds:
             return 0.0

@@ -21,10 +21,15 @@ def read(*tensors: torch.Tensor) -> list[Any]:
     """Integer, boolean and float32 tensors of one device as nested lists, brought to the host together."""
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
-    kinds = {tensor.dtype for tensor in tensors}
-    flat = torch.cat([(tensor if len(kinds) == 1 else _as_integers(tensor)).flatten() for tensor in tensors]).cpu()
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [_as_before(piece, like).tolist() for piece, like in zip(pieces, tensors, strict=True)]
+    return [tensor.tolist() for tensor in _together(tensors)]
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of one device on the host, by one copy."""
+    of_kinds = len({tensor.dtype for tensor in tensors}) > 1
+    flat = torch.cat([(_as_integers(tensor) if of_kinds else tensor).flatten() for tensor in tensors]).cpu()
+    pieces = zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+    return [(_as_before(piece, like) if of_kinds else piece).view(like.shape) for piece, like in pieces]
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,7 +38,6 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_before(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    found = found.view(like.shape)
     return found.to(torch.int32).view(like.dtype) if like.is_floating_point() else found.to(like.dtype)
 
 

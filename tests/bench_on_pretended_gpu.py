@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from pretend_gpu import DEVICE, Counts, pretended
@@ -46,15 +47,18 @@ def _raised(drafts: str) -> str | None:
 
 
 def main(out: Path) -> None:
-    speed.exit_damping = lambda *_: Damping(0.3, 0.8)
-    torch.cuda.get_sync_debug_mode = lambda: _modes[-1]  # type: ignore[assignment,return-value]
-    torch.cuda.set_sync_debug_mode = _modes.append
-    with pretended():
+    modes = {"get_sync_debug_mode": lambda: _modes[-1], "set_sync_debug_mode": _modes.append}
+    with (
+        patch.object(speed, "exit_damping", lambda *_: Damping(0.3, 0.8)),
+        patch.multiple(torch.cuda, **modes),
+        pretended(),
+    ):
         status = command.main([*_OPTIONS.split(), "--device", str(DEVICE), "--out", str(out)])
-        Counts.read = _read  # type: ignore[method-assign]
-        rounds = {name: _raised(name) for name in ("early exit, stop rule", "skip set", "lookup", "early exit, tree")}
-        Decoder._commit = _waiting_commit  # type: ignore[method-assign]
-        rounds["waiting"] = _raised("skip set")
+        with patch.object(Counts, "read", _read):
+            names = ("early exit, stop rule", "skip set", "lookup", "early exit, tree")
+            rounds = {name: _raised(name) for name in names}
+            with patch.object(Decoder, "_commit", _waiting_commit):
+                rounds["waiting"] = _raised("skip set")
     found = {"rounds": rounds, "left in": _modes[-1], "status": status}
     print(json.dumps(found | {"strict rounds": _modes.count("error")}))
 

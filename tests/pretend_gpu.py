@@ -85,6 +85,12 @@ class Counts:
     depth: int = 0
     is_on: bool = False
 
+    def reset(self, phase: str) -> None:
+        """Counts from zero, for ``phase`` at first."""
+        for counter in (self.reads, self.uploads, self.launches):
+            counter.clear()
+        self.phase, self.depth, self.is_on = phase, 0, False
+
     def read(self, name: str) -> None:
         self.reads[name] += self.is_on
 

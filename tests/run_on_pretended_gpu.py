@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pretend_gpu
 import torch
@@ -61,7 +62,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any]) -> dict[str, flo
     mask = torch.ones_like(ids)
     for row in range(1, rows):
         mask[row, :row] = 0
-    options = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0} | options
+    options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0} | options
     plain = model.generate(ids, attention_mask=mask, **options)
     original_round, original_propose = Decoder._round, PartialDraft.propose
     steps: list[int] = []
@@ -82,13 +83,11 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any]) -> dict[str, flo
         finally:
             counts.phase = "round"
 
-    counts.__init__(phase="round")  # type: ignore[misc]  # as new
-    Decoder._round, PartialDraft.propose = counted, proposed  # type: ignore[method-assign]
-    with pretended():
+    counts.reset("round")
+    with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
         move(model)
         pretend_gpu.leave_out(model.model.layers)
         output = model.generate(on_device(ids), attention_mask=on_device(mask), assistant=spec, **options)
-    Decoder._round, PartialDraft.propose = original_round, original_propose  # type: ignore[method-assign]
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
     launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
     return {

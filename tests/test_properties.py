@@ -29,10 +29,10 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.lookup.suffix import LONGEST_MATCH, SuffixIndex
+from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 from hf_selfspec.model.positions import LastPositions
 from hf_selfspec.model.prompt import Prompt
-from hf_selfspec.transfer import RowNumbers
+from hf_selfspec.transfer import RowNumbers, _together
 from hf_selfspec.types import Draft, Text
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
 from hf_selfspec.verify.scoring import Scorer
@@ -240,6 +240,23 @@ def test_numbers_on_a_device_are_those_of_the_host(numbers: list[int], others: l
     assert one.onwards(count, CPU).expand(2, count).tolist() == [list(range(n, n + count)) for n in numbers]
 
 
+TENSORS = st.one_of(
+    st.lists(st.integers(-(2**62), 2**62), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.long)),
+    st.lists(st.integers(-9, 9), max_size=6).map(lambda values: torch.tensor([values], dtype=torch.int32)),
+    st.lists(st.booleans(), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.bool)),
+    st.lists(st.floats(width=32), max_size=6).map(lambda values: torch.tensor([[values]], dtype=torch.float32)),
+)
+
+
+@quick(80)
+@given(tensors=st.lists(TENSORS, min_size=1, max_size=4))
+def test_numbers_that_are_brought_together_are_the_same(tensors: list[torch.Tensor]) -> None:
+    """Bit for bit, with their kinds and shapes."""
+    for found, before in zip(_together(tensors), tensors, strict=True):
+        torch.testing.assert_close(found, before, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit(), before.signbit())
+
+
 @quick(50)
 @given(
     reachable=st.none() | st.lists(st.integers(0, 30), min_size=3, max_size=3),
@@ -285,6 +302,28 @@ def test_a_match_is_one_by_brute_force(tokens: list[int], tail: list[int], short
     if longest < 3:
         latest = max(position for position, length in enumerate(lengths) if length >= found.length)
         assert (found.length, found.position) == (longest, latest)
+
+
+@quick(60)
+@given(pieces=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=8), most=st.integers(2, 9))
+def test_a_full_index_is_that_of_its_younger_half(pieces: list[list[int]], most: int) -> None:
+    index, kept = SuffixIndex(most), []
+    for piece in pieces:
+        index.extend(piece)
+        kept += piece
+        if len(kept) > most:
+            kept = kept[-(most // 2) :]
+        assert index.tokens == kept
+        fresh = SuffixIndex()
+        fresh.extend(kept)
+        assert index.match(piece) == fresh.match(piece)
+
+
+@quick(60)
+@given(texts=st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6))
+def test_texts_stand_between_separators(texts: list[list[int]]) -> None:
+    joined = [token for text in texts for token in (*text, SEPARATOR)]
+    assert texts_of(joined) == texts_of(joined[:-1]) == [text for text in texts if text]
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ CASES = [
 @pytest.mark.parametrize(("spec", "options"), CASES)
 def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -> None:
     named, processors = OPTIONS[options]
-    rows = SAMPLES // 2 if options == "repetition_penalty" else SAMPLES  # it is asked for each row and node
+    rows = SAMPLES // 2 if options == "repetition_penalty" else SAMPLES  # it is called for each row and node
     check_exact(sample(SPECS[spec], rows=rows, **named), exact_joint(llama(), processors))
 
 

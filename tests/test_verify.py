@@ -17,7 +17,7 @@ from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.types import Draft, Text, Verdict
 from hf_selfspec.verify.greedy import choose_greedy
-from hf_selfspec.verify.sampling import choose_sampled, draw_without_replacement
+from hf_selfspec.verify.sampling import accept_line, choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_highest
 from hf_selfspec.verify.stopping import Stopper
 from hf_selfspec.verify.walk import verify
@@ -102,6 +102,23 @@ def test_token_without_probability_is_never_accepted(monkeypatch: pytest.MonkeyP
     fix_uniform(monkeypatch, 0.0, 0.0)
     p = torch.tensor([0.0, 0.0, 1.0])
     assert choose_sampled(p.log(), [0, 1], torch.tensor([0.5, 0.4, 0.1]), 2) == (2, None)
+
+
+def test_a_line_never_accepts_a_token_without_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the uniform number is 0."""
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
+    p, q = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[0.5, 0.5]]])
+    for token in (0, 1):
+        accepted, instead = accept_line(p, q, torch.tensor([[token]]))
+        assert (accepted.item(), instead.item()) == (token == 1, 1)
+
+
+def test_nothing_is_left_where_p_and_q_are_equal_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_uniform(monkeypatch, ALMOST_ONE)
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.5000001, 0.5000001])
+    token, index = choose_sampled(p.log(), [1], q, 1)
+    assert token in (0, 1)
+    assert index is None
 
 
 def test_token_that_the_draft_could_not_draw_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

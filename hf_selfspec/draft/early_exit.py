@@ -65,7 +65,7 @@ class EarlyExit(DraftSource):
 @register("draft")
 @dataclass(frozen=True)
 class EarlyExitOnly(DraftSource):
-    """Generates with layers ``0 .. layer-1`` alone: fast, and **not** what the whole model would say.
+    """Generates with layers ``0 .. layer-1`` alone: fast, and **not** what the whole model would generate.
 
     The early-exit baseline of LayerSkip (Tables 1, 2 and 11).
 

@@ -157,7 +157,7 @@ class PartialDraft(CandidateGenerator):
             if step.is_sure is not None:
                 grown.only(step.is_sure)
             logits = step.logits.to(text.ids.device, torch.float32)
-            # A draft that overflows (float16) has nothing to say; the full model goes on from there.
+            # A draft that overflows (float16) predicts nothing; the full model goes on from there.
             sound, logits = self._sound(grown, logits)
             if not any(grown.drafting):
                 break

@@ -72,7 +72,7 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
         )
     if session.is_tensor_parallel:
         raise UnsupportedOptionError(
-            f"a probe goes by timings, which differ between the processes of a tensor-parallel model. {advice}"
+            f"a probe decides by timings, which differ between the processes of a tensor-parallel model. {advice}"
         )
     plan = None if layer is None else LayerPlan.early_exit(anatomy.num_layers, layer)
     check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)

@@ -60,7 +60,7 @@ def start_search(
     if not session.takes_trees:
         why = f"{anatomy.model_name} cannot look at its text a second time beside it (no mask of its own)"
     elif session.is_tensor_parallel:
-        why = "a search goes by timings, which differ between the processes of a tensor-parallel model"
+        why = "a search decides by timings, which differ between the processes of a tensor-parallel model"
     if why and session.in_cascade:
         raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
     if why:

@@ -155,7 +155,7 @@ class Session:
         knowledge: from earlier calls.
         in_cascade: other sources draft where this one does not.
         round_seconds: the cost curve as rounds of other sources were timed; empty where there are none.
-        constraint: what grammars say about drafts; false where there are none. What they forbid is cut from any draft.
+        constraint: what grammars allow and force; false where there are none. What they forbid is cut from any draft.
     """
 
     target: Target

@@ -26,9 +26,9 @@ Path = tuple[int, ...]
 
 
 class _Row:
-    """A grammar as a function of the new tokens of its row: it goes back and forth to where it is asked.
+    """A grammar as a function of the new tokens of its row: it moves back and forth to the place it is called for.
 
-    What follows is kept for paths, which go on from a text: drafts ask for many paths behind the same one.
+    What follows is kept for paths, which go on from a text: drafts need many paths behind the same one.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: int, name: str) -> None:
@@ -142,7 +142,7 @@ class GrammarMask:
         self._start = input_ids.shape[1]
 
     def fit(self, vocabulary: int) -> None:
-        """Has masks be as wide as logits turn out to be."""
+        """Makes masks as wide as logits turn out to be."""
         for row in self._rows:
             row.vocabulary = vocabulary
 
@@ -228,7 +228,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What grammars say about drafts.
+    """What grammars allow and force in drafts.
 
     Attributes:
         masks: of all grammars; false in a condition where there are none.

@@ -128,7 +128,7 @@ class Anatomy:
         decoder: the model without its output head (the model itself where it has no such part).
         stack: the module whose forward runs the layers; what it returns goes into the output head.
         kv_sources: layers whose keys and values later layers read (Gemma 3n); their attention has to run.
-        max_positions: length of the texts that the model was made for, ``None`` if its config does not say.
+        max_positions: length of the texts that the model was made for, ``None`` where its config names none.
         position_limit: how many positions there are, ``None`` where they are computed for any place (rotary, ALiBi):
             longer texts are only worse then.
         takes_positions: whether the model is told where tokens stand.
@@ -216,7 +216,7 @@ def _kv_sources(text_config: Any) -> frozenset[int]:
 
 
 def max_positions(text_config: Any) -> int | None:
-    """Length of the texts that a model of this config was made for, ``None`` if it does not say."""
+    """Length of the texts that a model of this config was made for, ``None`` where it names none."""
     for name in ("max_position_embeddings", "max_seq_len"):
         limit = getattr(text_config, name, None)
         if isinstance(limit, int) and limit > 0:

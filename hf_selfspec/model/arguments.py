@@ -85,7 +85,7 @@ def _parts(value: Any) -> Any:
 
 
 def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
-    """Whether an argument only says that all tokens are text, as processors do of prompts without images.
+    """Whether an argument only marks all tokens as text, as processors do of prompts without images.
 
     ``token_type_ids`` have other meanings, too. They are such marks where the model does not take them after the
     prefill, with tokens that it generates.

@@ -123,7 +123,7 @@ class SpeculativeCache(Cache):
         fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
 
     Args:
-        num_layers: number of layers that the model's own cache has; more are added when a model asks for them.
+        num_layers: number of layers that the model's own cache has; more are added when a model writes to them.
         batch_size: ``b``.
         capacity: slots to allocate at first. The buffers grow by a quarter when that is not enough.
     """

@@ -1,9 +1,9 @@
-"""What a model would say at each of its layers, through its own final norm and output head.
+"""What a model would predict at each of its layers, through its own final norm and output head.
 
 The states that leave the chosen layers are appended, along the batch, to what leaves the last layer, so that the
 model's own code brings all of them to its output head (final norm, projections). They are then taken out again, and
 :meth:`Exits.head` runs the model's own head on any of them, with its scale and soft-cap. No architecture is written
-again, and the logits of an exit exist only when they are asked for.
+again, and the logits of an exit are computed only when they are used.
 """
 
 from __future__ import annotations

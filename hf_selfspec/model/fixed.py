@@ -1,4 +1,4 @@
-"""Forwards over a few tokens at fixed shapes, which nothing but tensors tells apart from round to round."""
+"""Forwards over a few tokens at fixed shapes: from round to round, only the values of tensors differ."""
 
 from __future__ import annotations
 

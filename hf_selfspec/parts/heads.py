@@ -262,9 +262,9 @@ def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metri
     """Thresholds of each head by each metric, how drafts with them fare, and how well metrics tell right from wrong.
 
     Args:
-        texts: what the heads say of each text.
+        texts: what the heads predict for each text.
         epsilons: accuracies, rising.
-        metric: the one to use by default; ``None`` for the one that tells best, by its mean ROC AUC (DSSD §3.4.1).
+        metric: the one to use by default; ``None`` for the one with the highest mean ROC AUC (DSSD §3.4.1).
     """
     right = torch.cat([text.right for text in texts], 1)
     found: dict[str, Any] = {"epsilons": list(epsilons), "tokens": right.shape[1]}

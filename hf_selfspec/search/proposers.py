@@ -20,7 +20,7 @@ ProposeLayers = Callable[[int], list[LayerPlan]]
 _TOO_LOW = 0.7
 _STEP = 0.1
 _LEAST, _MOST = 0.1, 0.8
-# On so many windows of text a set has to be tried for its own scores to weigh as much as what other sets suggest. Of
+# A set's own scores weigh as much as what other sets suggest once it was tried on so many windows of text. Of
 # many sets some score much by luck.
 _DOUBT = 4.0
 # A search whose best set of all sizes stays below this expected speed-up in two windows is given up. One set is tried
@@ -31,7 +31,7 @@ _UNIFORM = 30
 
 
 class Proposer(Protocol):
-    """Proposes sets, and is told how the search goes."""
+    """Proposes sets, and learns how the search goes."""
 
     @property
     def is_busy(self) -> bool:

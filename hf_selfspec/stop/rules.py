@@ -64,7 +64,7 @@ class RememberingRule(Protocol):
     """A stop rule with a memory."""
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-        """What is asked in one generation.
+        """Returns what decides in one generation.
 
         Args:
             rows: of the batch.

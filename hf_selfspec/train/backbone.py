@@ -30,7 +30,7 @@ class Observed:
 
     Attributes:
         ids: ``[b, s]`` the batch.
-        states: for each layer ``E`` that was asked for, ``[b, s, d]`` what left layer ``E - 1``.
+        states: for each wanted layer ``E``, ``[b, s, d]`` what left layer ``E - 1``.
         exits: the same behind the model's own final norm.
         final: ``[b, s, d]`` what the whole model sends to its head.
     """

@@ -87,7 +87,7 @@ def fit_exit_heads(
         metric, epsilons: see :func:`calibrate_exit_heads`.
 
     Returns:
-        The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning tells where they reach none of the accuracies.
+        The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning is issued where they reach none of the accuracies.
 
     Raises:
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
@@ -157,7 +157,7 @@ def calibrate_exit_heads(
     Args:
         heads: what was fitted to the model, or the folder or Hub repository that holds it; it stays as it is.
         model, tokenizer: see :func:`fit_adapter`.
-        dataset: texts like those that will be asked for, of which the first 64 rows are used.
+        dataset: texts like those that will be generated, of which the first 64 rows are used.
         metric: how confidence is measured by default, ``"entropy"`` (the paper's best), ``"probability"`` or
             ``"margin"``; ``None`` for the one with the greatest mean ROC AUC. Thresholds are kept for all three.
         epsilons: accuracies for which thresholds are kept, rising.
@@ -258,7 +258,7 @@ def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observ
 
 @torch.no_grad()
 def _predictions(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> list[HeadPredictions]:
-    """What heads say of what the model writes after the beginnings of rows."""
+    """What heads predict where the model continues the beginnings of rows."""
 
     def both(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return torch.stack([agreement(drafted, whole), *(metric(drafted) for metric in METRICS.values())], -1)

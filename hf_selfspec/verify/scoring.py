@@ -101,7 +101,7 @@ class Scorer:
             grammar.begin(input_ids, vocabulary)
 
     def fit(self, vocabulary: int) -> None:
-        """Has the masks of grammars be as wide as logits are."""
+        """Makes the masks of grammars as wide as logits are."""
         for grammar in self.grammars:
             grammar.fit(vocabulary)
 

@@ -54,7 +54,7 @@ class TopKTree:
         return max(width for _, width in self.widths)
 
     def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
-        """Candidates at one depth, the most that any row asks for.
+        """Candidates at one depth, the most that any row needs.
 
         Args:
             top: ``[b, most]`` the draft's highest probabilities, in order.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -37,15 +38,11 @@ def waits_are_errors() -> Iterator[None]:
         with _mode("default"):
             return original_read(*tensors)
 
-    Decoder._round = strict_round  # type: ignore[assignment,method-assign]
-    for module in readers:
-        module.read = read  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        Decoder._round = original_round  # type: ignore[method-assign]
+    with ExitStack() as replaced:
+        replaced.enter_context(patch.object(Decoder, "_round", strict_round))
         for module in readers:
-            module.read = original_read  # type: ignore[attr-defined]
+            replaced.enter_context(patch.object(module, "read", read))
+        yield
 
 
 @contextmanager

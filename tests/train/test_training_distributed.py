@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import ByHand, assert_close, assert_equal, history, rotational_shares, stays
 from conftest import in_two_processes
 from distributed_training import CASES, WRAPPERS, tiny, trainer, weights
-from test_training import ByHand, assert_close, assert_equal, history, rotational_shares, stays
 
 Results = dict[tuple[str, str, int], dict[str, Any]]
 

@@ -1,0 +1,193 @@
+"""Training with early-exit loss is gradient descent on LayerSkip's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import build
+from by_hand import (
+    ALL,
+    BOTH,
+    ByHand,
+    Weights,
+    assert_close,
+    assert_equal,
+    exit_loss,
+    history,
+    rotational_shares,
+    stacked,
+    targets,
+    train,
+)
+from distributed_training import LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
+from transformers import LlamaForCausalLM, TrainerCallback
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_selfspec import EarlyExitLoss, Rotational
+from hf_selfspec.train import losses
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("curriculum", "shares"), [(None, lambda step: ALL), (Rotational(2), rotational_shares)], ids=["all", "rotational"]
+)
+def test_training(tmp_path: Path, tied: bool, curriculum: Any, shares: Callable[[int], dict[int, float]]) -> None:
+    """Losses, logs and weights after three steps are those of gradient descent on the formula."""
+    expected = ByHand(tiny(tied=tied), shares)
+    run = trainer(tiny(tied=tied), [EarlyExitLoss(1.0, curriculum)], tmp_path)
+    run.train()
+    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+    assert_close(weights(run.model), expected.weights)
+    assert len(set(expected.targets)) > 1
+    plain = ByHand(tiny(tied=tied), lambda step: {4: 1.0})
+    assert abs(plain.losses[0] - expected.losses[0]) > 1e-3
+    assert (
+        plain.weights["model.layers.0.mlp.up_proj.weight"] - expected.weights["model.layers.0.mlp.up_proj.weight"]
+    ).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["cohere", "granite", "gemma2"])
+def test_heads_with_scale_and_soft_cap(tmp_path: Path, name: str) -> None:
+    """The exits' logits get what the model does to its own (the numbers are in ``architectures.py``)."""
+    expected = ByHand(build(name), lambda step: ALL, steps=2)
+    run = trainer(build(name), [EarlyExitLoss(1.0, None)], tmp_path, max_steps=2)
+    run.train()
+    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+    assert_close(weights(run.model), expected.weights, atol=1e-5)
+
+
+class LlamaWithItsOwnLoss(LlamaForCausalLM):
+    """Computes its loss without ``loss_function``, as a mean over the batch."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> CausalLMOutputWithPast:
+        logits = super().forward(input_ids, attention_mask=attention_mask).logits
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_a_model_with_its_own_loss(tmp_path: Path) -> None:
+    expected = ByHand(tiny(), lambda step: ALL)
+    run = trainer(tiny(kind=LlamaWithItsOwnLoss), [EarlyExitLoss(1.0, None)], tmp_path)
+    run.train()
+    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+    assert_close(weights(run.model), expected.weights)
+
+
+def test_gradients(tmp_path: Path) -> None:
+    """Before the optimizer sees them."""
+    found: Weights = {}
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            found.update({name: value.grad.clone() for name, value in model.named_parameters()})
+
+    trainer(tiny(), [EarlyExitLoss(0.5, None), Gradients()], tmp_path, max_steps=1).train()
+    model = tiny()
+    samples = stacked(rows(4))
+    # e(l) = 0, 0.5, 1.5 and 3 + 1.5.
+    shares = {2: 0.5 / 6.5, 3: 1.5 / 6.5, 4: 4.5 / 6.5}
+    sum(share * exit_loss(model, samples, layer) / targets(samples) for layer, share in shares.items()).backward()
+    assert_close(found, {name: value.grad for name, value in model.named_parameters()})
+
+
+def test_chosen_layers_and_no_weight_at_all(tmp_path: Path) -> None:
+    """``layers`` leaves the others out; ``e_scale=0`` is plain training, to the last bit."""
+    one = trainer(tiny(), [EarlyExitLoss(1.0, None, layers=[2])], tmp_path)
+    one.train()
+    expected = ByHand(tiny(), lambda step: {2: 1 / 7, 4: 6 / 7})
+    assert history(one) == pytest.approx(expected.losses, rel=1e-5)
+    assert {key for entry in one.state.log_history for key in entry if "exit" in key} == {"loss/exit_2", "loss/exit_4"}
+    without, plain = trainer(tiny(), [EarlyExitLoss(0.0)], tmp_path), trainer(tiny(), [], tmp_path)
+    without.train()
+    plain.train()
+    assert history(without) == history(plain)
+    assert_equal(weights(without.model), weights(plain.model))
+
+
+def with_an_empty_row() -> list[Row]:
+    """Rows of which one has no target at all, alone in its batch when batches are of one row."""
+    data = rows(16)
+    data[5]["labels"][:] = -100
+    return data
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_gradient_accumulation(tmp_path: Path, kind: str) -> None:
+    """Four rows at once, two and two, or one after the other: the same training."""
+    together = trainer(tiny(), BOTH[kind](), tmp_path, with_an_empty_row())
+    together.train()
+    for batch in (2, 1):
+        apart = trainer(
+            tiny(),
+            BOTH[kind](),
+            tmp_path,
+            with_an_empty_row(),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=4 // batch,
+        )
+        apart.train()
+        assert_close(weights(apart.model), weights(together.model))
+        for key in ("loss", "loss/exit_4") if kind != "dropout" else ("loss",):
+            assert len(history(apart, key)) == 3
+            assert history(apart, key) == pytest.approx(history(together, key), rel=1e-5)
+
+
+def test_logged_exits(tmp_path: Path) -> None:
+    """Nats per token of each exit, mean over the tokens of the steps since the last log in which it was on."""
+    seen: list[dict[str, float]] = []
+
+    class Report(TrainerCallback):
+        def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    run = trainer(tiny(), [EarlyExitLoss(1.0, Rotational(2)), Report()], tmp_path, max_steps=6, logging_steps=3)
+    run.train()
+    hand = ByHand(tiny(), rotational_shares, steps=6)
+    expected = []
+    for steps in (range(3), range(3, 6)):
+        entry = {}
+        for layer in (2, 3, 4):
+            on = [step for step in steps if layer in hand.exits[step]]
+            tokens = sum(hand.targets[step] for step in on)
+            entry[f"loss/exit_{layer}"] = sum(hand.exits[step][layer] * hand.targets[step] for step in on) / tokens
+        expected.append(entry)
+    found = [{key: value for key, value in entry.items() if "exit" in key} for entry in run.state.log_history]
+    assert found == [pytest.approx(expected[0], rel=1e-5), pytest.approx(expected[1], rel=1e-5), {}]
+    assert [{key: value for key, value in entry.items() if "exit" in key} for entry in seen] == found
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """The head sees the exits' states in chunks, each target once for each exit, and no ignored label."""
+    sizes: list[torch.Size] = []
+    plain = train(tmp_path, [EarlyExitLoss(1.0, None)])
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", chunk * VOCABULARY + VOCABULARY // 2)
+    model = tiny()
+    model.lm_head.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape))
+    run = train(tmp_path, [EarlyExitLoss(1.0, None)], model)
+    assert_close(weights(run.model), weights(plain.model))
+    assert history(run) == pytest.approx(history(plain), rel=1e-5)
+    assert sizes.count(torch.Size([4, WIDTH, 16])) == 3
+    chunks = [size for size in sizes if size != torch.Size([4, WIDTH, 16])]
+    assert {(size[0], size[2]) for size in chunks} == {(1, 16)}
+    count = targets(stacked(rows(12)))
+    assert sum(size[1] for size in chunks) == 2 * count < 2 * 12 * (WIDTH - 1)
+    assert max(size[1] for size in chunks) == min(
+        chunk, max(targets(stacked(rows(12)[at : at + 4])) for at in (0, 4, 8))
+    )
+
+
+def test_models_that_give_out_hidden_states(tmp_path: Path) -> None:
+    """Callers get those of their own rows."""
+    shapes: list[list[torch.Size]] = []
+    model = tiny()
+    model.config.output_hidden_states = True
+    model.register_forward_hook(lambda module, args, out: shapes.append([state.shape for state in out.hidden_states]))
+    run = train(tmp_path, BOTH["both"](), model)
+    assert_equal(weights(run.model), weights(train(tmp_path, BOTH["both"]()).model))
+    assert shapes == [[torch.Size([4, WIDTH, 16])] * (LAYERS + 1)] * 3

@@ -1,0 +1,126 @@
+"""The paper's formulas: weights of exits, curricula, rates of dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational, SettingError, SettingTypeError
+from hf_selfspec.train import constant, even, exponential, loss_scale
+from hf_selfspec.train.layer_dropout import layer_scale
+
+
+def test_loss_scale() -> None:
+    """``e(l)`` of 6 layers by hand: half of 0, 1, 3, 6, 10, and for the last one 5 + half of 0+1+2+3+4."""
+    assert [loss_scale(layer, 6, 0.5) for layer in range(6)] == [0.0, 0.5, 1.5, 3.0, 5.0, 10.0]
+    assert [loss_scale(layer, 6, 1.0) for layer in range(6)] == [0.0, 1.0, 3.0, 6.0, 10.0, 15.0]
+    assert [loss_scale(layer, 4, 0.0) for layer in range(4)] == [0.0, 0.0, 0.0, 3.0]
+    assert [loss_scale(layer, 2, 1.0) for layer in range(2)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("callback", "step", "steps", "scales"),
+    [
+        (EarlyExitLoss(0.5, None), 0, 8, {0: 0.0, 1: 0.5, 2: 1.5, 3: 3.0, 4: 5.0, 5: 10.0}),
+        (EarlyExitLoss(0.5, None), 7, 8, {0: 0.0, 1: 0.5, 2: 1.5, 3: 3.0, 4: 5.0, 5: 10.0}),
+        (EarlyExitLoss(0.5, Rotational(2)), 4, 8, {0: 0.0, 2: 1.5, 4: 5.0, 5: 10.0}),
+        (EarlyExitLoss(0.5, Rotational(2)), 5, 8, {1: 0.5, 3: 3.0, 5: 10.0}),
+        (EarlyExitLoss(1.0, Rotational(16)), 17, 99, {1: 1.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, Rotational(16)), 9, 99, {5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual()), 0, 24, {5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual()), 5, 24, {3: 6.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, None, layers=[2, 5]), 0, 8, {1: 1.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, Rotational(2), layers=[2, 5]), 0, 8, {4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(0.5, None, [2], even), 0, 8, {1: 0.5, 5: 1.0}),
+        (EarlyExitLoss(0.0, None), 0, 8, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 5.0}),
+    ],
+)
+def test_loss_weights(callback: EarlyExitLoss, step: int, steps: int, scales: dict[int, float]) -> None:
+    """``ẽ(t, l)`` is each enabled layer's share of all enabled scales."""
+    total = sum(scales.values())
+    found = callback.weights(step, steps, 6)
+    assert found == pytest.approx({layer: scale / total for layer, scale in scales.items()})
+    assert sum(found.values()) == pytest.approx(1.0)
+
+
+def test_defaults_are_the_papers() -> None:
+    """Fine-tuning on code: ``e_scale=1``, rotational with 16, ``p_max=0.1`` in all steps."""
+    callback = EarlyExitLoss()
+    assert (callback.e_scale, callback.curriculum, callback.layers) == (1.0, Rotational(16), None)
+    assert LayerDropout().rates(3, 10, 3) == pytest.approx([0.0, 0.1 * (math.sqrt(2) - 1), 0.1])
+
+
+def test_a_model_of_one_layer() -> None:
+    assert EarlyExitLoss(1.0, None).weights(0, 8, 1) == {0: 1.0}
+    assert LayerDropout(0.5).rates(0, 8, 1) == [0.0]
+
+
+def test_rotational() -> None:
+    """Every third of 7 layers, one further each step, and round again."""
+    enabled = [sorted(Rotational(3).enabled(step, 100, 7)) for step in range(4)]
+    assert enabled == [[0, 3, 6], [1, 4], [2, 5], [0, 3, 6]]
+    assert [sorted(Rotational(8).enabled(step, 100, 6)) for step in (5, 6, 7, 8)] == [[5], [], [], [0]]
+    assert Rotational(1).enabled(5, 100, 4) == {0, 1, 2, 3}
+
+
+def test_gradual() -> None:
+    """4 layers in 16 steps: one more every 16 / (2 * 4) = 2 steps, all of them before half-way is over."""
+    counts = [len(Gradual().enabled(step, 16, 4)) for step in range(16)]
+    assert counts == [1, 1, 2, 2, 3, 3, *[4] * 10]
+    assert Gradual().enabled(4, 16, 4) == {1, 2, 3}
+    assert Gradual().enabled(0, 0, 4) == {3}
+
+
+def test_dropout_rates() -> None:
+    """``p = S(t) D(l) p_max`` with the powers of two that ``e^{x ln 2}`` are."""
+    powers = [2**0.0 - 1, 2**0.25 - 1, 2**0.5 - 1, 2**0.75 - 1, 1.0]
+    assert [layer_scale(layer, 5) for layer in range(5)] == pytest.approx(powers)
+    assert [exponential(step, 5) for step in range(5)] == pytest.approx(powers)
+    assert [constant(step, 5) for step in range(5)] == [1.0] * 5
+    assert exponential(0, 1) == 0.0
+    assert LayerDropout(0.2).rates(0, 5, 5) == pytest.approx([0.2 * power for power in powers])
+    rates = LayerDropout(0.2, exponential).rates(2, 5, 5)
+    assert rates == pytest.approx([0.2 * (math.sqrt(2) - 1) * power for power in powers])
+    assert LayerDropout(0.2, lambda step, steps: step / steps).rates(1, 4, 2) == pytest.approx([0.0, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("create", "error", "words"),
+    [
+        (lambda: EarlyExitLoss(-0.1), SettingError, ["e_scale", "-0.1", "0 and 1"]),
+        (lambda: EarlyExitLoss(1.5), SettingError, ["e_scale", "1.5"]),
+        (lambda: EarlyExitLoss(math.nan), SettingError, ["e_scale", "nan"]),
+        (lambda: EarlyExitLoss("1.0"), SettingTypeError, ["e_scale", "'1.0'"]),
+        (lambda: EarlyExitLoss(True), SettingTypeError, ["e_scale", "True"]),
+        (
+            lambda: EarlyExitLoss(curriculum=8),
+            SettingTypeError,
+            ["curriculum", "Rotational(R), Gradual() or None", "8"],
+        ),
+        (lambda: EarlyExitLoss(curriculum=Gradual), SettingTypeError, ["curriculum", "Gradual'>"]),
+        (lambda: EarlyExitLoss(scale=0.5), SettingTypeError, ["scale", "0.5"]),
+        (lambda: EarlyExitLoss(layers=3), SettingTypeError, ["layers", "3"]),
+        (lambda: EarlyExitLoss(layers=[]), SettingTypeError, ["layers", "[]"]),
+        (lambda: EarlyExitLoss(layers="23"), SettingTypeError, ["layers", "'23'"]),
+        (lambda: EarlyExitLoss(layers=[1, 2.5]), SettingTypeError, ["layers", "[1, 2.5]"]),
+        (lambda: EarlyExitLoss(layers=[True]), SettingTypeError, ["layers", "[True]"]),
+        (lambda: EarlyExitLoss(layers=[2, 0]), SettingError, ["layers=[2, 0]", "start at 1"]),
+        (lambda: Rotational(0), SettingError, ["Rotational", "0", "at least 1"]),
+        (lambda: Rotational(2.0), SettingTypeError, ["Rotational", "2.0"]),
+        (lambda: LayerDropout(1.0), SettingError, ["p_max", "1.0", "1 excluded"]),
+        (lambda: LayerDropout(-0.1), SettingError, ["p_max", "-0.1"]),
+        (lambda: LayerDropout(None), SettingTypeError, ["p_max", "None"]),
+        (lambda: LayerDropout(schedule="exponential"), SettingTypeError, ["schedule", "'exponential'"]),
+        (lambda: LayerDropout(schedule=float), SettingTypeError, ["schedule", "float"]),
+        (lambda: LayerDropout(0.1, lambda t, steps: 2.0).rates(0, 8, 4), SettingError, ["schedule", "2.0"]),
+    ],
+)
+def test_refused_settings(create: Callable[[], Any], error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        create()
+    assert type(caught.value) is error
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,96 @@
+"""Rows that drop a layer leave the batch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stacked, stays, train
+from distributed_training import LAYERS, WIDTH, Row, rows, tiny, trainer, weights
+from watching import RowsSeen
+
+from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
+from hf_selfspec.train import constant, exponential
+
+
+def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
+    """Layers run on as many rows as stay; in evaluation on all."""
+    model = tiny()
+    seen = RowsSeen(model)
+    run = trainer(
+        model,
+        [LayerDropout(0.9)],
+        tmp_path,
+        max_steps=12,
+        settings={"eval_dataset": rows(3)},
+        eval_strategy="steps",
+        eval_steps=6,
+    )
+    run.train()
+    assert seen.steps == [stays(step, 4, 0.9).sum(0).tolist() for step in range(12)]
+    assert {counts[0] for counts in seen.steps} == {4}
+    assert {counts[3] for counts in seen.steps} >= {0, 1}
+    assert seen.evaluations == [[3] * LAYERS] * 2
+
+
+@pytest.mark.parametrize("p_max", [0.6, 0.9])
+def test_training_with_dropout(tmp_path: Path, p_max: float) -> None:
+    """``x + M f(x)`` by hand, where ``M`` is 0 or 1 and nothing is scaled; beside exits and alone."""
+    for callbacks, shares in (
+        ([LayerDropout(p_max)], lambda step: {4: 1.0}),
+        ([EarlyExitLoss(1.0, Rotational(2)), LayerDropout(p_max)], rotational_shares),
+        ([LayerDropout(p_max), EarlyExitLoss(1.0, Rotational(2))], rotational_shares),
+    ):
+        expected = ByHand(tiny(), shares, p_max=p_max)
+        run = train(tmp_path, callbacks)
+        assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+        assert_close(weights(run.model), expected.weights)
+    assert abs(expected.losses[0] - ByHand(tiny(), shares, steps=1).losses[0]) > 1e-3
+
+
+@pytest.mark.parametrize("schedule", [constant, exponential])
+def test_rates_in_the_long_run(tmp_path: Path, schedule: Any) -> None:
+    """The share of dropped rows, within four standard deviations of its expectation."""
+    steps, batch, p_max = 80, 8, 0.8
+    model = tiny()
+    seen = RowsSeen(model)
+    train(tmp_path, [LayerDropout(p_max, schedule)], model, max_steps=steps, per_device_train_batch_size=batch)
+    over_time = 1.0 if schedule is constant else np.mean([2 ** (step / (steps - 1)) - 1 for step in range(steps)])
+    for layer in range(LAYERS):
+        rate = p_max * over_time * (2 ** (layer / (LAYERS - 1)) - 1)
+        dropped = 1 - sum(counts[layer] for counts in seen.steps) / (steps * batch)
+        assert dropped == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / (steps * batch)))
+    early, late = (sum(counts[3] for counts in seen.steps[part]) for part in (slice(0, 20), slice(60, 80)))
+    assert (early > late + 40) == (schedule is exponential)
+
+
+def test_no_dropout_is_plain_training(tmp_path: Path) -> None:
+    without, plain = train(tmp_path, [LayerDropout(0.0)]), train(tmp_path, [])
+    assert history(without) == history(plain)
+    assert_equal(weights(without.model), weights(plain.model))
+
+
+def test_seed(tmp_path: Path) -> None:
+    """Another seed draws other rows."""
+    one, other = train(tmp_path, [LayerDropout(0.6)]), train(tmp_path, [LayerDropout(0.6)], seed=SEED + 1)
+    assert history(one)[0] != history(other)[0]
+
+
+def test_embeddings_and_positions_as_inputs(tmp_path: Path) -> None:
+    """Rows are counted where the rows are, also where positions have one row for all."""
+
+    def collate(samples: list[Row]) -> Row:
+        batch = stacked(samples)
+        with torch.no_grad():
+            embeddings = tiny().model.embed_tokens(batch["input_ids"])
+        positions = torch.arange(WIDTH)[None]
+        return {"position_ids": positions, "inputs_embeds": embeddings, "labels": batch["labels"]}
+
+    model = tiny()
+    seen = RowsSeen(model)
+    train(tmp_path, [LayerDropout(0.6)], model, settings={"data_collator": collate})
+    assert seen.steps == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
