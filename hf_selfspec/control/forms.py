@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from threading import Lock
 
 from .clock import SIZES, RoundClock
 
@@ -36,9 +37,14 @@ class Forms:
         self._outside = self._drafting = 0.0
         self._waiting, self._patience = 0, _AGAIN
         self.vocabulary = 0
+        self._lock = Lock()  # threads that generate with a model share what is known
 
     def at_once(self) -> bool:
         """Whether the next draft is to be made at once."""
+        with self._lock:
+            return self._decided()
+
+    def _decided(self) -> bool:
         if self._rounds[False] < _TRIED or self._outside < _LEAST_OVERHEAD * self._drafting:
             return False
         if self._rounds[True] < _TRIED:
@@ -58,15 +64,17 @@ class Forms:
             tokens: that all rows gained.
             seconds: it took.
         """
-        self._clocks[at_once].add(size, tokens, seconds)
-        self._rounds[at_once] += 1
-        self._sizes.append(size)
-        self._waiting += 1
+        with self._lock:
+            self._clocks[at_once].add(size, tokens, seconds)
+            self._rounds[at_once] += 1
+            self._sizes.append(size)
+            self._waiting += 1
 
     def add_steps(self, outside: float, drafting: float) -> None:
         """Takes in the seconds that steps have spent outside of their graphs, and altogether."""
-        self._outside += outside
-        self._drafting += drafting
+        with self._lock:
+            self._outside += outside
+            self._drafting += drafting
 
     def _seconds(self, at_once: bool) -> float:
         """What the last rounds would have taken."""
