@@ -16,6 +16,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, STATEFUL, build
 from conftest import VOCABULARY, character_tokenizer, peft_calls_old_name, ragged_batch, tiny_llama
 from multimodal import build as build_multimodal
@@ -59,6 +60,9 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 TEXT = ragged_batch((24,), seed=3)
 CLOSE = 1e-5
 WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
+# Its loop with a draft model has windows of another size there, and one type's config cannot be made from its own dict.
+OLDEST = transformers.__version__.startswith("5.17.")
+WINDOWS, NO_CONFIG = ("gemma2", "gpt_oss", "ministral"), "dbrx"
 # A layer of these is another one at another place, or shares what it reads with others.
 NO_OTHER_PLACE, NO_EXIT = ("diffllama",), ("gemma3n_text",)
 # Families whose layers can be an adapter, with the settings that are usual for them.
@@ -104,6 +108,8 @@ def exported(source: DraftSource, model: PreTrainedModel, folder: Path) -> PreTr
 
 def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Transformers' own assisted generation with the draft gives the tokens of plain ``generate``."""
+    if OLDEST and model.config.model_type in WINDOWS:
+        pytest.skip(f"assistant_model of transformers {transformers.__version__} fails on windows this small")
     draft.generation_config.eos_token_id = None
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     with warnings.catch_warnings():
@@ -129,6 +135,8 @@ def adapter_of(model: PreTrainedModel, own_head: bool = False, **settings: Any) 
 
 @pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
+    if OLDEST and name == NO_CONFIG:
+        pytest.skip(f"transformers {transformers.__version__} cannot load a saved {name} either")
     model = build(name)
     if name not in NO_EXIT:
         assert len(Anatomy.of(exported(EarlyExit(2), model, tmp_path / "exit")).layers) == 2
@@ -155,8 +163,8 @@ def test_an_adapter_as_a_layer(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         model.config.sliding_window = None  # as in their later versions
     draft = exported(EarlyExitAdapter(adapter_of(model)), model, tmp_path / "adapter")
     assert draft.config.num_hidden_layers == 3
-    assert_same_ids(model, draft)
     exported(EarlyExitAdapter(adapter_of(model, own_head=True)), model, tmp_path / "own head")
+    assert_same_ids(model, draft)
 
 
 def test_what_goes_by_a_layers_place_is_found() -> None:
@@ -173,12 +181,15 @@ def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, m
     monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", entry)
     config = exported(SkipLayers([2, 4], [2, 4]), build("qwen3_moe"), tmp_path / "moe").config
     assert (config.decoder_sparse_step, config.mlp_only_layers) == (1, [0, 2, 4])
+    monkeypatch.setitem(ARCHITECTURES, "deepseek_v3", ARCHITECTURES["deepseek_v3"] | {"first_k_dense_replace": 2})
+    config = exported(SkipLayers([1], [1]), build("deepseek_v3"), tmp_path / "leading").config
+    assert (config.num_hidden_layers, config.first_k_dense_replace) == (3, 1)
     sliding, full = "sliding_attention", "full_attention"
-    kinds = [sliding, full, sliding, sliding, full, sliding]
+    kinds = [sliding, full, sliding, full, sliding, full]
     entry = ARCHITECTURES["gemma3_text"] | {"num_hidden_layers": 6, "layer_types": kinds}
     monkeypatch.setitem(ARCHITECTURES, "gemma3_text", entry)
     config = exported(SkipLayers([2, 4], [2, 4]), build("gemma3_text"), tmp_path / "kinds").config
-    assert config.layer_types == [sliding, full, sliding, sliding]
+    assert config.layer_types == [sliding, full, full, full]
     assert "layer_types" in (tmp_path / "kinds" / "README.md").read_text()
 
 
@@ -401,6 +412,12 @@ def test_a_draft_that_predicts_something_else_is_not_written(
     with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
         SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
+
+
+def test_a_config_that_cannot_be_made(fresh_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    fresh_llama.config.hidden_size = 63  # changed since the model was built
+    with pytest.raises(UnsupportedModelError, match="no model of some of its layers can be made from the config"):
+        SelfSpec(EarlyExit(2)).export_draft(tmp_path / "draft", fresh_llama)
 
 
 def test_fitted_adapters_are_as_the_model_is() -> None:
