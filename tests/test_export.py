@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import shlex
@@ -23,6 +22,7 @@ from multimodal import build as build_multimodal
 from safetensors.torch import load_file
 from test_architectures import random_skip_set
 from test_exit_heads import heads_of
+from test_fitting import arguments, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -45,6 +45,7 @@ from hf_selfspec import (
     SkipLayers,
     UnsupportedModelError,
     UnsupportedOptionError,
+    fit_adapter,
 )
 from hf_selfspec.draft.blocks import DraftBlocks
 from hf_selfspec.export import exporting
@@ -200,7 +201,8 @@ def test_nothing_is_copied_and_the_model_stays_as_it_was(
     fresh_llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fresh_llama.train()
-    model.tie_weights()
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
     anatomy = Anatomy.of(model)
     draft = draft_model(model, anatomy, blocks_of(SkipLayers([1, 2], [1]), model))
     whole = {value.data_ptr() for value in model.state_dict().values()}
@@ -325,8 +327,22 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
     again = SelfSpec.from_pretrained(tmp_path / "spec")
     again.export_draft(tmp_path / "again", llama)
     assert "`##m.##`" in (tmp_path / "again" / "README.md").read_text()
+    file = tmp_path / "spec" / "selfspec.json"
+    file.write_text(file.read_text().replace('"##m.##"', "5"))
+    with pytest.raises(SettingError, match="cut short or changed"):
+        SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "cut", llama)
     with pytest.raises(SettingError, match="was saved for"):
         SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "other", tiny_llama(seed=1))
+
+
+def test_what_another_process_has_found_is_exported(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(SkipLayers(search=ClosestLayers()), cache_dir=tmp_path / "cache")
+    llama.generate(**TEXT, max_new_tokens=40, do_sample=False, assistant=spec)
+    found = spec._knowledge.latest(llama)
+    found.choice = SkipChoice(LayerPlan(6, frozenset({2, 3}), frozenset({3})), True, None, 1.5, 0.9, 0.9)
+    found.changed()
+    SelfSpec(spec.draft, cache_dir=tmp_path / "cache").export_draft(tmp_path / "draft", llama)
+    assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("draft", [EarlyExitOnly(2), Cascade([Lookup(), EarlyExit(2)])])
@@ -420,8 +436,15 @@ def test_a_config_that_cannot_be_made(fresh_llama: LlamaForCausalLM, tmp_path: P
         SelfSpec(EarlyExit(2)).export_draft(tmp_path / "draft", fresh_llama)
 
 
-def test_fitted_adapters_are_as_the_model_is() -> None:
-    config = copy.deepcopy(tiny_llama().config)
+def test_fitted_adapters_can_be_layers_of_the_model(tmp_path: Path) -> None:
+    config = tiny_llama().config
     config.rope_parameters["rope_theta"], config.rms_norm_eps = 5e5, 1e-5
-    assert (usual_theta(config), usual_eps(config)) == (5e5, 1e-5)
-    assert (usual_theta(build("gpt2").config), usual_eps(build("gpt2").config)) == (1e4, 1e-6)
+    model = LlamaForCausalLM(config)
+    args = arguments(tmp_path / "fit", max_steps=2, learning_rate=1e-2)
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        adapter = fit_adapter(model, None, rows(8), exit_layer=2, block_size=32, args=args)
+    assert (adapter.rope_theta, adapter.norm.eps) == (5e5, 1e-5)
+    exported(EarlyExitAdapter(adapter), model, tmp_path / "draft")
+    gpt2 = build("gpt2").config
+    assert (usual_theta(gpt2), usual_eps(gpt2)) == (1e4, 1e-6)

@@ -22,7 +22,7 @@ _LAST_OF_MLP = (
 )  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None))
 # Attributes of modules that have nothing to do with what they compute.
-_STATES = ("training", "_is_hf_initialized")
+_STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
 def kept_layers(plan: LayerPlan) -> list[int]:
