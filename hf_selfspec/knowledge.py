@@ -269,7 +269,7 @@ class KnowledgeOfCall:
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
         """Findings under a name for this kind of call."""
-        return self.knowledge.of(self.model, Key(self.kind, name), make, self._file(""), self.settings)
+        return self.knowledge.of(self.model, Key(self.kind, name), make, self.file, self.settings)
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
         """Findings under a name that all kinds of calls share, in a file of their own."""
@@ -287,6 +287,11 @@ class KnowledgeOfCall:
     def fingerprint(self) -> Fingerprint:
         """The model's fingerprint."""
         return self.knowledge.fingerprint(self.model)
+
+    @property
+    def file(self) -> Path | None:
+        """Where findings for single kinds of calls last, ``None`` for nowhere."""
+        return self._file("")
 
     def _file(self, ending: str) -> Path | None:
         if self.cache_dir is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import shlex
@@ -16,12 +15,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, STATEFUL, build
 from conftest import VOCABULARY, character_tokenizer, peft_calls_old_name, ragged_batch, tiny_llama
 from multimodal import build as build_multimodal
 from safetensors.torch import load_file
 from test_architectures import random_skip_set
 from test_exit_heads import heads_of
+from test_fitting import arguments, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -44,6 +45,7 @@ from hf_selfspec import (
     SkipLayers,
     UnsupportedModelError,
     UnsupportedOptionError,
+    fit_adapter,
 )
 from hf_selfspec.draft.blocks import DraftBlocks
 from hf_selfspec.export import exporting
@@ -59,6 +61,9 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 TEXT = ragged_batch((24,), seed=3)
 CLOSE = 1e-5
 WITHOUT_STATES = [name for name in ARCHITECTURES if name not in STATEFUL]
+# Its loop with a draft model has windows of another size there, and one type's config cannot be made from its own dict.
+OLDEST = transformers.__version__.startswith("5.17.")
+WINDOWS, NO_CONFIG = ("gemma2", "gpt_oss", "ministral"), "dbrx"
 # A layer of these is another one at another place, or shares what it reads with others.
 NO_OTHER_PLACE, NO_EXIT = ("diffllama",), ("gemma3n_text",)
 # Families whose layers can be an adapter, with the settings that are usual for them.
@@ -104,6 +109,8 @@ def exported(source: DraftSource, model: PreTrainedModel, folder: Path) -> PreTr
 
 def assert_same_ids(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Transformers' own assisted generation with the draft gives the tokens of plain ``generate``."""
+    if OLDEST and model.config.model_type in WINDOWS:
+        pytest.skip(f"assistant_model of transformers {transformers.__version__} fails on windows this small")
     draft.generation_config.eos_token_id = None
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     with warnings.catch_warnings():
@@ -129,6 +136,8 @@ def adapter_of(model: PreTrainedModel, own_head: bool = False, **settings: Any) 
 
 @pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_logits_on_architectures(name: str, tmp_path: Path) -> None:
+    if OLDEST and name == NO_CONFIG:
+        pytest.skip(f"transformers {transformers.__version__} cannot load a saved {name} either")
     model = build(name)
     if name not in NO_EXIT:
         assert len(Anatomy.of(exported(EarlyExit(2), model, tmp_path / "exit")).layers) == 2
@@ -155,8 +164,8 @@ def test_an_adapter_as_a_layer(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         model.config.sliding_window = None  # as in their later versions
     draft = exported(EarlyExitAdapter(adapter_of(model)), model, tmp_path / "adapter")
     assert draft.config.num_hidden_layers == 3
-    assert_same_ids(model, draft)
     exported(EarlyExitAdapter(adapter_of(model, own_head=True)), model, tmp_path / "own head")
+    assert_same_ids(model, draft)
 
 
 def test_what_goes_by_a_layers_place_is_found() -> None:
@@ -173,12 +182,15 @@ def test_experts_and_kinds_of_attention_stay_with_their_layers(tmp_path: Path, m
     monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", entry)
     config = exported(SkipLayers([2, 4], [2, 4]), build("qwen3_moe"), tmp_path / "moe").config
     assert (config.decoder_sparse_step, config.mlp_only_layers) == (1, [0, 2, 4])
+    monkeypatch.setitem(ARCHITECTURES, "deepseek_v3", ARCHITECTURES["deepseek_v3"] | {"first_k_dense_replace": 2})
+    config = exported(SkipLayers([1], [1]), build("deepseek_v3"), tmp_path / "leading").config
+    assert (config.num_hidden_layers, config.first_k_dense_replace) == (3, 1)
     sliding, full = "sliding_attention", "full_attention"
-    kinds = [sliding, full, sliding, sliding, full, sliding]
+    kinds = [sliding, full, sliding, full, sliding, full]
     entry = ARCHITECTURES["gemma3_text"] | {"num_hidden_layers": 6, "layer_types": kinds}
     monkeypatch.setitem(ARCHITECTURES, "gemma3_text", entry)
     config = exported(SkipLayers([2, 4], [2, 4]), build("gemma3_text"), tmp_path / "kinds").config
-    assert config.layer_types == [sliding, full, sliding, sliding]
+    assert config.layer_types == [sliding, full, full, full]
     assert "layer_types" in (tmp_path / "kinds" / "README.md").read_text()
 
 
@@ -189,7 +201,8 @@ def test_nothing_is_copied_and_the_model_stays_as_it_was(
     fresh_llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fresh_llama.train()
-    model.tie_weights()
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
     anatomy = Anatomy.of(model)
     draft = draft_model(model, anatomy, blocks_of(SkipLayers([1, 2], [1]), model))
     whole = {value.data_ptr() for value in model.state_dict().values()}
@@ -314,8 +327,22 @@ def test_what_a_search_has_chosen_is_exported(llama: LlamaForCausalLM, tmp_path:
     again = SelfSpec.from_pretrained(tmp_path / "spec")
     again.export_draft(tmp_path / "again", llama)
     assert "`##m.##`" in (tmp_path / "again" / "README.md").read_text()
+    file = tmp_path / "spec" / "selfspec.json"
+    file.write_text(file.read_text().replace('"##m.##"', "5"))
+    with pytest.raises(SettingError, match="cut short or changed"):
+        SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "cut", llama)
     with pytest.raises(SettingError, match="was saved for"):
         SelfSpec.from_pretrained(tmp_path / "spec").export_draft(tmp_path / "other", tiny_llama(seed=1))
+
+
+def test_what_another_process_has_found_is_exported(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(SkipLayers(search=ClosestLayers()), cache_dir=tmp_path / "cache")
+    llama.generate(**TEXT, max_new_tokens=40, do_sample=False, assistant=spec)
+    found = spec._knowledge.latest(llama)
+    found.choice = SkipChoice(LayerPlan(6, frozenset({2, 3}), frozenset({3})), True, None, 1.5, 0.9, 0.9)
+    found.changed()
+    SelfSpec(spec.draft, cache_dir=tmp_path / "cache").export_draft(tmp_path / "draft", llama)
+    assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("draft", [EarlyExitOnly(2), Cascade([Lookup(), EarlyExit(2)])])
@@ -403,8 +430,21 @@ def test_a_draft_that_predicts_something_else_is_not_written(
     assert not (tmp_path / "draft").exists()
 
 
-def test_fitted_adapters_are_as_the_model_is() -> None:
-    config = copy.deepcopy(tiny_llama().config)
+def test_a_config_that_cannot_be_made(fresh_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    fresh_llama.config.hidden_size = 63  # changed since the model was built
+    with pytest.raises(UnsupportedModelError, match="no model of some of its layers can be made from the config"):
+        SelfSpec(EarlyExit(2)).export_draft(tmp_path / "draft", fresh_llama)
+
+
+def test_fitted_adapters_can_be_layers_of_the_model(tmp_path: Path) -> None:
+    config = tiny_llama().config
     config.rope_parameters["rope_theta"], config.rms_norm_eps = 5e5, 1e-5
-    assert (usual_theta(config), usual_eps(config)) == (5e5, 1e-5)
-    assert (usual_theta(build("gpt2").config), usual_eps(build("gpt2").config)) == (1e4, 1e-6)
+    model = LlamaForCausalLM(config)
+    args = arguments(tmp_path / "fit", max_steps=2, learning_rate=1e-2)
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        adapter = fit_adapter(model, None, rows(8), exit_layer=2, block_size=32, args=args)
+    assert (adapter.rope_theta, adapter.norm.eps) == (5e5, 1e-5)
+    exported(EarlyExitAdapter(adapter), model, tmp_path / "draft")
+    gpt2 = build("gpt2").config
+    assert (usual_theta(gpt2), usual_eps(gpt2)) == (1e4, 1e-6)

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
+from .config import REFUSALS, no_such_config
 
 # What families call the last projection of an attention block and of an MLP: what it returns is added to the stream.
 # ``dense`` is the last one of an attention block, ``2`` that of a Sequential (CTRL).
@@ -21,7 +22,7 @@ _LAST_OF_MLP = (
 )  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None))
 # Attributes of modules that have nothing to do with what they compute.
-_STATES = ("training", "_is_hf_initialized")
+_STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
 def kept_layers(plan: LayerPlan) -> list[int]:
@@ -98,8 +99,7 @@ def model_of_layers(
     Raises:
         UnsupportedModelError: the two differ in more than their layers.
     """
-    with torch.device("meta"):
-        draft = type(model)(config)
+    draft = _empty(model, config)
     source = _Source(model, kept, prefix)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     made: dict[int, nn.Parameter] = {}
@@ -119,6 +119,15 @@ def model_of_layers(
     if hasattr(model, "_weight_conversions"):  # the names and layouts of the family's files
         draft._weight_conversions = model._weight_conversions
     return draft.eval()
+
+
+def _empty(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of the same class without numbers."""
+    try:
+        with torch.device("meta"):
+            return type(model)(config)
+    except REFUSALS as error:
+        raise no_such_config(model.config, error) from error
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:

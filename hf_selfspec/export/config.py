@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from ..errors import UnsupportedModelError, brief
+
+# What transformers raises for a config that it refuses.
+REFUSALS: tuple[type[Exception], ...] = (StrictDataclassError, TypeError, ValueError)
 # Settings that are lists of layer numbers; other lists with an entry for each layer are told by their length.
 _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
 # Settings that are a number of layers at the beginning.
@@ -29,15 +34,29 @@ def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: A
         config: of the other one.
         kept: for each layer the one that it is, or is like.
         changes: further settings.
+
+    Raises:
+        UnsupportedModelError: there is no such config.
     """
     depth, values = config.num_hidden_layers, config.to_dict()
     chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
     chosen |= _sparse_steps(values, kept) | _kinds_of_attention(chosen) | {depth_name(config): len(kept)} | changes
     if _FURTHER in chosen:
         chosen[_FURTHER] = 0
-    found = type(config).from_dict(chosen)
+    try:
+        found = type(config).from_dict(chosen)
+    except REFUSALS as error:
+        raise no_such_config(config, error) from error
     found._attn_implementation = config._attn_implementation
     return found
+
+
+def no_such_config(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
+    """What to raise where transformers refuses the config of fewer layers, or a model of it."""
+    return UnsupportedModelError(
+        f"no model of some of its layers can be made from the config of a {config.model_type} ({brief(error)}). Update "
+        "transformers, or use the draft with generate(assistant=...)."
+    )
 
 
 def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:

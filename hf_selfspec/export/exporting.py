@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import saving
 from ..draft.blocks import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..files import check_folder, folder_written_whole, reported
@@ -132,17 +133,24 @@ class _Choices:
         if found is not None:
             choice: _C = found.choice
             return choice
-        if knowledge.saved is None:
+        saved = knowledge.saved or self._cached()
+        if saved is None:
             return None
         knowledge.check(self.model)
-        depth = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        for state in knowledge.saved.findings.values():
-            if (read := _read(state, depth)) is not None and isinstance(read, kind):
-                return read
-        return None
+        depth = self.model.config.num_hidden_layers
+        try:
+            read = [_choice_of(state, depth) for state in saved.findings.values()]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise saving.corrupt_findings(saved.path, error) from error
+        return next((one for one in read if isinstance(one, kind)), None)
+
+    def _cached(self) -> saving.Saved | None:
+        """What another process has found, of any kind of call."""
+        path = self.spec._known(self.model, (False, False)).file
+        return saving.read(path) if path is not None and path.exists() else None
 
 
-def _read(state: dict[str, Any], depth: int) -> Choice | None:
+def _choice_of(state: dict[str, Any], depth: int) -> Choice | None:
     if "by_layer" in state:
         return ExitChoice.of_state(state, depth)
     return SkipChoice.of_state(state) if "set" in state else None
