@@ -95,4 +95,4 @@ def test_who_waits_for_graphs_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("making compiled graphs of its forwards" in message for message in told) == 1
     made = [int(message.split()[1]) for message in told if "graphs made in" in message]
     assert made  # and not in calls that made none
-    assert sum(made) == len(graphs_of(model, QUICK)._graphs)
+    assert sum(made) == graphs_of(model, QUICK).count

@@ -228,8 +228,8 @@ def test_nothing_is_compiled_a_second_time(at_once: list[int]) -> None:
             assert torch.equal(ids, model.generate(**inputs, **GREEDY | {"max_new_tokens": 200}))
         made.append(counters["stats"]["unique_graphs"])
     assert not counters["graph_break"]
-    assert made[1] == made[2] == len(graphs_of(model, QUICK)._runs) + len(whole_graphs(model)._runs)
-    assert len(whole_graphs(model)._runs) == 2
+    assert made[1] == made[2] == graphs_of(model, QUICK).count + whole_graphs(model).count
+    assert whole_graphs(model).count == 2
 
 
 @pytest.mark.parametrize("config", [CompileConfig(backend="aot_eager", mode="default"), True], ids=str)
@@ -376,7 +376,7 @@ def test_a_draft_that_cannot_be_traced(at_once: list[int], monkeypatch: pytest.M
     assert torch.equal(ids, model.generate(**inputs, **GREEDY))
     assert not at_once
     assert not graphs_of(model, QUICK).refused
-    assert graphs_of(model, QUICK)._runs
+    assert graphs_of(model, QUICK).count
     sure_llama.cache_clear()
 
 

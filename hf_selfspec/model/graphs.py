@@ -118,6 +118,11 @@ class Graphs:
     _told: tuple[int, float] = (0, 0.0)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._graphs)
+
     def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str, what: str) -> Graph | None:
         """The graph of ``function``, ``None`` as long as there is none.
 
@@ -138,9 +143,9 @@ class Graphs:
 
     def report(self, whose: str) -> None:
         """Tells how many graphs were made since the last time, how long that took, and whether no more are made."""
-        count, seconds = len(self._graphs) - self._told[0], self.seconds - self._told[1]
+        count, seconds = self.count - self._told[0], self.seconds - self._told[1]
         if count:
-            self._told = len(self._graphs), self.seconds
+            self._told = self.count, self.seconds
             _logger.warning(f"{whose}: {count} graphs made in {seconds:.1f} s.")
         with self._lock:
             self._are_slower(whose)
