@@ -15,13 +15,13 @@ from conftest import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
 
 from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
+from hf_selfspec.bench.corpus import is_held_out
 from hf_selfspec.bench.measure import Sample, Timings
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import finetune_task
 from finetune_task import Evaluation, Pair, Recipe, Row, TrainingPairs
-from train_demo_model import is_held_out
 
 DEMO_MODEL = Path(finetune_task.__file__).parent / "demo_model"
 
