@@ -23,7 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     pdoc.render.configure(docformat="google")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of modules that are only imported for it
-        pdoc.pdoc("hf_selfspec", "!hf_selfspec.", output_directory=folder)
+        pdoc.pdoc("hf_selfspec", output_directory=folder)
     return Path(folder, "hf_selfspec.html").read_text()
 
 

@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.types import Draft, Text, Verdict
+from hf_selfspec.verify import walk
 from hf_selfspec.verify.greedy import choose_greedy
 from hf_selfspec.verify.sampling import accept_line, choose_sampled, draw_without_replacement
 from hf_selfspec.verify.scoring import Scorer, check_highest
@@ -111,6 +112,21 @@ def test_a_line_never_accepts_a_token_without_probability(monkeypatch: pytest.Mo
     for token in (0, 1):
         accepted, instead = accept_line(p, q, torch.tensor([[token]]))
         assert (accepted.item(), instead.item()) == (token == 1, 1)
+
+
+def test_tokens_that_are_drawn_at_all_nodes_at_once() -> None:
+    """Each from the distribution of its own node, named children and drawn ones alike."""
+    scores = torch.full((2, 3, 5), -math.inf)
+    tokens = torch.tensor([[4, 0, 2], [1, 1, 3]])
+    scores.scatter_(2, tokens[..., None], 0.5)
+    named = Draft(tokens[:, :2], [2, 2])
+    chosen = walk._chosen(scores, named, do_sample=True)
+    assert chosen is not None
+    assert chosen[0].tolist() == tokens.tolist()
+    drawn = Draft(tokens[:, :2], [2, 2], q=torch.full((2, 2, 5), 0.2))
+    chosen = walk._chosen(scores, drawn, do_sample=True)
+    assert chosen is not None
+    assert [found.tolist() for found in chosen] == [tokens.tolist(), [[True, True]] * 2, tokens[:, :2].tolist()]
 
 
 def test_nothing_is_left_where_p_and_q_are_equal_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
