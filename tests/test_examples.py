@@ -80,3 +80,8 @@ def test_grammar_script_prints_all_ways(tmp_path: Path) -> None:
     tiny_llama(vocabulary=4096).save_pretrained(tmp_path)
     printed = run("measure_grammar.py", "--model", str(tmp_path), "--prompts", "2", "--max-new-tokens", "24")
     assert [line.split()[1] for line in printed.splitlines()[-3:]] == ["plain", "kept", "fresh"]
+
+
+def test_script_about_whole_drafts_prints_all_kinds() -> None:
+    printed = run("measure_whole_drafts.py", "--tokens", "40", "--repeats", "1", "--backend", "eager")
+    assert [line.split("|")[-2].strip() for line in printed.splitlines()[-3:]] == ["yes"] * 3
