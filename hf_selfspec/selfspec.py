@@ -82,7 +82,8 @@ class SelfSpec(Presets):
         compile: forwards over drafts become compiled graphs, each when it comes for the second time: ``True``, or how,
             as for transformers' static cache (``fullgraph`` and ``dynamic`` make no difference: graphs are whole, and
             of fixed shapes). A whole draft of a small model becomes one graph where rounds show that to be faster. For
-            long texts and services: compiling takes up to a minute for each of some graphs, once in a process. A call with ``cache_implementation="static"`` compiles as well.
+            long texts and services: compiling takes up to a minute for each of some graphs, once in a process. A
+            call with ``cache_implementation="static"`` compiles as well.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
