@@ -82,8 +82,9 @@ class SelfSpec(Presets):
         task: name of what the model is used for; another kind of text is another task.
         compile: forwards over drafts become compiled graphs, each when it comes for the second time: ``True``, or how,
             as for transformers' static cache (``fullgraph`` and ``dynamic`` make no difference: graphs are whole, and
-            of fixed shapes). For long texts and services: compiling takes up to a minute for each of some graphs, once
-            in a process. A call with ``cache_implementation="static"`` compiles as well.
+            of fixed shapes). A whole draft of a small model becomes one graph where rounds show that to be faster. For
+            long texts and services: compiling takes up to a minute for each of some graphs, once in a process. A
+            call with ``cache_implementation="static"`` compiles as well.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

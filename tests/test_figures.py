@@ -71,6 +71,13 @@ def test_exits_show_all_ways(model: Path, tasks: Path, tmp_path: Path, capsys: p
     assert (tmp_path / "exits.png").stat().st_size > 1000
 
 
+def test_compiled_rounds_have_the_ids_of_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compiled", "--tokens", "40", "--repeats", "1", "--backend", "eager"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[-1].strip() for row in rows] == ["yes"] * 3
+    assert all(float(row[-2]) > 1.5 for row in rows)
+
+
 def test_searches_learn_over_a_stream(model: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", str(model), "--humaneval", str(tasks), "--prompts", "1", "--tokens", "33"]
     assert main(["searches", *words]) == 0

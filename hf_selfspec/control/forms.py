@@ -12,8 +12,8 @@ _TRIED, _COMPARED = 12, 64
 # Rounds after which the slower form is tried again; twice as many each time.
 _AGAIN = 256
 # The share of drafting that steps must spend outside of their graphs before a graph of all of them is made, which takes
-# a minute for some. Measured on one thread of an AMD EPYC: 0.2 to 0.4 with 4 layers of width 64, 0.03 with 8 layers of
-# SmolLM2-135M.
+# up to a minute. Measured on one thread of an AMD EPYC: 0.26 to 0.31 with 4 layers of width 64 (backend inductor), 0.03
+# with 8 layers of SmolLM2-135M (backend eager).
 _LEAST_OVERHEAD = 0.1
 
 

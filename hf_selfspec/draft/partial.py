@@ -58,12 +58,10 @@ class PartialDraft(CandidateGenerator):
     Attributes:
         plan, limits: as given.
         skips_forced: tokens that grammars force are drafted without a step, so that the next one takes several.
-        is_plain: a step is one forward, so that all steps of a draft can be one graph.
         reuse_from: drafted tokens from which on verification starts from their states behind the exact prefix.
     """
 
     skips_forced = True
-    is_plain = True
 
     def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer) -> None:
         self.target = target
@@ -76,7 +74,9 @@ class PartialDraft(CandidateGenerator):
         self._seen: list[int] = []
         self._running: tuple[StopRule, RunningRule] | None = None
         fixed = target.fixed
-        self._whole = WholeDrafts(fixed, scorer) if self.is_plain and fixed is not None else None
+        # All steps can be one graph where each is one forward.
+        is_one_forward = type(self)._step is PartialDraft._step
+        self._whole = WholeDrafts(fixed, scorer) if is_one_forward and fixed is not None else None
         self._drafted: list[int] = []
 
     @classmethod

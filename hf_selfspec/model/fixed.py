@@ -173,7 +173,7 @@ class FixedShapes:
 
         key = (key, count, target.autocast, _modes(device), _shapes(inputs))
         what = f"a whole draft of {count} forwards, {b} x {target.cache.buffers()[0].shape[2]} slots"
-        graph = self.whole_drafts.find(key, run, inputs, target.anatomy.model_name, what)
+        graph = self.whole_drafts.find(key, run, inputs, f"A whole draft of {target.anatomy.model_name}", what)
         return None if graph is None else self._run(graph, inputs)
 
     def _run(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,20 @@ from typing import NoReturn
 import torch
 
 from ...errors import SettingError
-from . import batch, context, engine, exits, fitted, forward, grammar, known_answer, memory, searches, training
+from . import (
+    batch,
+    compiled,
+    context,
+    engine,
+    exits,
+    fitted,
+    forward,
+    grammar,
+    known_answer,
+    memory,
+    searches,
+    training,
+)
 from .figure import Figure
 
 FIGURES: dict[str, Figure] = {
@@ -23,6 +36,7 @@ FIGURES: dict[str, Figure] = {
     "training": training.FIGURE,
     "known-answer": known_answer.FIGURE,
     "forward": forward.FIGURE,
+    "compiled": compiled.FIGURE,
     "exits": exits.FIGURE,
     "searches": searches.FIGURE,
     "fitted": fitted.FIGURE,

@@ -17,6 +17,7 @@ memory        peak memory
 training      step time and peak memory of training with our callbacks
 known-answer  how well searches find the half of the blocks that hardly matters
 forward       our forwards over 1 to 32 tokens over transformers' own over one
+compiled      compiled rounds of a small model beside eager ones
 exits         a trained model's early exits, and what is attainable with them
 searches      searches for layers to skip on a stream
 fitted        stop rules, adapters and exit heads
