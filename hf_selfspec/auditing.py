@@ -134,7 +134,7 @@ class Audit:
         wrong = sum(not one.difference.is_near_tie for one in self.partings)
         verdict = f"{wrong} differ where rounding does not explain it: NOT exact"
         if self.passed:
-            ties = "exact: the others part where the top two logits are within rounding of each other"
+            ties = "no error found: the others part where the top two logits are within rounding of each other"
             verdict = ties if self.partings else "exact"
         lines = [*lines, ""] if self.partings else [""]
         return [*lines, f"{equal} of {self.prompts} prompts have equal ids; {verdict}"]

@@ -12,7 +12,7 @@ import hf_selfspec
 from hf_selfspec import SelfSpec
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "examples/GUIDE.md", "examples/RESULTS.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", ".github/CONTRIBUTING.md", "examples/GUIDE.md", "examples/RESULTS.md", "CHANGELOG.md")
 README_LINES = 180
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -28,6 +28,11 @@ def anchors(path: Path) -> set[str]:
     """Of a document's headings, as GitHub makes them."""
     headings = _HEADING.findall(path.read_text())
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_nothing_is_left_to_fill_in(document: str) -> None:
+    assert not re.search(r"@[A-Z0-9]+@|TODO|XXX", (ROOT / document).read_text())
 
 
 def test_the_readme_is_short() -> None:
