@@ -30,7 +30,7 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.control.forms import Forms
-from hf_selfspec.model import graphs, linear
+from hf_selfspec.model import fixed, graphs, linear
 from hf_selfspec.model.graphs import Graphs, SpareBuffers, graphs_of
 from hf_selfspec.model.tracing import ChangingNumber, NotTraceableError
 
@@ -283,16 +283,16 @@ def test_a_changing_number_cannot_be_used(use: Any) -> None:
 
 
 def test_graphs_are_made_when_a_shape_comes_again() -> None:
-    known, inputs, made = Graphs(QUICK, ()), [torch.ones(2)], []
+    known, inputs, made = Graphs(QUICK, (), "Tiny"), [torch.ones(2)], []
 
     def double(values: torch.Tensor) -> list[torch.Tensor]:
         made.append(values)
         return [values * 2]
 
-    assert known.find("one", double, inputs, "Tiny", "two numbers") is None
-    graph = known.find("one", double, inputs, "Tiny", "two numbers")
+    assert known.find("one", double, inputs, "two numbers") is None
+    graph = known.find("one", double, inputs, "two numbers")
     assert graph is not None
-    assert known.find("one", double, inputs, "Tiny", "two numbers") is graph
+    assert known.find("one", double, inputs, "two numbers") is graph
     assert len(made) == 1  # by the tracer
     assert graph.run(torch.full((2,), 3.0))[0].tolist() == [6.0, 6.0]
     assert known.seconds > 0
@@ -357,9 +357,9 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
     def double(values: torch.Tensor) -> list[torch.Tensor]:
         return [values * 2]
 
-    known, other = Graphs(QUICK, ()), Graphs(QUICK, ())
-    known.find("one", double, inputs, "Tiny", "two numbers")
-    graph = known.find("one", double, inputs, "Tiny", "two numbers")
+    known, other = Graphs(QUICK, (), "Tiny"), Graphs(QUICK, (), "Tiny")
+    known.find("one", double, inputs, "two numbers")
+    graph = known.find("one", double, inputs, "two numbers")
     assert graph is not None
     thread = threading.Thread(target=lambda: found.append(graph.run(*inputs)[0].tolist()))
 
@@ -368,9 +368,9 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
         thread.join(0.2)
         return [values * 3]
 
-    warm_up = other.find("two", slow, inputs, "Tiny", "two numbers")
+    warm_up = other.find("two", slow, inputs, "two numbers")
     assert warm_up is None
-    assert other.find("two", slow, inputs, "Tiny", "two numbers") is not None
+    assert other.find("two", slow, inputs, "two numbers") is not None
     thread.join()
     assert found == [[2.0, 2.0]]
 
@@ -448,7 +448,6 @@ def test_generations_have_the_same_buffers() -> None:
     assert first is not second
     first.add_(1.0)
     spare.give([first, second])
-    assert spare.take((2, 4), like).shape == (2, 4)
     again = spare.take((2, 3), like)
     assert again is first
     assert not again.any()
@@ -456,13 +455,79 @@ def test_generations_have_the_same_buffers() -> None:
     assert spare.take((2, 3), like) is not first
 
 
-def test_buffers_are_left_for_the_next_call(traced: list[torch.fx.GraphModule]) -> None:
+def test_buffers_are_left_for_the_next_call(
+    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed, "_needs_addresses", lambda device: True)
     model, spec, seen = tiny_llama(4, factor=0.5), specs()["exit"], []
     for _ in range(2):
         same_ids(model, spec)
         seen.append([buffer.data_ptr() for buffer in graphs_of(model, QUICK).spare._spare])
     assert len(seen[0]) == 2 * 4
     assert seen[0] == seen[1]
+
+
+def test_no_buffers_are_kept_where_addresses_do_not_matter(traced: list[torch.fx.GraphModule]) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    for _ in range(2):
+        same_ids(model, spec)
+    assert traced
+    assert not graphs_of(model, QUICK).spare._spare
+
+
+def test_buffers_of_other_shapes_are_dropped() -> None:
+    spare, like = SpareBuffers(), torch.zeros(1)
+    spare.give([spare.take((2, 3), like)])
+    assert spare.take((4, 3), like).shape == (4, 3)
+    assert not spare._spare
+
+
+def test_a_batch_that_ends_unevenly_hands_its_cache_back(traced: list[torch.fx.GraphModule]) -> None:
+    model, inputs = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7))
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    options |= {"eos_token_id": int(expected[0, inputs["input_ids"].shape[1] + 12]), "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options)
+    spec = specs()["exit"]
+    for _ in range(4):
+        assert torch.equal(model.generate(**inputs, **options, assistant=spec).sequences, expected.sequences)
+    assert traced
+
+
+def test_other_numbers_of_threads_are_other_graphs() -> None:
+    """Dynamo would make a graph anew at each change, and raise an error after some."""
+    model, spec, threads = tiny_llama(4, factor=0.5), specs()["exit"], torch.get_num_threads()
+    counters.clear()
+    try:
+        for count in (1, 2, 1, 2):
+            torch.set_num_threads(count)
+            for _ in range(2):
+                same_ids(model, spec)
+    finally:
+        torch.set_num_threads(threads)
+    assert counters["stats"]["unique_graphs"] == graphs_of(model, QUICK).count
+
+
+@pytest.mark.parametrize("change", ["forward", "tensor", "dict"])
+def test_other_parts_of_modules_are_other_graphs(change: str, traced: list[torch.fx.GraphModule]) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    norm = model.model.norm
+    usual, norm.factor, norm.options = norm.forward, torch.ones(1), {"factor": 1.0}
+    norm.forward = lambda states: usual(states) * norm.factor * norm.options["factor"]
+    before = model.generate(**options)
+    for _ in range(2):
+        assert torch.equal(model.generate(**options, assistant=spec), before)
+    assert traced
+    if change == "forward":
+        norm.forward = lambda states: -usual(states)
+    elif change == "tensor":
+        norm.factor = -torch.ones(1)
+    else:
+        norm.options = {"factor": -1.0}
+    after = model.generate(**options)
+    assert not torch.equal(after, before)
+    assert torch.equal(model.generate(**options, assistant=spec), after)
 
 
 def test_graphs_hold_no_linear_layers_chosen_by_time(

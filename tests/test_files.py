@@ -246,9 +246,9 @@ def test_states_and_steps_that_cannot_be_kept(tmp_path: Path) -> None:
         Backbone(model, (2,), folder)
     (tmp_path / PROGRESS_NAME).write_text("[" * 600)
     with pytest.raises(SettingError, match=rf"{PROGRESS_NAME} was cut short or changed"):
-        tune(model, lambda text: {"input_ids": [3, 4, 5]}, ["a"], folder=tmp_path)
+        tune(model, lambda text, **_: {"input_ids": [3, 4, 5]}, ["a"], folder=tmp_path)
     with pytest.raises(SettingError, match=r"cannot be written|cut short"):
-        tune(model, lambda text: {"input_ids": [3, 4, 5]}, ["a"], folder=folder, max_new_tokens=1)
+        tune(model, lambda text, **_: {"input_ids": [3, 4, 5]}, ["a"], folder=folder, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("task", ["a" * 300, "a" * 51, "é" * 51])

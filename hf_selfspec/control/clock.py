@@ -83,6 +83,8 @@ class RoundClock:
         """
         if self._is_frozen:
             seconds = self._costs.seconds[min(drafted, SIZES[-1])]
+        if seconds <= 0:
+            return  # a clock that was set back
         if self._is_frozen or self.is_measured:  # otherwise costs are not in seconds yet
             self._pace.see(tokens, seconds)
         if self._is_frozen or drafted > SIZES[-1]:

@@ -156,7 +156,7 @@ class SearchingDraft(PartialDraft):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """As :meth:`PartialDraft.propose`; nothing where no draft pays."""
-        self._steps_before, self._begun = self.steps, perf_counter()
+        self._steps_before, self._begun = self.steps, self._now()
         if self.search.choice.drafts:
             self._proposed = super().propose(text, max_new)
         else:
@@ -168,12 +168,16 @@ class SearchingDraft(PartialDraft):
         super().update(text, verdicts, logits)
         self._learn(text, verdicts, logits, self._proposed)
 
+    def _now(self) -> float:
+        """A clock that stands still while graphs are made."""
+        return perf_counter() - self.target.compile_seconds
+
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """The same after a round in which another source drafted, or none."""
         self._learn(text, verdicts, logits, None if logits.shape[1] > 1 else Draft.none(text))
 
     def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
-        begun = perf_counter()
+        begun = self._now()
         with self._budget.spending():
             search = self.search
             before = self._lengths or [n - len(v.tokens) for n, v in zip(text.lengths, verdicts, strict=True)]

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ..transfer import RowNumbers, upload
-from .graphs import SpareBuffers
+from .graphs import SpareBuffers, size_for
 from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
 from .tracing import ChangingNumber
@@ -172,6 +172,8 @@ class SpeculativeCache(Cache):
 
     def reserve(self, slots: int) -> None:
         """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
+        if self.spare is not None:
+            slots = size_for(slots) or slots  # graphs fill tokens up
         self.capacity = max(self.capacity, self._text_slots + slots)
 
     def seek(self, cursors: Sequence[int], new_slots: int, feed: Feed | None = None) -> None:

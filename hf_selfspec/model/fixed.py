@@ -18,7 +18,7 @@ from .anatomy import Anatomy, is_tensor_parallel
 from .autocast import within
 from .compiled import is_compiled
 from .eager import EagerForwards, Forward
-from .graphs import Graph, Graphs, graphs_of, size_for
+from .graphs import Graph, Graphs, Run, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
 from .partial import ForwardPass, obeying
@@ -47,14 +47,17 @@ class FixedShapes:
     Attributes:
         whole_drafts: graphs of the model that hold several forwards in a row.
         runs, run_seconds: graphs that ran, and the time that they took (on a GPU: until they were launched).
+        waited_seconds: time in which this generation waited for graphs to be made.
     """
 
     def __init__(self, target: Target, graphs: Graphs) -> None:
         self.target = target
         self.graphs = graphs
-        self.whole_drafts: Graphs = graphs.beside.setdefault(_WHOLE_DRAFTS, Graphs(graphs.config, graphs.state))
+        name = f"A whole draft of {target.anatomy.model_name}"
+        self.whole_drafts: Graphs = graphs.beside.setdefault(_WHOLE_DRAFTS, Graphs(graphs.config, graphs.state, name))
         self.runs = 0
         self.run_seconds = 0.0
+        self.waited_seconds = 0.0
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> FixedShapes | None:
@@ -67,16 +70,12 @@ class FixedShapes:
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs)
 
-    @property
-    def compile_seconds(self) -> float:
-        """Time that the model's graphs have taken to compile."""
-        return self.graphs.seconds + self.whole_drafts.seconds
-
     def end(self) -> None:
         """Leaves keys and values to the next generation, where that can have graphs, and reports on new graphs."""
         for graphs in (self.graphs, self.whole_drafts):
-            graphs.report(self.target.anatomy.model_name)
-        self.graphs.spare.give([] if self.graphs.refused else self.target.cache.buffers())
+            graphs.report()
+        is_kept = _needs_addresses(self.target.model.device) and not self.graphs.refused
+        self.graphs.spare.give(self.target.cache.buffers() if is_kept else [])
 
     def call(self, forward: Forward, eager: EagerForwards) -> torch.Tensor | None:
         """The logits ``[b, s, v]`` of a forward, ``None`` where the module gives none.
@@ -119,14 +118,16 @@ class FixedShapes:
 
         shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
         what = f"{shape}, layers {run.plan.picture()}"
-        graph = self.graphs.find(key, function, inputs, target.anatomy.model_name, what)
+        graph = self._found(self.graphs, key, function, inputs, what)
         if graph is None:
             return eager.call(forward)
 
         def by_graph() -> torch.Tensor | None:
             found = self._run(graph, inputs)
             logits = found.pop(0)[:, :s] if module is target.model else None
-            run.captured = found.pop(0)[..., :s, :] if run.capture >= 0 else None
+            # No layer comes after the last one, so a state that would enter it is what left that.
+            is_captured = 0 <= run.capture < len(run.plan.picture())
+            run.captured = found.pop(0)[..., :s, :] if is_captured else None
             run.exit_state = found.pop(0)[..., :s, :]
             if run.chooses:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
@@ -173,8 +174,17 @@ class FixedShapes:
 
         key = (key, count, target.autocast, _modes(device), _shapes(inputs))
         what = f"a whole draft of {count} forwards, {b} x {target.cache.buffers()[0].shape[2]} slots"
-        graph = self.whole_drafts.find(key, run, inputs, f"A whole draft of {target.anatomy.model_name}", what)
+        graph = self._found(self.whole_drafts, key, run, inputs, what)
         return None if graph is None else self._run(graph, inputs)
+
+    def _found(
+        self, graphs: Graphs, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str
+    ) -> Graph | None:
+        """The graph of a function, ``None`` where there is none (yet)."""
+        begun = perf_counter()
+        graph = graphs.find(key, function, inputs, what)
+        self.waited_seconds += perf_counter() - begun
+        return graph
 
     def _run(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a graph gives."""
@@ -270,9 +280,16 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
         return "it is spread over several devices"
     if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, _ADAPTED) for m in model.modules()):
         return "its adapters can be switched from call to call; merge them first"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "hooks of all modules are registered, which graphs would not run"
     if any(map(_has_hooks, model.modules())):
         return "its modules have hooks, which graphs would not run; remove them first"
     return ""
+
+
+def _needs_addresses(device: torch.device) -> bool:
+    """Whether graphs write where they were recorded, as CUDA graphs do."""
+    return device.type != "cpu"
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -286,9 +303,17 @@ def _is_of_transformers(hook: Any) -> bool:
 
 
 def _modes(device: torch.device) -> Hashable:
-    """What is on around a call that operations depend on."""
+    """What is on around a call that operations depend on; where it changes, dynamo would compile a graph anew."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return autocast, torch.is_inference_mode_enabled()
+    return (
+        autocast,
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:

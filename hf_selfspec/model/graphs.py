@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError
@@ -60,6 +61,7 @@ class SpareBuffers:
                     continue  # torch writes into such a tensor in that mode alone
                 if (buffer.shape, buffer.dtype, buffer.device) == (shape, like.dtype, like.device):
                     return self._spare.pop(index).zero_()
+            self._spare.clear()  # of other shapes, for which there is no use now
         buffer = like.new_zeros(shape)
         if buffer.is_cuda:
             torch._dynamo.mark_static_address(buffer)
@@ -101,6 +103,7 @@ class Graphs:
     Attributes:
         config: how they are compiled.
         state: what else of the model they depend on.
+        whose: the model, for messages.
         seconds: spent on tracing and compiling.
         refused: why no (further) graphs are made, empty as long as they are.
         spare: buffers of keys and values.
@@ -109,6 +112,7 @@ class Graphs:
 
     config: CompileConfig
     state: Hashable
+    whose: str
     seconds: float = 0.0
     refused: str = ""
     spare: SpareBuffers = field(default_factory=SpareBuffers)
@@ -123,40 +127,37 @@ class Graphs:
         """How many there are."""
         return len(self._graphs)
 
-    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str, what: str) -> Graph | None:
+    def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
         """The graph of ``function``, ``None`` as long as there is none.
 
         Args:
             key: what the graph depends on beside its inputs.
             function: takes the inputs, and returns tensors.
             inputs: an example; the graph is for their shapes.
-            whose: the model, for messages.
             what: the forward, for messages.
         """
         with self._lock:
             if key in self._graphs or self.refused:
                 return self._graphs.get(key)
             self._uses[key] = self._uses.get(key, 0) + 1
-            if self._uses[key] < _USES or self._are_slower(whose):
+            if self._uses[key] < _USES or self._are_slower():
                 return None
-            return self._made(key, function, inputs, whose, what)
+            return self._made(key, function, inputs, what)
 
-    def report(self, whose: str) -> None:
+    def report(self) -> None:
         """Tells how many graphs were made since the last time, how long that took, and whether no more are made."""
         count, seconds = self.count - self._told[0], self.seconds - self._told[1]
         if count:
             self._told = self.count, self.seconds
-            _logger.warning(f"{whose}: {count} graphs made in {seconds:.1f} s.")
+            _logger.warning(f"{self.whose}: {count} {'graph' if count == 1 else 'graphs'} made in {seconds:.1f} s.")
         with self._lock:
-            self._are_slower(whose)
+            self._are_slower()
 
-    def _made(
-        self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], whose: str, what: str
-    ) -> Graph | None:
+    def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
         if not self._graphs:
             _logger.warning(
-                f"{whose}: making compiled graphs of its forwards, one for each shape that comes again; each takes a "
-                "second to a minute, once in a process."
+                f"{self.whose}: making compiled graphs, one for each shape that comes again; each takes a second to a "
+                "minute, once in a process."
             )
         began = perf_counter()
         try:
@@ -167,22 +168,22 @@ class Graphs:
         except (NotTraceableError, RuntimeError, TypeError) as error:
             self.refused = _first_line(error)
             warn_once(
-                f"{whose} runs without compiled graphs, since none could be made of its forward: {self.refused} "
+                f"{self.whose} runs without compiled graphs, since none could be made of its forward: {self.refused} "
                 "The output is the same."
             )
             return None
         finally:
             self.seconds += perf_counter() - began
-        _logger.info(f"{whose}: graph of {what}: {perf_counter() - began:.1f} s.")
+        _logger.info(f"{self.whose}: graph of {what}: {perf_counter() - began:.1f} s.")
         graph = self._graphs[key] = Graph(run, what, inputs[0].device.type == "cpu")
         return graph
 
-    def _are_slower(self, whose: str) -> bool:
+    def _are_slower(self) -> bool:
         """Whether graphs have turned out to be slower than the model's own code, and so no more are made."""
         choices = [
             (graph.what, choice)
             for graph in self._graphs.values()
-            for choice in graph.choices.values()
+            for choice in list(graph.choices.values())  # other threads add to it
             if choice.is_first is not None
         ]
         if self.refused or len(choices) < _LOST or any(choice.is_first for _, choice in choices):
@@ -190,7 +191,7 @@ class Graphs:
         what, choice = choices[-1]
         mine, other = choice.shortest
         self.refused = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
-        _logger.warning(f"{whose}: no more graphs are made, since {self.refused}")
+        _logger.warning(f"{self.whose}: no more graphs are made, since {self.refused}")
         return True
 
     def _compiled(self, function: Run, inputs: Sequence[torch.Tensor]) -> Run:
@@ -249,7 +250,7 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
             if graphs.config.to_dict() == config.to_dict():
                 return graphs
         _check(config)
-        known.append(Graphs(config, state))
+        known.append(Graphs(config, state, type(model).__name__))
         return known[-1]
 
 
@@ -258,9 +259,33 @@ def _state_of(model: PreTrainedModel) -> Hashable:
     values = itertools.chain(model.parameters(), model.buffers())
     weights = tuple((id(value), value.data_ptr()) for value in values)
     plain = tuple(
-        (name, value) for module in model.modules() for name, value in vars(module).items() if type(value) in _PLAIN
+        (name, found)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if (found := _constant(value)) is not None
     )
-    return weights, plain, str(model.config.to_dict()), model.config._attn_implementation
+    patched = tuple(id(forward) for module in model.modules() if (forward := _own_forward(module)) is not None)
+    return weights, plain, patched, str(model.config.to_dict()), model.config._attn_implementation
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The forward that somebody else has given this one module."""
+    forward = vars(module).get("forward")
+    is_ours = str(getattr(forward, "__module__", "")).startswith(f"{__package__.partition('.')[0]}.")
+    return None if is_ours else forward
+
+
+def _constant(value: Any) -> Hashable | None:
+    """What a graph takes from an attribute of a module, ``None`` where that is nothing."""
+    if type(value) in _PLAIN:
+        return (value,)
+    if isinstance(value, torch.Tensor):
+        return id(value), value.data_ptr()
+    if type(value) in (list, tuple):
+        return tuple(map(_constant, value))
+    if type(value) is dict:
+        return tuple((str(name), _constant(one)) for name, one in value.items())
+    return None
 
 
 def _check(config: CompileConfig) -> None:

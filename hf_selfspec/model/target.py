@@ -105,8 +105,8 @@ class Target:
 
     @property
     def compile_seconds(self) -> float:
-        """Time that the model's graphs have taken to compile."""
-        return 0.0 if self.fixed is None else self.fixed.compile_seconds
+        """Time in which this generation has waited for graphs to be made."""
+        return 0.0 if self.fixed is None else self.fixed.waited_seconds
 
     @property
     def can_leave(self) -> bool:

@@ -22,7 +22,7 @@ from .figure import Figure, print_head, print_row, print_table_head
 _DESCRIPTION = """The ways take turns in one process, and medians count: CPU time of the process on a CPU with one
 thread, else wall time. Calls before those that count make the graphs. The later half of a random Llama's layers hardly
 matters, so that drafts are usually right."""
-_DAMPED = 0.1
+_DAMPED = 0.01
 # Calls that make graphs: each shape when it comes again, whole drafts after some timed rounds.
 _WARM_UP = 4
 
@@ -44,7 +44,7 @@ def _drafts(layers: int) -> dict[str, dict[str, Any]]:
     return {
         f"exit {half}, line of 4": {"draft": exit_layer, "stop": FixedLength(4)},
         f"exit {half}, up to 5 by confidence": {"draft": exit_layer, "stop": ConfidenceThreshold(1e-3), "max_draft": 5},
-        "skip set, line of 4": {"draft": SkipLayers((1,), (half,)), "stop": FixedLength(4)},
+        "skip set, line of 4": {"draft": SkipLayers((half,), (layers - 1,)), "stop": FixedLength(4)},
     }
 
 
