@@ -44,7 +44,7 @@ def _drafts(layers: int) -> dict[str, dict[str, Any]]:
     return {
         f"exit {half}, line of 4": {"draft": exit_layer, "stop": FixedLength(4)},
         f"exit {half}, up to 5 by confidence": {"draft": exit_layer, "stop": ConfidenceThreshold(1e-3), "max_draft": 5},
-        "skip set, line of 4": {"draft": SkipLayers((half,), (layers - 1,)), "stop": FixedLength(4)},
+        "skip set, line of 4": {"draft": SkipLayers((half,), (half,)), "stop": FixedLength(4)},
     }
 
 
