@@ -448,3 +448,13 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
 
     monkeypatch.setattr(Session, "is_tensor_parallel", True)
     assert sizes(1.0) == sizes(1e6)
+
+
+def test_a_clock_that_was_set_back_is_not_believed() -> None:
+    clock = RoundClock(on_cpu=True)
+    for _ in range(3):
+        clock.add(3, 4, -1.0)
+    assert not clock.is_measured
+    clock.add(3, 4, 0.01)
+    clock.add(3, 4, 0.01)
+    assert clock.is_measured
