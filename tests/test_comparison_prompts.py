@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -77,6 +78,18 @@ def test_own_prompts_are_taken_as_they_are(files: dict[str, Path], tokenizer: Pr
     encoder = Encoder(tokenizer, 10_000, sys.maxsize)
     stream = stream_of({"text": texts}, encoder, None, random.Random(0))
     assert sorted(tokenizer.decode(prompt.ids).strip() for prompt in stream) == ["def read(path):", "import os"]
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+def test_a_column_of_text_is_never_edited(tmp_path: Path, name: str) -> None:
+    """Not even one that is as long as the paragraphs of the suite ``editing`` and names someone."""
+    given = ["Write a poem.", f"A letter of {'dear ' * 70}Robert, who lives in Rome."]
+    lines = given if name.endswith(".txt") else [json.dumps({"text": text}) for text in given]
+    path = tmp_path / name
+    path.write_text("\n".join(lines))
+    assert questions([Source(str(path))]) == beginnings([Source(str(path))]) == {"text": given}
+    (edit,) = questions([Source(str(path), "editing")])["editing"]
+    assert "change Robert to Arden" in edit
 
 
 def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:

@@ -48,16 +48,18 @@ class Suite:
     """How the items of a file become prompts.
 
     Attributes:
-        columns: what every item has; tells suites from each other.
+        columns: what every item has.
         questions: chats by kind.
         beginnings: by kind texts with which a model without a chat template goes on.
         pairs: by kind chats and variants of them, ``None`` where the suite has none.
+        is_told_by_columns: whether a file that has them is of this suite; not where a user's own prompts have them too.
     """
 
     columns: tuple[str, ...]
     questions: Callable[[Sequence[Item]], Kinds]
     beginnings: Callable[[Sequence[Item]], Kinds]
     pairs: Callable[[Sequence[Item]], KindsOfPairs] | None = None
+    is_told_by_columns: bool = True
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _objects(data: str, lines: Sequence[str]) -> list[Item]:
 def _suite_of(source: Source, items: Sequence[Item]) -> str:
     if source.field is None:
         for name, suite in SUITES.items():
-            if suite.columns and all(column in items[0] for column in suite.columns):
+            if suite.is_told_by_columns and all(column in items[0] for column in suite.columns):
                 return name
     return "text"
 
@@ -277,7 +279,7 @@ SUITES = {
         lambda items: {"gsm8k": [item["question"] for item in items]},
     ),
     # Plain text, a paragraph a line, e.g. WikiText: editing of text.
-    "editing": Suite(("text",), _text_edits, _paragraphs),
+    "editing": Suite(("text",), _text_edits, _paragraphs, is_told_by_columns=False),
     # The user's own prompts, as they are.
-    "text": Suite((), _own, _own),
+    "text": Suite((), _own, _own, is_told_by_columns=False),
 }

@@ -24,7 +24,8 @@ class StreamOptions:
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="For each --data spec-bench, humaneval, gsm8k, editing, text or auto, which goes by the columns."
+            help="For each --data spec-bench, humaneval, gsm8k, editing, text or auto, which goes by the columns and "
+            "never takes your own prompts for editing."
         ),
     ] = None
     field: FieldOption = None
