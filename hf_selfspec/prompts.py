@@ -33,22 +33,22 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def as_prompts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], chat: bool | None = None) -> list[Prompt]:
-    """Texts as prompts.
+def as_prompts(tokenizer: PreTrainedTokenizerBase, given: Iterable[Prompt], chat: bool | None = None) -> list[Prompt]:
+    """Texts as prompts; chats stay as they are.
 
     Args:
         tokenizer: the model's tokenizer.
-        texts: see there.
-        chat: whether each is the first message of a chat; ``None`` where the tokenizer has a chat template.
+        given: texts and chats.
+        chat: whether a text is the first message of a chat; ``None`` where the tokenizer has a chat template.
 
     Raises:
-        SettingError: they are, and it has none.
+        SettingError: there is a chat, and the tokenizer has no chat template.
     """
-    if chat is None:
-        chat = has_chats(tokenizer)
-    elif chat:
+    chat = has_chats(tokenizer) if chat is None else chat
+    found = [[{"role": "user", "content": one}] if chat and isinstance(one, str) else one for one in given]
+    if not all(isinstance(prompt, str) for prompt in found):
         check_chats(tokenizer)
-    return [[{"role": "user", "content": text}] if chat else text for text in texts]
+    return found
 
 
 def encoded(

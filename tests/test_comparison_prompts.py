@@ -102,11 +102,11 @@ def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("content", "suite", "message"),
     [
-        ('{"a": 1}', None, "a line has no prompt, but a. Name the column one of messages, prompt"),
+        ('{"a": 1}', None, "line 1: there is no text in any of the columns messages, prompt"),
         ('{"question": "a"}', "humaneval", "the first line has no prompt and no entry_point"),
-        ("[1]", None, "there is no object in each line"),
+        ("[1]", None, "is not an object with a text"),
         ("", None, "the dataset is empty"),
-        ("{", None, "a line is no JSON"),
+        ("{", None, "line 1: this is not JSON"),
         ('{"text": "a"}', "spec", "--suite spec: there is no such suite. Give one of spec-bench, humaneval"),
     ],
 )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_selfspec.loading import NamedModel
+    from hf_selfspec.prompts import Prompt
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
@@ -26,6 +27,17 @@ DeviceOption = Annotated[
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch on the CPU.")]
 DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
 FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
+PromptDataOption = Annotated[
+    str,
+    typer.Option(help="A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub."),
+]
+PromptFieldOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the prompt, a text or a chat; by default messages, prompt, text, question or instruction, the "
+        "first one that is there."
+    ),
+]
 ChatOption = Annotated[
     bool | None,
     typer.Option(
@@ -68,6 +80,21 @@ class TextOptions:
         from hf_selfspec.train.texts import texts
 
         return texts(self.data, self.field)[: self.prompts]
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Which prompts."""
+
+    data: PromptDataOption
+    field: PromptFieldOption = None
+    prompts: PromptsOption = 8
+
+    def read(self) -> list[Prompt]:
+        """The texts and chats, as many as there are up to the number that is wanted."""
+        from hf_selfspec.prompt_files import read_prompts
+
+        return read_prompts(self.data, self.field)[: self.prompts]
 
 
 @dataclass(frozen=True)
