@@ -66,14 +66,20 @@ def encoded(
         SettingError: it is empty, or a chat and the tokenizer has no chat template.
         SettingTypeError: it is neither.
     """
-    found = _ids(tokenizer, prompt)
+    found = token_ids(tokenizer, prompt)
     ids = torch.tensor([found[:longest] if isinstance(prompt, str) else found], device=device)
     if not ids.numel():
         raise SettingError("the prompt is empty. Give at least one token to go on from.")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Tokens of a text, or of a chat up to where the answer begins.
+
+    Raises:
+        SettingError: it is a chat, and the tokenizer has no chat template.
+        SettingTypeError: it is neither.
+    """
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])
     is_list = isinstance(prompt, Sequence) and bool(prompt)

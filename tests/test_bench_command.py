@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from comparing import write_model, write_suites
+from comparing import DEMO, write_model, write_suites
 
 from hf_selfspec.bench.comparison import ablations, calls, ways
 from hf_selfspec_command import main
@@ -82,6 +82,13 @@ def test_variants_and_compiled_ways(
     assert compiled["compiled_graphs"] > 0
     assert compiled["equal_ids"]["share"] == 1
     assert len([line for line in lines(tmp_path / "calls.jsonl") if "call" in line]) == 3 * 2 * 2
+
+
+def test_chats_need_a_chat_template(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(DEMO, files["text"], tmp_path / "out") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("hf-selfspec: the tokenizer has no chat template, so the model cannot chat.")
+    assert not (tmp_path / "out").exists()
 
 
 def test_ablations_are_taken_back() -> None:

@@ -308,6 +308,11 @@ def test_methods_that_are_none(
         compare(model, tokenizer, TEXTS, methods, progress=False)
 
 
+def test_chats_need_a_chat_template(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(SettingError, match="the tokenizer has no chat template, so the model cannot chat"):
+        compare(model, tokenizer, [[{"role": "user", "content": "import os"}]], [], progress=False)
+
+
 def test_words_of_a_command_line_are_methods() -> None:
     found = methods_of(["selfspec, prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)", "prompt-lookup"])
     names = ["SelfSpec()", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)"]

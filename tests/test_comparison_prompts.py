@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_prompts_that_do_not_fit_are_counted(sources: list[Source], tokenizer: P
 def test_raw_prompts_are_beginnings(sources: list[Source], tokenizer: PreTrainedTokenizerBase) -> None:
     texts = beginnings(sources)
     assert "editing" not in texts
-    stream = stream_of(texts, Encoder(tokenizer, 10_000, 64), 3, random.Random(0))
+    stream = stream_of(texts, Encoder(tokenizer, 10_000, chat=False), 3, random.Random(0))
     assert {len(prompt.ids) for prompt in stream if prompt.kind in ("code", "text")} == {64}
     assert all(tokenizer.decode(prompt.ids).startswith("def add_") for prompt in stream if prompt.kind == "code")
 
@@ -75,7 +74,7 @@ def test_variants_come_after_what_they_vary(sources: list[Source], tokenizer: Pr
 
 def test_own_prompts_are_taken_as_they_are(files: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
     (texts,) = questions([Source(str(files["text"]))]).values()
-    encoder = Encoder(tokenizer, 10_000, sys.maxsize)
+    encoder = Encoder(tokenizer, 10_000, chat=False)
     stream = stream_of({"text": texts}, encoder, None, random.Random(0))
     assert sorted(tokenizer.decode(prompt.ids).strip() for prompt in stream) == ["def read(path):", "import os"]
 
@@ -90,6 +89,18 @@ def test_a_column_of_text_is_never_edited(tmp_path: Path, name: str) -> None:
     assert questions([Source(str(path))]) == beginnings([Source(str(path))]) == {"text": given}
     (edit,) = questions([Source(str(path), "editing")])["editing"]
     assert "change Robert to Arden" in edit
+
+
+def test_own_prompts_are_whole_beside_beginnings_of_suites(
+    files: dict[str, Path], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    own = "x = 1\n" * 100
+    (tmp_path / "own.jsonl").write_text(json.dumps({"text": own}))
+    texts = beginnings([Source(str(files["humaneval"])), Source(str(tmp_path / "own.jsonl"))])
+    stream = stream_of(texts, Encoder(tokenizer, 10_000, chat=False), 1, random.Random(0))
+    assert [prompt.kind for prompt in stream] == ["code", "text"]
+    assert len(stream[0].ids) == 64
+    assert stream[1].ids == tokenizer(own)["input_ids"]
 
 
 def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:

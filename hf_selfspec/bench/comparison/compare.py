@@ -294,9 +294,7 @@ def _encoded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Given], settings: Settings
 ) -> tuple[list[Prompt], dict[str, int]]:
     """The user's own prompts in their order, and how many did not fit."""
-    encoder = Encoder(
-        tokenizer, longest_prompt(model.config, settings), None if tokenizer.chat_template else sys.maxsize
-    )
+    encoder = Encoder(tokenizer, longest_prompt(model.config, settings))
     prompts = [encoder.prompt(_KIND, text) for text in texts]
     return [prompt for prompt in prompts if prompt is not None], dict(+encoder.left_out)
 

@@ -17,12 +17,13 @@ from transformers.utils import logging
 from ...errors import SettingError
 from ...files import check_folder
 from ...loading import NamedModel, device_named
+from ...prompts import has_chats
 from ...settings import check_count
 from . import suites
 from .ablations import changed, check_ablations
 from .compare import Asked, Comparison, longest_prompt
 from .memory import peaks
-from .prompts import BEGINNING, Encoder, Prompt, repeated, stream_of, stream_of_variants
+from .prompts import Encoder, Prompt, repeated, stream_of, stream_of_variants
 from .settings import Settings
 from .suites import Source
 from .ways import methods_of
@@ -108,7 +109,7 @@ class BenchRequest:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         config, tokenizer = named.config(), named.tokenizer()
-        if self.variants and tokenizer.chat_template is None:
+        if self.variants and not has_chats(tokenizer):
             raise SettingError("--variants are chats, but the model has no chat template. Leave it out.")
         prompts, left_out = self._stream(config, tokenizer)
         model = named.model(self.dtype, device)
@@ -133,9 +134,9 @@ class BenchRequest:
             logging.set_verbosity(quiet)
 
     def _stream(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], Mapping[str, int]]:
-        raw = self.raw or tokenizer.chat_template is None
+        raw = self.raw or not has_chats(tokenizer)
         longest = longest_prompt(config, self.settings)
-        encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), BEGINNING if raw else None)
+        encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), chat=not raw)
         rng = random.Random(self.settings.seed)
         if self.variants:
             stream = stream_of_variants(self._of_kinds(suites.pairs(self.sources)), encoder, self.prompts, rng)

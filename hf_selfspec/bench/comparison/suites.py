@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import SettingError
 from ...prompt_files import read_rows
-from .prompts import Given
+from .prompts import Beginning, Given
 
 # Categories of Spec-Bench; those of MT-bench are chats.
 _SPEC_BENCH = {
@@ -45,7 +45,7 @@ class Suite:
     Attributes:
         columns: what every item has; none where items are the user's own prompts.
         questions: chats by kind.
-        beginnings: by kind texts with which a model without a chat template goes on.
+        beginnings: by kind texts with which a model without a chat template goes on, the user's own ones as a whole.
         pairs: by kind chats and variants of them, ``None`` where the suite has none.
         is_told_by_columns: whether a file that has them is of this suite; not where a user's own prompts have them too.
     """
@@ -152,7 +152,7 @@ def _own(items: Sequence[Item]) -> Kinds:
 
 
 def _paragraphs(items: Sequence[Item]) -> Kinds:
-    return {"text": list(_long_lines(items))}
+    return {"text": [Beginning(line) for line in _long_lines(items)]}
 
 
 def _long_lines(items: Sequence[Item]) -> Iterator[str]:
@@ -174,6 +174,13 @@ def _spec_bench(items: Sequence[Item]) -> Kinds:
     found: Kinds = {}
     for item in items:
         found.setdefault(_SPEC_BENCH.get(item["category"], "chat"), []).append(item["turns"][0])
+    return found
+
+
+def _spec_bench_beginnings(items: Sequence[Item]) -> Kinds:
+    found: Kinds = {}
+    for kind, asked in _spec_bench(items).items():
+        found[kind] = [Beginning(str(question)) for question in asked]
     return found
 
 
@@ -225,18 +232,18 @@ def _cleaned(line: str) -> str:
 
 SUITES = {
     # Spec-Bench's question.jsonl, of which the first turns are asked: six kinds.
-    "spec-bench": Suite(("category", "turns"), _spec_bench, _spec_bench, _spec_bench_pairs),
+    "spec-bench": Suite(("category", "turns"), _spec_bench, _spec_bench_beginnings, _spec_bench_pairs),
     # HumanEval.jsonl: code, and editing of code.
     "humaneval": Suite(
         ("prompt", "entry_point", "canonical_solution"),
         _humaneval,
-        lambda items: {"code": [item["prompt"] for item in items]},
+        lambda items: {"code": [Beginning(item["prompt"]) for item in items]},
         _humaneval_pairs,
     ),
     "gsm8k": Suite(
         ("question", "answer"),
         lambda items: {"gsm8k": [item["question"] for item in items]},
-        lambda items: {"gsm8k": [item["question"] for item in items]},
+        lambda items: {"gsm8k": [Beginning(item["question"]) for item in items]},
     ),
     # Plain text, a paragraph a line, e.g. WikiText: editing of text.
     "editing": Suite(("text",), _text_edits, _paragraphs, is_told_by_columns=False),
