@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -14,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_selfspec.loading import NamedModel
+    from hf_selfspec.loading import ModelRequest, NamedModel
     from hf_selfspec.prompts import Prompt
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -108,26 +107,16 @@ class ModelOptions:
 
     def find(self) -> NamedModel:
         """Checks all options and the config; nothing else of the model is loaded yet."""
-        import torch
-        from transformers.utils import logging
-
-        from hf_selfspec.loading import NamedModel, device_named
-
-        logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()
-        device_named(self.device)
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        named = NamedModel.find(self.model)
-        named.config()
-        return named
+        return self._request().find()
 
     def load(self, named: NamedModel) -> PreTrainedModel:
         """The model that :meth:`find` has found."""
-        from hf_selfspec.loading import device_named
+        return self._request().load(named)
 
-        return named.model(self.dtype, device_named(self.device))
+    def _request(self) -> ModelRequest:
+        from hf_selfspec.loading import ModelRequest
+
+        return ModelRequest(self.model, self.dtype, self.device, self.threads)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
