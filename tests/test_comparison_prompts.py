@@ -22,8 +22,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def sources(files: dict[str, Path]) -> list[Source]:
-    named = [Source(str(files[name])) for name in ("spec-bench", "humaneval", "gsm8k")]
-    return [*named, Source(str(files["editing"]), "editing")]
+    told = [Source(str(files[name])) for name in ("spec-bench", "humaneval")]
+    return [*told, *(Source(str(files[name]), name) for name in ("gsm8k", "editing"))]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,11 @@ def test_a_column_of_text_is_never_edited(tmp_path: Path, name: str) -> None:
     assert questions([Source(str(path))]) == beginnings([Source(str(path))]) == {"text": given}
     (edit,) = questions([Source(str(path), "editing")])["editing"]
     assert "change Robert to Arden" in edit
+
+
+def test_own_questions_with_answers_are_no_suite(files: dict[str, Path]) -> None:
+    given = ["What is 0 and 0?", "What is 1 and 1?", "What is 2 and 2?"]
+    assert beginnings([Source(str(files["gsm8k"]))]) == {"text": given}
 
 
 def test_own_prompts_are_whole_beside_beginnings_of_suites(

@@ -244,6 +244,7 @@ SUITES = {
         ("question", "answer"),
         lambda items: {"gsm8k": [item["question"] for item in items]},
         lambda items: {"gsm8k": [Beginning(item["question"]) for item in items]},
+        is_told_by_columns=False,
     ),
     # Plain text, a paragraph a line, e.g. WikiText: editing of text.
     "editing": Suite(("text",), _text_edits, _paragraphs, is_told_by_columns=False),
