@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .errors import SettingError, brief
 from .hub import is_name, trouble
@@ -88,6 +90,46 @@ class NamedModel:
             raise SettingError(
                 f"--model {self.name}: its {what} cannot be loaded ({brief(error)}). {_GIVE_MODEL}"
             ) from error
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A model by the words of a command line.
+
+    Attributes:
+        model: folder or name on the Hub.
+        dtype, device: see :meth:`NamedModel.model` and :func:`device_named`.
+        threads: of torch on the CPU, ``None`` to leave them.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str | None = None
+    threads: int | None = None
+
+    def find(self) -> NamedModel:
+        """Checks everything and the config; nothing else of the model is loaded yet. Sets up the process for a command.
+
+        Raises:
+            SettingError: there is no such model or device.
+        """
+        logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+        device_named(self.device)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        named = NamedModel.find(self.model)
+        named.config()
+        return named
+
+    def load(self, named: NamedModel) -> PreTrainedModel:
+        """The model that :meth:`find` has found.
+
+        Raises:
+            SettingError: its weights cannot be loaded.
+        """
+        return named.model(self.dtype, device_named(self.device))
 
 
 def device_named(name: str | None) -> torch.device:

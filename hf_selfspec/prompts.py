@@ -33,22 +33,22 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def as_prompts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], chat: bool | None = None) -> list[Prompt]:
-    """Texts as prompts.
+def as_prompts(tokenizer: PreTrainedTokenizerBase, given: Iterable[Prompt], chat: bool | None = None) -> list[Prompt]:
+    """Texts as prompts; chats stay as they are.
 
     Args:
         tokenizer: the model's tokenizer.
-        texts: see there.
-        chat: whether each is the first message of a chat; ``None`` where the tokenizer has a chat template.
+        given: texts and chats.
+        chat: whether a text is the first message of a chat; ``None`` where the tokenizer has a chat template.
 
     Raises:
-        SettingError: they are, and it has none.
+        SettingError: there is a chat, and the tokenizer has no chat template.
     """
-    if chat is None:
-        chat = has_chats(tokenizer)
-    elif chat:
+    chat = has_chats(tokenizer) if chat is None else chat
+    found = [[{"role": "user", "content": one}] if chat and isinstance(one, str) else one for one in given]
+    if not all(isinstance(prompt, str) for prompt in found):
         check_chats(tokenizer)
-    return [[{"role": "user", "content": text}] if chat else text for text in texts]
+    return found
 
 
 def encoded(
@@ -66,14 +66,20 @@ def encoded(
         SettingError: it is empty, or a chat and the tokenizer has no chat template.
         SettingTypeError: it is neither.
     """
-    found = _ids(tokenizer, prompt)
+    found = token_ids(tokenizer, prompt)
     ids = torch.tensor([found[:longest] if isinstance(prompt, str) else found], device=device)
     if not ids.numel():
         raise SettingError("the prompt is empty. Give at least one token to go on from.")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Tokens of a text, or of a chat up to where the answer begins.
+
+    Raises:
+        SettingError: it is a chat, and the tokenizer has no chat template.
+        SettingTypeError: it is neither.
+    """
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])
     is_list = isinstance(prompt, Sequence) and bool(prompt)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from comparing import write_model, write_suites
+import torch
+from comparing import DEMO, write_model, write_suites
+from transformers.utils import logging
 
 from hf_selfspec.bench.comparison import ablations, calls, ways
 from hf_selfspec_command import main
@@ -24,6 +27,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """What the command sets for its process."""
+    verbosity, bars, threads = logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_num_threads()
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar() if bars else logging.disable_progress_bar()
+    torch.set_num_threads(threads)
 
 
 def bench(model: Path, data: Path, out: Path, *words: str) -> int:
@@ -82,6 +95,21 @@ def test_variants_and_compiled_ways(
     assert compiled["compiled_graphs"] > 0
     assert compiled["equal_ids"]["share"] == 1
     assert len([line for line in lines(tmp_path / "calls.jsonl") if "call" in line]) == 3 * 2 * 2
+
+
+def test_a_log_has_no_bar_of_loading(
+    files: dict[str, Path], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.enable_progress_bar()
+    assert bench(model, files["gsm8k"], tmp_path, "--methods", "plain", "--prompts", "1", "--max-new-tokens", "2") == 0
+    assert "Loading" not in capsys.readouterr().err
+
+
+def test_chats_need_a_chat_template(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(DEMO, files["text"], tmp_path / "out") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("hf-selfspec: the tokenizer has no chat template, so the model cannot chat.")
+    assert not (tmp_path / "out").exists()
 
 
 def test_ablations_are_taken_back() -> None:

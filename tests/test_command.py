@@ -21,7 +21,9 @@ from transformers.utils import logging
 
 import hf_selfspec
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
+from hf_selfspec.bench.comparison.suites import Source, questions
 from hf_selfspec.loading import NamedModel
+from hf_selfspec.prompt_files import read_prompts
 from hf_selfspec_command import app, main
 
 ROOT = Path(hf_selfspec.__file__).parents[1]
@@ -116,6 +118,24 @@ def test_audit(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "lookup against plain generate: LlamaForCausalLM, float32, cpu, greedy" in told
     assert "SelfSpec.layerskip(6, num_draft=3) against plain generate" in told
     assert told.count("3 of 3 prompts have equal ids; exact") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("own.jsonl", [{"prompt": "def read(path):"}, {"question": "import os"}]),
+        ("own.txt", ["def read(path):", "", "import os"]),
+    ],
+)
+def test_audit_and_bench_take_the_same_file(
+    name: str, lines: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    assert audited(path, "--methods", "lookup", "--max-new-tokens", "4") == 0
+    assert "2 of 2 prompts have equal ids" in capsys.readouterr().out
+    (prompts,) = questions([Source(str(path))]).values()
+    assert prompts == read_prompts(str(path)) == ["def read(path):", "import os"]
 
 
 def test_audit_of_a_method_that_is_not_exact(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

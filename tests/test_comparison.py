@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,27 @@ def test_methods_that_are_none(
 ) -> None:
     with pytest.raises((SettingError, SettingTypeError), match=message):
         compare(model, tokenizer, TEXTS, methods, progress=False)
+
+
+@pytest.mark.parametrize("method", ["SelfSpec.layerskip()", "deep", "prompt-lookup(2)"])
+def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, killed_after: Any, method: str
+) -> None:
+    """Whether transformers refuses them or we do."""
+    config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=None)
+    deep = method == "deep"
+    model = tiny_llama(vocabulary=4096) if deep else MambaForCausalLM(config).eval()
+    methods = {"deep": SelfSpec.layerskip(99)} if deep else [method]
+    made = killed_after(math.inf)
+    with pytest.raises(SettingError, match=f"methods: {re.escape(method)} does not fit this model: .*Leave it out"):
+        compare(model, tokenizer, TEXTS, methods, max_new_tokens=8, out=tmp_path, progress=False)
+    assert made == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_chats_need_a_chat_template(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(SettingError, match="the tokenizer has no chat template, so the model cannot chat"):
+        compare(model, tokenizer, [[{"role": "user", "content": "import os"}]], [], progress=False)
 
 
 def test_words_of_a_command_line_are_methods() -> None:

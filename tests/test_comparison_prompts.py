@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def sources(files: dict[str, Path]) -> list[Source]:
-    named = [Source(str(files[name])) for name in ("spec-bench", "humaneval", "gsm8k")]
-    return [*named, Source(str(files["editing"]), "editing")]
+    told = [Source(str(files[name])) for name in ("spec-bench", "humaneval")]
+    return [*told, *(Source(str(files[name]), name) for name in ("gsm8k", "editing"))]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_prompts_that_do_not_fit_are_counted(sources: list[Source], tokenizer: P
 def test_raw_prompts_are_beginnings(sources: list[Source], tokenizer: PreTrainedTokenizerBase) -> None:
     texts = beginnings(sources)
     assert "editing" not in texts
-    stream = stream_of(texts, Encoder(tokenizer, 10_000, 64), 3, random.Random(0))
+    stream = stream_of(texts, Encoder(tokenizer, 10_000, chat=False), 3, random.Random(0))
     assert {len(prompt.ids) for prompt in stream if prompt.kind in ("code", "text")} == {64}
     assert all(tokenizer.decode(prompt.ids).startswith("def add_") for prompt in stream if prompt.kind == "code")
 
@@ -74,9 +74,38 @@ def test_variants_come_after_what_they_vary(sources: list[Source], tokenizer: Pr
 
 def test_own_prompts_are_taken_as_they_are(files: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
     (texts,) = questions([Source(str(files["text"]))]).values()
-    encoder = Encoder(tokenizer, 10_000, sys.maxsize)
+    encoder = Encoder(tokenizer, 10_000, chat=False)
     stream = stream_of({"text": texts}, encoder, None, random.Random(0))
     assert sorted(tokenizer.decode(prompt.ids).strip() for prompt in stream) == ["def read(path):", "import os"]
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+def test_a_column_of_text_is_never_edited(tmp_path: Path, name: str) -> None:
+    """Not even one that is as long as the paragraphs of the suite ``editing`` and names someone."""
+    given = ["Write a poem.", f"A letter of {'dear ' * 70}Robert, who lives in Rome."]
+    lines = given if name.endswith(".txt") else [json.dumps({"text": text}) for text in given]
+    path = tmp_path / name
+    path.write_text("\n".join(lines))
+    assert questions([Source(str(path))]) == beginnings([Source(str(path))]) == {"text": given}
+    (edit,) = questions([Source(str(path), "editing")])["editing"]
+    assert "change Robert to Arden" in edit
+
+
+def test_own_questions_with_answers_are_no_suite(files: dict[str, Path]) -> None:
+    given = ["What is 0 and 0?", "What is 1 and 1?", "What is 2 and 2?"]
+    assert beginnings([Source(str(files["gsm8k"]))]) == {"text": given}
+
+
+def test_own_prompts_are_whole_beside_beginnings_of_suites(
+    files: dict[str, Path], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    own = "x = 1\n" * 100
+    (tmp_path / "own.jsonl").write_text(json.dumps({"text": own}))
+    texts = beginnings([Source(str(files["humaneval"])), Source(str(tmp_path / "own.jsonl"))])
+    stream = stream_of(texts, Encoder(tokenizer, 10_000, chat=False), 1, random.Random(0))
+    assert [prompt.kind for prompt in stream] == ["code", "text"]
+    assert len(stream[0].ids) == 64
+    assert stream[1].ids == tokenizer(own)["input_ids"]
 
 
 def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:
@@ -89,11 +118,11 @@ def test_a_named_column_is_the_prompt(files: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("content", "suite", "message"),
     [
-        ('{"a": 1}', None, "a line has no prompt, but a. Name the column one of messages, prompt"),
+        ('{"a": 1}', None, "line 1: there is no text in any of the columns messages, prompt"),
         ('{"question": "a"}', "humaneval", "the first line has no prompt and no entry_point"),
-        ("[1]", None, "there is no object in each line"),
+        ("[1]", None, "is not an object with a text"),
         ("", None, "the dataset is empty"),
-        ("{", None, "a line is no JSON"),
+        ("{", None, "line 1: this is not JSON"),
         ('{"text": "a"}', "spec", "--suite spec: there is no such suite. Give one of spec-bench, humaneval"),
     ],
 )

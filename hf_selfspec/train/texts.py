@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +32,53 @@ def texts(data: str, field: str | None = None) -> list[str]:
     Raises:
         SettingError: there is no such file or dataset, it cannot be read, or it has no texts.
     """
-    suffix = Path(data).suffix
-    if suffix == _WHOLE:
+    if Path(data).suffix == _WHOLE:
         if field is not None:
             raise SettingError(f"--field {field} has no effect on --data {data}, which is one text. Leave it out.")
-        found = [_content(data)]
-    elif suffix in _LINES:
-        found = list(_texts(data, "line", _objects(data), field or _USUAL_FIELD))
-    elif os.path.exists(data):
-        kind = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
-        raise SettingError(
-            f"--data {data} is {kind}. Give a .txt file, or a .jsonl file with an object in each line, e.g. "
-            '{"text": "..."}.'
-        )
+        found = [content(data)]
     else:
-        found = list(_texts(data, "row", enumerate(_rows_of_hub(data), start=1), field or _USUAL_FIELD))
+        found = list(_texts(data, rows(data, field or _USUAL_FIELD), field or _USUAL_FIELD))
     if not any(text.strip() for text in found):
         raise SettingError(f"--data {data}: the dataset is empty. Give texts that the model is used for.")
     return found
 
 
-def _content(data: str) -> str:
+def rows(data: str, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects of a file, or the rows of a dataset of the Hub, each behind its place, e.g. ``line 3``.
+
+    Args:
+        data: a ``.jsonl`` or ``.json`` file with an object in each line, or the name of a dataset.
+        field: column that an example has in what is raised.
+
+    Raises:
+        SettingError: there is no such file or dataset, or it cannot be read.
+    """
+    suffix = Path(data).suffix
+    if suffix in _LINES:
+        found, place = _objects(data), "line"
+    elif os.path.exists(data):
+        kind = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
+        raise SettingError(
+            f"--data {data} is {kind}. Give a .txt file, or a .jsonl file with an object in each line, e.g. "
+            f'{{"{field}": "..."}}.'
+        )
+    else:
+        found, place = enumerate(_rows_of_hub(data), start=1), "row"
+    for number, row in found:
+        if not isinstance(row, dict):
+            raise SettingError(
+                f"--data {data}, {place} {number}: {repr(row)[:_SHOWN]} is not an object with a text, e.g. "
+                f'{{"{field}": "..."}}.'
+            )
+        yield f"{place} {number}", row
+
+
+def content(data: str) -> str:
+    """What a file of text holds.
+
+    Raises:
+        SettingError: there is no such file, or it is no text.
+    """
     try:
         return read_text(Path(data))
     except FileNotFoundError as error:
@@ -64,7 +90,7 @@ def _content(data: str) -> str:
 def _objects(data: str) -> Iterator[tuple[int, Any]]:
     """What stands in each line that is not empty, with the line's number."""
     # Not splitlines, which knows line ends that may stand in a text of JSON.
-    for number, line in enumerate(_content(data).split("\n"), start=1):
+    for number, line in enumerate(content(data).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -76,26 +102,29 @@ def _objects(data: str) -> Iterator[tuple[int, Any]]:
             ) from error
 
 
-def _texts(data: str, place: str, rows: Iterable[tuple[int, Any]], field: str) -> Iterator[str]:
-    for number, row in rows:
-        if not isinstance(row, dict):
-            raise SettingError(
-                f"--data {data}, {place} {number}: {repr(row)[:_SHOWN]} is not an object with a text, e.g. "
-                f'{{"{field}": "..."}}.'
-            )
+def _texts(data: str, found: Iterable[tuple[str, Mapping[str, Any]]], field: str) -> Iterator[str]:
+    for place, row in found:
         if not isinstance(row.get(field), str):
             raise SettingError(
-                f"--data {data}, {place} {number}: there is no text in the column {field!r}. Of the columns "
+                f"--data {data}, {place}: there is no text in the column {field!r}. Of the columns "
                 f"{sorted(map(str, row))} name the one that is meant with --field."
             )
-        try:
-            row[field].encode()
-        except UnicodeEncodeError as error:
-            raise SettingError(
-                f"--data {data}, {place} {number}: this text is not Unicode, so no tokenizer takes it ({error}). Leave "
-                "that character out."
-            ) from error
+        check_unicode(f"--data {data}, {place}", row[field])
         yield row[field]
+
+
+def check_unicode(place: str, text: str) -> None:
+    """Checks that tokenizers take a text.
+
+    Raises:
+        SettingError: it has half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SettingError(
+            f"{place}: this text is not Unicode, so no tokenizer takes it ({error}). Leave that character out."
+        ) from error
 
 
 def _rows_of_hub(data: str) -> Iterable[Any]:

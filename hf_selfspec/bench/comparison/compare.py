@@ -34,7 +34,7 @@ from .results import Json, results
 from .settings import Clock, Settings
 from .stream import Stream, parts_of
 from .tables import main_table, title, verdict
-from .ways import LeftOut, Way, usual_ways, ways_of
+from .ways import LeftOut, Way, check_ways, usual_ways, ways_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,7 +157,8 @@ def compare(
         A table, a picture and all figures.
 
     Raises:
-        SettingError, SettingTypeError: not what is described above, or the folder holds figures of other settings.
+        SettingError, SettingTypeError: not what is described above, a method that does not fit the model, or the folder
+            holds figures of other settings.
     """
     inner = causal_lm(model, "compare")
     settings = Settings(
@@ -243,7 +244,9 @@ class Asked:
     def _ways(self, first: Batch) -> tuple[list[Way], list[LeftOut]]:
         if self.methods is None:
             return usual_ways(self.model, first)
-        return ways_of(self.methods), []
+        named = ways_of(self.methods)
+        check_ways(self.model, named, first)
+        return named, []
 
     def _clock(self) -> str:
         if self.settings.clock != "auto":
@@ -294,9 +297,7 @@ def _encoded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Given], settings: Settings
 ) -> tuple[list[Prompt], dict[str, int]]:
     """The user's own prompts in their order, and how many did not fit."""
-    encoder = Encoder(
-        tokenizer, longest_prompt(model.config, settings), None if tokenizer.chat_template else sys.maxsize
-    )
+    encoder = Encoder(tokenizer, longest_prompt(model.config, settings))
     prompts = [encoder.prompt(_KIND, text) for text in texts]
     return [prompt for prompt in prompts if prompt is not None], dict(+encoder.left_out)
 

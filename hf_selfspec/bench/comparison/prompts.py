@@ -12,14 +12,25 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-# A text, or a chat as a list of messages.
-Given = str | list[dict[str, str]]
-Texts = Mapping[str, Sequence[Given]]
-Pairs = Mapping[str, Sequence[tuple[str, str]]]
+from ...prompts import Prompt as Whole
+from ...prompts import as_prompts, token_ids
 
-# Tokens of a text with which a model without a chat template goes on.
+# Tokens of a suite's text with which a model without a chat template goes on.
 BEGINNING = 64
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A text of a suite, of which the first ``BEGINNING`` tokens are the prompt."""
+
+    text: str
+
+
+# A text or a chat, which count as a whole, or the beginning of a text.
+Given = Whole | Beginning
+Texts = Mapping[str, Sequence[Given]]
+Pairs = Mapping[str, Sequence[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -71,28 +82,31 @@ class Encoder:
     Attributes:
         tokenizer: the model's.
         longest: most tokens of a prompt.
-        beginning: most tokens of a raw prompt, ``None`` where prompts are chats.
+        chat: whether a text is a message of a user; ``None`` where the tokenizer has a chat template.
         left_out: by kind the number of prompts that are too long.
     """
 
     tokenizer: PreTrainedTokenizerBase
     longest: int
-    beginning: int | None = None
+    chat: bool | None = None
     left_out: Counter[str] = field(default_factory=Counter)
 
     def prompt(self, kind: str, given: Given) -> Prompt | None:
-        """The prompt, ``None`` if it does not fit or is empty."""
+        """The prompt, ``None`` if it does not fit or is empty.
+
+        Raises:
+            SettingError: it is a chat, and the tokenizer has no chat template.
+        """
         ids = self._ids(given)
         fits = 0 < len(ids) <= self.longest
         self.left_out[kind] += not fits
         return Prompt(kind, ids) if fits else None
 
     def _ids(self, given: Given) -> list[int]:
-        if isinstance(given, str) and self.beginning is not None:
-            return list(self.tokenizer(given)["input_ids"])[: self.beginning]
-        chat = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        written = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
+        if isinstance(given, Beginning):
+            return token_ids(self.tokenizer, given.text)[:BEGINNING]
+        (whole,) = as_prompts(self.tokenizer, [given], self.chat)
+        return token_ids(self.tokenizer, whole)
 
 
 def stream_of(texts: Texts, encoder: Encoder, count: int | None, rng: random.Random) -> list[Prompt]:

@@ -10,19 +10,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ...errors import SettingError
 from ...files import check_folder
-from ...loading import NamedModel, device_named
+from ...loading import ModelRequest
+from ...prompts import has_chats
 from ...settings import check_count
 from . import suites
 from .ablations import changed, check_ablations
 from .compare import Asked, Comparison, longest_prompt
 from .memory import peaks
-from .prompts import BEGINNING, Encoder, Prompt, repeated, stream_of, stream_of_variants
+from .prompts import Encoder, Prompt, repeated, stream_of, stream_of_variants
 from .settings import Settings
 from .suites import Source
 from .ways import methods_of
@@ -104,38 +103,31 @@ class BenchRequest:
         """
         methods = methods_of(self.methods) or None
         suites.check(self.sources)
-        named, device = NamedModel.find(self.model), device_named(self.device)
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        asked = ModelRequest(self.model, self.dtype, self.device, self.threads)
+        named = asked.find()
         config, tokenizer = named.config(), named.tokenizer()
-        if self.variants and tokenizer.chat_template is None:
+        if self.variants and not has_chats(tokenizer):
             raise SettingError("--variants are chats, but the model has no chat template. Leave it out.")
         prompts, left_out = self._stream(config, tokenizer)
-        model = named.model(self.dtype, device)
-        quiet = logging.get_verbosity()
-        logging.set_verbosity_error()  # which tells of every change of a setting for a single call
-        try:
-            asked = Asked(
-                model,
-                tokenizer,
-                prompts,
-                self.settings,
-                methods,
-                left_out,
-                Path(self.out),
-                self.trace,
-                about=self._about(),
-                around=changed(self.without, self.free_verification),
-                peaks=peaks(self.model, self.dtype) if self.memory and device.type == "cpu" else None,
-            )
-            return asked.measured(progress)
-        finally:
-            logging.set_verbosity(quiet)
+        model = asked.load(named)
+        return Asked(
+            model,
+            tokenizer,
+            prompts,
+            self.settings,
+            methods,
+            left_out,
+            Path(self.out),
+            self.trace,
+            about=self._about(),
+            around=changed(self.without, self.free_verification),
+            peaks=peaks(self.model, self.dtype) if self.memory and model.device.type == "cpu" else None,
+        ).measured(progress)
 
     def _stream(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], Mapping[str, int]]:
-        raw = self.raw or tokenizer.chat_template is None
+        raw = self.raw or not has_chats(tokenizer)
         longest = longest_prompt(config, self.settings)
-        encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), BEGINNING if raw else None)
+        encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), chat=not raw)
         rng = random.Random(self.settings.seed)
         if self.variants:
             stream = stream_of_variants(self._of_kinds(suites.pairs(self.sources)), encoder, self.prompts, rng)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ...errors import SettingError
-from ...files import read_text
-from ...train.texts import texts
-from .prompts import Given
+from ...prompt_files import read_rows
+from .prompts import Beginning, Given
 
 # Categories of Spec-Bench; those of MT-bench are chats.
 _SPEC_BENCH = {
@@ -33,12 +30,10 @@ _NEW_NAME = "Arden"
 _SUMMARY_QUESTION = "Summarize: "
 _OTHER_QUESTION = "Name the people and places in the following text, and what happened: "
 _RAG_QUESTION = "Who or what is the text above about?"
-# Columns in which a user's own prompts are looked for, and datasets' own.
-_COLUMNS = ("messages", "prompt", "text", "question", "instruction")
-_JSON, _TEXT = (".jsonl", ".json"), ".txt"
-_EXAMPLE = '{"prompt": "..."}'
+# Where an item holds the user's own prompt.
+_OWN = "prompt"
 
-Item = dict[str, Any]
+Item = Mapping[str, Any]
 Kinds = dict[str, list[Given]]
 KindsOfPairs = dict[str, list[tuple[str, str]]]
 
@@ -48,16 +43,18 @@ class Suite:
     """How the items of a file become prompts.
 
     Attributes:
-        columns: what every item has; tells suites from each other.
+        columns: what every item has; none where items are the user's own prompts.
         questions: chats by kind.
-        beginnings: by kind texts with which a model without a chat template goes on.
+        beginnings: by kind texts with which a model without a chat template goes on, the user's own ones as a whole.
         pairs: by kind chats and variants of them, ``None`` where the suite has none.
+        is_told_by_columns: whether a file that has them is of this suite; not where a user's own prompts have them too.
     """
 
     columns: tuple[str, ...]
     questions: Callable[[Sequence[Item]], Kinds]
     beginnings: Callable[[Sequence[Item]], Kinds]
     pairs: Callable[[Sequence[Item]], KindsOfPairs] | None = None
+    is_told_by_columns: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,16 +84,18 @@ class Source:
         Raises:
             SettingError: the file cannot be read, is empty, or has not the columns of the suite.
         """
-        items = _items(self)
-        name = self.suite or _suite_of(self, items)
-        suite = SUITES[name]
-        missing = [column for column in suite.columns if column not in items[0]]
+        rows = read_rows(self.data, self.field)
+        name = self.suite or _suite_of(self, rows[0].columns)
+        suite, first = SUITES[name], rows[0].columns
+        missing = [column for column in suite.columns if column not in first]
         if missing:
             raise SettingError(
                 f"--data {self.data} --suite {name}: the first line has no {' and no '.join(missing)}, but "
-                f"{', '.join(sorted(items[0]))}. Give the suite's own file, or leave --suite out."
+                f"{', '.join(sorted(first))}. Give the suite's own file, or leave --suite out."
             )
-        return suite, items
+        if not suite.columns:
+            return suite, [{_OWN: row.prompt(self.field)} for row in rows]
+        return suite, [row.columns for row in rows]
 
 
 def check(sources: Sequence[Source]) -> None:
@@ -140,57 +139,20 @@ def _as_many_of_each(lists: Sequence[list[Given]]) -> list[Given]:
     return [text for texts in lists for text in texts[:: len(texts) // count][:count]]
 
 
-def _items(source: Source) -> list[Item]:
-    path = Path(source.data)
-    if source.field is not None or path.suffix not in (*_JSON, _TEXT):
-        return [{"text": text} for text in texts(source.data, source.field)]
-    try:
-        lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
-    except FileNotFoundError as error:
-        raise SettingError(f"--data {source.data}: there is no such file.") from error
-    except ValueError as error:
-        raise SettingError(f"--data {source.data} cannot be read as text in UTF-8 ({error}).") from error
-    if not lines:
-        raise SettingError(f"--data {source.data}: the dataset is empty. Give prompts that the model is used for.")
-    return [{"text": line} for line in lines] if path.suffix == _TEXT else _objects(source.data, lines)
-
-
-def _objects(data: str, lines: Sequence[str]) -> list[Item]:
-    try:
-        found = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise SettingError(f"--data {data}: a line is no JSON ({error}). Each is to be like {_EXAMPLE}.") from error
-    if not all(isinstance(item, dict) for item in found):
-        raise SettingError(f"--data {data}: there is no object in each line. Give one, e.g. {_EXAMPLE}.")
-    return found
-
-
-def _suite_of(source: Source, items: Sequence[Item]) -> str:
+def _suite_of(source: Source, first: Item) -> str:
     if source.field is None:
         for name, suite in SUITES.items():
-            if suite.columns and all(column in items[0] for column in suite.columns):
+            if suite.is_told_by_columns and all(column in first for column in suite.columns):
                 return name
     return "text"
 
 
-def _column_of(item: Item) -> Given:
-    """The user's own prompt, in the first column that one is known by."""
-    for column in _COLUMNS:
-        if item.get(column):
-            found: Given = item[column]
-            return found
-    raise SettingError(
-        f"--data: a line has no prompt, but {', '.join(sorted(item)) or 'nothing'}. Name the column one of "
-        f"{', '.join(_COLUMNS)}."
-    )
-
-
 def _own(items: Sequence[Item]) -> Kinds:
-    return {"text": [_column_of(item) for item in items]}
+    return {"text": [item[_OWN] for item in items]}
 
 
 def _paragraphs(items: Sequence[Item]) -> Kinds:
-    return {"text": list(_long_lines(items))}
+    return {"text": [Beginning(line) for line in _long_lines(items)]}
 
 
 def _long_lines(items: Sequence[Item]) -> Iterator[str]:
@@ -212,6 +174,13 @@ def _spec_bench(items: Sequence[Item]) -> Kinds:
     found: Kinds = {}
     for item in items:
         found.setdefault(_SPEC_BENCH.get(item["category"], "chat"), []).append(item["turns"][0])
+    return found
+
+
+def _spec_bench_beginnings(items: Sequence[Item]) -> Kinds:
+    found: Kinds = {}
+    for kind, asked in _spec_bench(items).items():
+        found[kind] = [Beginning(str(question)) for question in asked]
     return found
 
 
@@ -263,21 +232,22 @@ def _cleaned(line: str) -> str:
 
 SUITES = {
     # Spec-Bench's question.jsonl, of which the first turns are asked: six kinds.
-    "spec-bench": Suite(("category", "turns"), _spec_bench, _spec_bench, _spec_bench_pairs),
+    "spec-bench": Suite(("category", "turns"), _spec_bench, _spec_bench_beginnings, _spec_bench_pairs),
     # HumanEval.jsonl: code, and editing of code.
     "humaneval": Suite(
         ("prompt", "entry_point", "canonical_solution"),
         _humaneval,
-        lambda items: {"code": [item["prompt"] for item in items]},
+        lambda items: {"code": [Beginning(item["prompt"]) for item in items]},
         _humaneval_pairs,
     ),
     "gsm8k": Suite(
         ("question", "answer"),
         lambda items: {"gsm8k": [item["question"] for item in items]},
-        lambda items: {"gsm8k": [item["question"] for item in items]},
+        lambda items: {"gsm8k": [Beginning(item["question"]) for item in items]},
+        is_told_by_columns=False,
     ),
     # Plain text, a paragraph a line, e.g. WikiText: editing of text.
-    "editing": Suite(("text",), _text_edits, _paragraphs),
+    "editing": Suite(("text",), _text_edits, _paragraphs, is_told_by_columns=False),
     # The user's own prompts, as they are.
-    "text": Suite((), _own, _own),
+    "text": Suite((), _own, _own, is_told_by_columns=False),
 }

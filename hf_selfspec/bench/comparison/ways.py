@@ -209,16 +209,29 @@ def usual_ways(model: PreTrainedModel, batch: Batch) -> tuple[list[Way], list[Le
     return ways, left_out
 
 
+def check_ways(model: PreTrainedModel, ways: Iterable[Way], batch: Batch) -> None:
+    """Checks by a call of a few tokens that ways which were named fit the model.
+
+    Raises:
+        SettingError: one does not.
+    """
+    for way in ways:
+        if why := _why_not(model, way, batch):
+            raise SettingError(f"methods: {way.name} does not fit this model: {why}. Leave it out.")
+
+
 def _why_not(model: PreTrainedModel, way: Way, batch: Batch) -> str:
     if way.name == PLAIN:
         return ""
-    given = dict(way.options) if way.make is None else {"assistant": way.make()}
+    given: dict[str, Any] = dict(way.options) if way.make is None else {"assistant": way.make()}
+    if way.is_static:
+        given["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count
     ids, mask = batch.ids[:1], batch.mask[:1]
     try:
         with muted():
             model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, **given)
     except _REFUSALS as error:
-        return brief(error)
+        return brief(error).removesuffix(".")
     return ""
 
 

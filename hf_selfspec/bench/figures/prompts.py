@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import SettingError
 from ...loading import NamedModel
-from ..comparison.suites import Source
+from ...train.texts import texts
 from ..corpus import Corpus, read_corpus
 from ..trained import Asked, compare
 
@@ -33,8 +33,7 @@ def add_prompts(parser: argparse.ArgumentParser, prompts: int) -> None:
 
 def column(path: str, name: str) -> list[str]:
     """A column of a file of JSON lines."""
-    _, items = Source(path, "text", name).content
-    return [str(item["text"]) for item in items]
+    return texts(path, name)
 
 
 def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[torch.Tensor]:

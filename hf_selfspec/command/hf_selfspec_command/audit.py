@@ -12,8 +12,8 @@ from .options import (
     MaxPromptTokensOption,
     MethodsOption,
     ModelOptions,
+    PromptOptions,
     SeedOption,
-    TextOptions,
     takes_options,
 )
 from .output import progress
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @takes_options
 def audit(
     model: ModelOptions,
-    data: TextOptions,
+    data: PromptOptions,
     chat: ChatOption = None,
     methods: MethodsOption = None,
     max_new_tokens: MaxNewTokensOption = 64,
@@ -48,9 +48,9 @@ def audit(
     test = _test(sample, {"temperature": temperature, "top_p": top_p, "draws": draws})
     names = split(methods or ["selfspec"])
     specs = [read_spec(name, "--methods") for name in names]
-    texts, named = data.read(), model.find()
+    given, named = data.read(), model.find()
     tokenizer = named.tokenizer()
-    prompts = as_prompts(tokenizer, texts, chat)
+    prompts = as_prompts(tokenizer, given, chat)
     network = model.load(named)
     torch.manual_seed(seed)
     all_passed = True

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import FieldOption, ModelOptions, takes_options
+from .options import ModelOptions, PromptFieldOption, takes_options
 
 # Options that are settings by the same name.
 _SETTINGS = ("max_new_tokens", "top_p", "top_k", "seed", "clock", "passes", "first_calls")
@@ -18,16 +18,21 @@ class StreamOptions:
     """Which prompts."""
 
     data: Annotated[
-        list[str], typer.Option(help="A .jsonl or .txt file of prompts, or a dataset of the Hub; again for more.")
+        list[str],
+        typer.Option(
+            help="A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub; again for "
+            "more."
+        ),
     ]
     out: Annotated[str, typer.Option(help="Folder for the report. The same command goes on with what is in it.")]
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="For each --data spec-bench, humaneval, gsm8k, editing, text or auto, which goes by the columns."
+            help="For each --data spec-bench, humaneval, gsm8k, editing, text or auto, which goes by the columns and "
+            "never takes your own prompts for editing."
         ),
     ] = None
-    field: FieldOption = None
+    field: PromptFieldOption = None
     kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, with commas between.")] = None
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 5
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None

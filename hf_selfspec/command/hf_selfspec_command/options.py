@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -14,7 +13,8 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_selfspec.loading import NamedModel
+    from hf_selfspec.loading import ModelRequest, NamedModel
+    from hf_selfspec.prompts import Prompt
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
@@ -26,6 +26,17 @@ DeviceOption = Annotated[
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch on the CPU.")]
 DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
 FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
+PromptDataOption = Annotated[
+    str,
+    typer.Option(help="A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub."),
+]
+PromptFieldOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the prompt, a text or a chat; by default messages, prompt, text, question or instruction, the "
+        "first one that is there."
+    ),
+]
 ChatOption = Annotated[
     bool | None,
     typer.Option(
@@ -71,6 +82,21 @@ class TextOptions:
 
 
 @dataclass(frozen=True)
+class PromptOptions:
+    """Which prompts."""
+
+    data: PromptDataOption
+    field: PromptFieldOption = None
+    prompts: PromptsOption = 8
+
+    def read(self) -> list[Prompt]:
+        """The texts and chats, as many as there are up to the number that is wanted."""
+        from hf_selfspec.prompt_files import read_prompts
+
+        return read_prompts(self.data, self.field)[: self.prompts]
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """Which model, and how it is loaded."""
 
@@ -81,26 +107,16 @@ class ModelOptions:
 
     def find(self) -> NamedModel:
         """Checks all options and the config; nothing else of the model is loaded yet."""
-        import torch
-        from transformers.utils import logging
-
-        from hf_selfspec.loading import NamedModel, device_named
-
-        logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()
-        device_named(self.device)
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        named = NamedModel.find(self.model)
-        named.config()
-        return named
+        return self._request().find()
 
     def load(self, named: NamedModel) -> PreTrainedModel:
         """The model that :meth:`find` has found."""
-        from hf_selfspec.loading import device_named
+        return self._request().load(named)
 
-        return named.model(self.dtype, device_named(self.device))
+    def _request(self) -> ModelRequest:
+        from hf_selfspec.loading import ModelRequest
+
+        return ModelRequest(self.model, self.dtype, self.device, self.threads)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
