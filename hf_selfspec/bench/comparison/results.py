@@ -117,8 +117,8 @@ def _condition(told: Told) -> Json:
 
 
 def _best(ways: Sequence[Json]) -> str | None:
-    """The way whose whole calls are fastest."""
-    known = [way for way in ways if way["whole"] is not None]
+    """The way whose whole calls are fastest, of those that write the model's own text."""
+    known = [way for way in ways if way["whole"] is not None and way["is_lossless"]]
     found: str | None = max(known, key=lambda way: way["whole"]["ratio_of_means"]["value"])["name"] if known else None
     return found
 
@@ -127,6 +127,7 @@ def _way(told: Told, way: Way) -> Json:
     calls = told.of_way(way.name)
     kept = acceptance(calls)
     graphs = told.graphs(way.name)
+    equal = _equal(told, way, calls)
     return {
         "name": way.name,
         "group": way.group,
@@ -139,7 +140,8 @@ def _way(told: Told, way: Way) -> Json:
         "by_looping": _by(told, way.name, lambda call: "texts that loop" if call.looping > LOOPS else "other texts"),
         **_speeds(told, calls),
         "acceptance": None if kept is None else asdict(kept),
-        "equal_ids": _equal(told, way, calls),
+        "equal_ids": equal,
+        "is_lossless": way.is_lossless and all(one["near_tie"] for one in (equal or {}).get("parted", ())),
         "first_call": _first_call(told, way.name),
         "fresh_calls": _fresh(told, way.name),
         "compiled_graphs": sum(graphs),

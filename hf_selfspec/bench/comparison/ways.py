@@ -51,6 +51,11 @@ class Way:
     is_static: bool = False
     takes_batches: bool = True
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the text is the model's own by the way's settings."""
+        return self.make is None or getattr(self.make().draft, "lossless", True)
+
 
 @dataclass(frozen=True)
 class LeftOut:
