@@ -60,7 +60,9 @@ class MethodOptions:
     clock: Annotated[
         str, typer.Option(help="wall, cpu, or auto: the CPU time on one thread of a CPU, otherwise the wall's.")
     ] = "auto"
-    passes: Annotated[int, typer.Option(help="Times that the stream runs; the last counts (3 for graphs).")] = 1
+    passes: Annotated[
+        int, typer.Option(help="Times that the stream runs, each with a new SelfSpec; the last counts (3 for graphs).")
+    ] = 1
     first_calls: Annotated[int, typer.Option(help="Prompts with a new SelfSpec each, behind the stream.")] = 0
     without: Annotated[
         list[str] | None, typer.Option(help="Leave parts of ours out: kernels, trees, suffix, successors, costs.")
