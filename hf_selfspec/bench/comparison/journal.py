@@ -61,7 +61,7 @@ class Journal:
     calls: dict[tuple[str, int, int, int], Call] = field(default_factory=dict)
     parted: list[Parted] = field(default_factory=list)
     compared: set[tuple[int, int]] = field(default_factory=set)
-    peaks: dict[tuple[str, int], int | None] = field(default_factory=dict)
+    peaks: dict[tuple[str, int], int] = field(default_factory=dict)
     traces: bool = False
 
     @classmethod
@@ -103,8 +103,8 @@ class Journal:
         found = {"condition": condition, "prompt": prompt, "parted": [asdict(one) for one in parted]}
         self._write(FILE, _line(_PARTED, found))
 
-    def add_peak(self, way: str, condition: int, peak: int | None) -> None:
-        """Keeps a peak of memory, ``None`` where it could not be measured."""
+    def add_peak(self, way: str, condition: int, peak: int) -> None:
+        """Keeps a peak of memory."""
         self.peaks[way, condition] = peak
         self._write(FILE, _line(_PEAK, {"way": way, "condition": condition, "bytes": peak}))
 

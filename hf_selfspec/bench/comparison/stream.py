@@ -108,7 +108,9 @@ class Stream:
             batch = max(part.batches, key=lambda batch: batch.ids.shape[1])
             for way in part.ways:
                 if peaks is not None and (way.name, part.index) not in self.journal.peaks:
-                    self.journal.add_peak(way.name, part.index, peaks(way, batch, options))
+                    peak = peaks(way, batch, options)
+                    if peak is not None:
+                        self.journal.add_peak(way.name, part.index, peak)
                     progress.advance(f"memory of {way.name}")
 
 
