@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 from hf_selfspec import SelfSpec
 from hf_selfspec.bench.comparison.calls import Call, Caller
 from hf_selfspec.bench.comparison.compare import Asked
+from hf_selfspec.bench.comparison.journal import Journal
 from hf_selfspec.bench.comparison.prompts import Batch, Prompt
 from hf_selfspec.bench.comparison.settings import Settings
 from hf_selfspec.bench.comparison.ways import Way
@@ -54,3 +55,30 @@ def test_each_pass_begins_with_a_new_spec(
     used = [spec for spec in specs if spec is not None]
     assert [spec is used[0] for spec in used] == [True, True, False, False, False, False]
     assert [spec is used[4] for spec in used] == [False, False, False, False, True, True]
+
+
+def test_a_new_journal_begins_without_what_another_has_learned(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """After ``calls.jsonl`` was moved away, as the error about it advises."""
+    prompts = [Prompt("a", tokenizer(text)["input_ids"]) for text in TEXTS[:2]]
+    journal = Journal.opened({}, tmp_path, traces=True)
+    journal.keep_state("free", _with_texts(model, prompts[0]), model)
+    (tmp_path / "trace.jsonl").write_text("{}\n")
+    (tmp_path / "report.md").write_text("of the user")
+    (tmp_path / "calls.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    again, spec = Journal.opened({}, tmp_path, traces=True), SelfSpec.lookup()
+    again.restore_state("free", spec, model)
+    assert spec._knowledge.saved is None
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
+        "calls.jsonl",
+        "elsewhere.jsonl",
+        "report.md",
+    }
+
+
+def _with_texts(model: LlamaForCausalLM, prompt: Prompt) -> SelfSpec:
+    spec = SelfSpec.lookup()
+    batch = Batch.of([prompt], 0, model.device)
+    model.generate(batch.ids, attention_mask=batch.mask, assistant=spec, max_new_tokens=8, pad_token_id=0)
+    return spec

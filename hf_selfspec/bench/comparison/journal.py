@@ -85,6 +85,7 @@ class Journal:
         if not journal.calls:
             with reported(folder):
                 folder.mkdir(parents=True, exist_ok=True)
+                _remove_leavings(folder)
                 (folder / FILE).write_text(_line(_HEADER, header), encoding="utf-8")
         return journal
 
@@ -156,6 +157,13 @@ class Journal:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _remove_leavings(folder: Path) -> None:
+    """Removes what was learned and traced beside a file of calls that is there no more."""
+    (folder / _TRACE).unlink(missing_ok=True)
+    for state in (folder / _STATES).glob(f"*/{saving.FILE_NAME}"):
+        state.unlink()
 
 
 def _line(kind: str, content: Any) -> str:
