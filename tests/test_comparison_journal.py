@@ -11,7 +11,7 @@ from comparing import DEMO
 from conftest import tiny_llama
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from hf_selfspec import SelfSpec
+from hf_selfspec import SelfSpec, SettingError, compare
 from hf_selfspec.bench.comparison.calls import Call, Caller
 from hf_selfspec.bench.comparison.compare import Asked
 from hf_selfspec.bench.comparison.journal import Journal
@@ -82,3 +82,22 @@ def _with_texts(model: LlamaForCausalLM, prompt: Prompt) -> SelfSpec:
     batch = Batch.of([prompt], 0, model.device)
     model.generate(batch.ids, attention_mask=batch.mask, assistant=spec, max_new_tokens=8, pad_token_id=0)
     return spec
+
+
+def test_a_way_that_became_another_is_not_put_together_with_it(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    def again(spec: SelfSpec) -> None:
+        compare(model, tokenizer, TEXTS[:2], {"mine": spec}, max_new_tokens=4, out=tmp_path, progress=False)
+
+    again(SelfSpec.layerskip(3, num_draft=2))
+    again(SelfSpec.layerskip(3, num_draft=2))
+    with pytest.raises(
+        SettingError, match=r"other settings \(settings_of_ways.mine: .*num_tokens=2.*now .*num_tokens=4"
+    ):
+        again(SelfSpec.layerskip(3, num_draft=4))
+
+
+def test_settings_of_a_way_are_the_same_in_each_process() -> None:
+    make: Any = object
+    assert Way("mine", "ours", "assistant=mine", make=make).settings == "<object object>"
