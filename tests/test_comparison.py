@@ -54,8 +54,8 @@ def compared(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Com
 
 
 def test_ratio_of_means_is_spec_benchs_and_stands_beside_that_of_totals() -> None:
-    plain = [call(1.0, 10), call(4.0, 20), call(2.0, 10)]
-    way = [call(0.5, 10), call(4.0, 20), call(1.0, 10)]
+    plain = [call(1.0, 10), call(4.0, 20), call(2.0, 10)] * 4
+    way = [call(0.5, 10), call(4.0, 20), call(1.0, 10)] * 4
     found = ratios(Measured.whole(plain, "wall"), Measured.whole(way, "wall"))
     assert found is not None
     assert found.ratio_of_means.value == pytest.approx((20 + 5 + 10) / (10 + 5 + 5))

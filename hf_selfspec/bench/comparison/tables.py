@@ -83,12 +83,13 @@ def verdict(condition: Json) -> Verdict:
         return Verdict(f"{which} is faster than plain generate here.", details, "")
     found = estimate(best["whole"]["ratio_of_means"])
     assert found is not None
-    if found.low is not None and found.low <= 1:
-        head = f"No clear gain: the fastest, {best['name']}, makes {found.value:.2f} times the speed of plain generate"
-        return Verdict(f"{head} ({found.interval}).", details, "")
-    interval = f" (95 % interval {found.interval})" if found.interval else ""
+    fastest = f"the fastest, {best['name']}, makes {found.value:.2f} times the speed of plain generate"
+    if found.low is None:
+        return Verdict(f"Too few prompts to call it a gain: {fastest}.", details, "")
+    if found.low <= 1:
+        return Verdict(f"No clear gain: {fastest} ({found.interval}).", details, "")
     speeds = [ways[name]["output_token_throughput"]["value"] for name in (best["name"], PLAIN)]
-    head = f"{best['name']} is {found.value:.2f} times as fast as plain generate{interval}: "
+    head = f"{best['name']} is {found.value:.2f} times as fast as plain generate (95 % interval {found.interval}): "
     return Verdict(f"{head}{speeds[0]:.1f} tokens per second in place of {speeds[1]:.1f}.", details, best["call"])
 
 
@@ -129,7 +130,7 @@ def _rivals(condition: Json, ways: Mapping[str, Json]) -> list[str]:
 
 def _compared(ways: Mapping[str, Json], name: str) -> str:
     what = "The best setting of prompt lookup" if ways[name]["group"] == LOOKUP_GROUP else "The fastest SelfSpec"
-    return f"{what}, {name}, makes {_ratio(ways[name]['whole'])}."
+    return f"{what}, {name}, makes {_ratio(ways[name]['whole'])} times the speed of plain generate."
 
 
 def _ids_of(way: Json) -> str:
@@ -145,7 +146,8 @@ def _ids_of(way: Json) -> str:
 def _few(condition: Json) -> str:
     if condition["prompts"] >= FEWEST:
         return ""
-    return f"Only {condition['prompts']} prompts count, too few for an interval: give more."
+    what = "1 prompt counts" if condition["prompts"] == 1 else f"{condition['prompts']} prompts count"
+    return f"Only {what}, too few for an interval: give more."
 
 
 def condition_tables(condition: Json) -> list[Table]:

@@ -29,7 +29,10 @@ class StreamOptions:
     ] = None
     field: FieldOption = None
     kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, with commas between.")] = None
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 5
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts of each kind; without it 20 of a single kind, 5 of each of several."),
+    ] = None
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None
     raw: Annotated[bool, typer.Option("--raw", help="Go on with beginnings of texts in place of chats.")] = False
     variants: Annotated[bool, typer.Option("--variants", help="Each prompt and, later, a variant of it.")] = False
