@@ -28,8 +28,8 @@ class Told:
     Attributes:
         part: see there.
         calls: of the pass that counts, by way, in the order of the stream.
-        counted: places of the prompts that count: all but the first where there was one pass, since its calls begin
-            with kernels and graphs that are not there yet.
+        counted: places of the prompts that count: all but those where a process called a way for the first time, and the
+            first where there was one pass, since these calls begin with kernels and graphs that are not there yet.
         fresh: calls with a new ``SelfSpec``, by way.
         journal: where texts part.
         clock: of the main figures.
@@ -55,7 +55,7 @@ class Told:
             ]
             for way in part.ways
         }
-        return cls(part, calls, known[first:], fresh, journal, clock)
+        return cls(part, calls, _warm(known[first:], calls), fresh, journal, clock)
 
     def graphs(self, name: str) -> list[int]:
         """Graphs that were compiled in each call of a way, whatever the pass."""
@@ -99,6 +99,12 @@ def results(
         "conditions": [_condition(Told.of(part, journal, settings, clock)) for part in parts],
         "verify_cost": costs,
     }
+
+
+def _warm(places: Sequence[int], calls: Mapping[str, Sequence[Call]]) -> Sequence[int]:
+    """The prompts with no first call of a process; all if there are no others."""
+    cold = {call.prompt for of_way in calls.values() for call in of_way if call.in_process == 0}
+    return [place for place in places if place not in cold] or places
 
 
 def _condition(told: Told) -> Json:

@@ -244,8 +244,8 @@ def _first_calls(condition: Json) -> Table:
         anew = f"{sum(fresh) / len(fresh):.2f} ({len(fresh)} calls)" if fresh else _NOTHING
         rows.append([way["name"], f"{first['request_latency']:.2f}", f"{first['ratio']:.2f}", anew, graphs])
     note = (
-        "The first prompt of the stream, which the figures above leave out where the stream runs once. Begun anew: "
-        "each prompt with a SelfSpec that knows nothing yet."
+        "The first prompt of the stream, which the figures above leave out where the stream runs once; they leave out "
+        "prompts where a run was started again, too. Begun anew: each prompt with a SelfSpec that knows nothing yet."
     )
     head = ["way", "seconds", "speed-up there", "speed-up, begun anew", "graphs compiled"]
     return Table("First calls", note, head, rows)
