@@ -28,8 +28,8 @@ class Told:
     Attributes:
         part: see there.
         calls: of the pass that counts, by way, in the order of the stream.
-        counted: places of the prompts that count: all but those where a process called a way for the first time, and the
-            first where there was one pass, since these calls begin with kernels and graphs that are not there yet.
+        counted: places of the prompts that count: all but those where a process called a way for the first time, and
+            the first where there was one pass, since these calls begin with kernels and graphs that are not there yet.
         fresh: calls with a new ``SelfSpec``, by way.
         journal: where texts part.
         clock: of the main figures.
