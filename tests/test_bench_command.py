@@ -69,6 +69,15 @@ def test_chats_of_several_files_are_one_stream(
     assert all(line["tokens"] == 12 and line["timeline"] for line in trace)
 
 
+def test_a_file_of_ones_own_gives_enough_prompts_for_an_interval(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "own.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"def number_{number}():"}) for number in range(30)))
+    assert bench(model, data, tmp_path / "report", "--methods", "prompt-lookup(2)", "--max-new-tokens", "2") == 0
+    (condition,) = json.loads((tmp_path / "report" / "results.json").read_text())["conditions"]
+    assert condition["prompts"] == 19, "the first one is told apart"
+    assert condition["ways"][1]["whole"]["ratio_of_means"]["low"] is not None
+
+
 def test_drawn_batches_of_beginnings(files: dict[str, Path], model: Path, tmp_path: Path) -> None:
     words = ["--raw", "--kinds", "code", "--prompts", "3", "--batch-size", "2", "--max-new-tokens", "8"]
     words += ["--methods", "selfspec,prompt-lookup", "--temperature", "0.7", "--top-p", "0.9"]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from .measure import Sample, Timings, interleave, timed_generate
+from .resident import peak_resident_bytes
 from .synthetic import random_prompt
 
 
@@ -101,6 +102,4 @@ def peak_memory(model: PreTrainedModel, spec: SelfSpec | None, rows: int, prompt
     model.generate(**random_prompt(model, rows, prompt), max_new_tokens=tokens, do_sample=False, **extra)
     if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**20
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return peak_resident_bytes() / 2**20

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from ..search.costs import wait_for
 from ..train import EarlyExitLoss, LayerDropout, Rotational
+from .resident import peak_resident_bytes
 
 Callbacks = Callable[[], list[TrainerCallback]]
 
@@ -143,6 +144,4 @@ def peak_training_memory(shape: TrainingShape, variant: str, device: str) -> flo
     train(shape.model(), shape, VARIANTS[variant], 8, device)
     if device != "cpu":
         return torch.cuda.max_memory_allocated() / 2**20
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return peak_resident_bytes() / 2**20

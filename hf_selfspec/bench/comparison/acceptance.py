@@ -19,7 +19,7 @@ class Acceptance:
 
     Attributes:
         num_rounds: verification passes of each row; a round without a draft is one.
-        num_draft_tokens: drafting steps, ``None`` where the loop does not tell.
+        num_draft_tokens: drafted tokens (siblings in a tree do not count), ``None`` where the loop does not tell.
         num_accepted_tokens: drafted tokens that were kept.
         mean_acceptance_length: tokens of a round, the bonus token among them.
         draft_acceptance_rate: share of the drafted tokens that were kept.

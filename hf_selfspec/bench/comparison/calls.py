@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ...search.costs import wait_for
 from ...selfspec import SelfSpec
 from ...stats import GenerationStats
 from .prompts import Batch
@@ -228,12 +229,6 @@ class Caller:
     def _until_end(self, row: list[int]) -> list[int]:
         end = next((place for place, token in enumerate(row) if token in self.eos), len(row))
         return row[: end + 1]
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what was asked of it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def looping_share(ids: Sequence[int]) -> float:

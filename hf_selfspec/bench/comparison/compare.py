@@ -232,6 +232,7 @@ class Asked:
             "about": about,
             "settings": self.settings.as_json(),
             "ways": [way.name for way in ways],
+            "settings_of_ways": {way.name: way.settings for way in ways},
             "prompts": hashlib.sha256(json.dumps([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:_HASH],
         }
         journal = Journal.opened(header, self.out, self.traces)

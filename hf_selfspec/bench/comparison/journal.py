@@ -61,7 +61,7 @@ class Journal:
     calls: dict[tuple[str, int, int, int], Call] = field(default_factory=dict)
     parted: list[Parted] = field(default_factory=list)
     compared: set[tuple[int, int]] = field(default_factory=set)
-    peaks: dict[tuple[str, int], int | None] = field(default_factory=dict)
+    peaks: dict[tuple[str, int], int] = field(default_factory=dict)
     traces: bool = False
 
     @classmethod
@@ -85,6 +85,7 @@ class Journal:
         if not journal.calls:
             with reported(folder):
                 folder.mkdir(parents=True, exist_ok=True)
+                _remove_leavings(folder)
                 (folder / FILE).write_text(_line(_HEADER, header), encoding="utf-8")
         return journal
 
@@ -103,8 +104,8 @@ class Journal:
         found = {"condition": condition, "prompt": prompt, "parted": [asdict(one) for one in parted]}
         self._write(FILE, _line(_PARTED, found))
 
-    def add_peak(self, way: str, condition: int, peak: int | None) -> None:
-        """Keeps a peak of memory, ``None`` where it could not be measured."""
+    def add_peak(self, way: str, condition: int, peak: int) -> None:
+        """Keeps a peak of memory."""
         self.peaks[way, condition] = peak
         self._write(FILE, _line(_PEAK, {"way": way, "condition": condition, "bytes": peak}))
 
@@ -156,6 +157,13 @@ class Journal:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _remove_leavings(folder: Path) -> None:
+    """Removes what was learned and traced beside a file of calls that is there no more."""
+    (folder / _TRACE).unlink(missing_ok=True)
+    for state in (folder / _STATES).glob(f"*/{saving.FILE_NAME}"):
+        state.unlink()
 
 
 def _line(kind: str, content: Any) -> str:

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
+from ...notices import warn_once
+from ..resident import peak_resident_bytes
 from .calls import Caller
 from .prompts import Batch
 from .ways import Way, methods_of, ways_of
 
-# Bytes of a unit in which the system counts: kibibytes, and bytes on macOS.
-_UNIT = 1 if sys.platform == "darwin" else 1024
-
-# Bytes that a way takes at most on a batch, with the arguments of generate; ``None`` where this cannot be told.
+# Bytes that a way takes at most on a batch, with the arguments of generate; ``None`` where this could not be measured.
 Peaks = Callable[[Way, Batch, Mapping[str, Any]], int | None]
 
 
@@ -36,15 +35,17 @@ def peaks(model: str, dtype: str) -> Peaks:
         }
         command = [sys.executable, "-m", "hf_selfspec.bench.comparison.memory"]
         done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
-        return int(done.stdout.split()[-1]) if done.returncode == 0 and done.stdout else None
+        if done.returncode == 0 and done.stdout:
+            return int(done.stdout.split()[-1])
+        why = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]
+        warn_once(f"peak memory of {way.name} was not measured ({why}). The same command tries it again.")
+        return None
 
     return peak
 
 
 def _main() -> None:
     """Reads what is to be measured, and writes the bytes."""
-    import resource  # which not all systems have
-
     from ...loading import NamedModel
 
     job = json.load(sys.stdin)
@@ -55,7 +56,7 @@ def _main() -> None:
     options = job["options"]
     caller = Caller(model, 0, batch.ids.shape[1] + options["max_new_tokens"])
     caller.call(way, batch, (0, 0, 0), options, None if way.make is None else way.make())
-    sys.stdout.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT}\n")
+    sys.stdout.write(f"{peak_resident_bytes()}\n")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from .calls import Call
 _DRAWS = 2000
 _LOW, _HIGH = 2.5, 97.5
 _SEED = 0
-# Prompts below which an interval tells nothing.
-FEWEST = 3
+# Prompts below which there is no interval. The bootstrap's are narrow with few: of means of lognormal speeds (σ = 0.3)
+# they hold the true one in 79 % of cases with 4 prompts, in 88 % with 10, in 93 % with 20 (1,500 simulated cases).
+FEWEST = 10
 
 
 @dataclass(frozen=True)

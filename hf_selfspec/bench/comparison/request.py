@@ -22,11 +22,14 @@ from .ablations import changed, check_ablations
 from .compare import Asked, Comparison, longest_prompt
 from .memory import peaks
 from .prompts import Encoder, Prompt, repeated, stream_of, stream_of_variants
+from .protocol import FEWEST
 from .settings import Settings
 from .suites import Source
 from .ways import methods_of
 
 _AUTO = "auto"
+# Prompts of a stream of one kind, twice as many as an interval needs, and of each kind where there are several.
+_OF_ONE_KIND, _OF_EACH_KIND = 2 * FEWEST, 5
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class BenchRequest:
         methods: ways, empty for every one that fits.
         field: column of prompts.
         kinds: of prompts, empty for all.
-        prompts: of each kind.
+        prompts: of each kind, ``None`` for as many as :func:`usual_count` gives.
         max_prompt_tokens: longer prompts are left out.
         raw: texts to go on with in place of chats.
         variants: each prompt and, later, a variant of it.
@@ -61,7 +64,7 @@ class BenchRequest:
     methods: Sequence[str] = ()
     field: str | None = None
     kinds: Sequence[str] = ()
-    prompts: int = 5
+    prompts: int | None = None
     max_prompt_tokens: int | None = None
     raw: bool = False
     variants: bool = False
@@ -75,8 +78,8 @@ class BenchRequest:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("--prompts", self.prompts)
-        for name, count in (("--max-prompt-tokens", self.max_prompt_tokens), ("--threads", self.threads)):
+        counts = {"--prompts": self.prompts, "--max-prompt-tokens": self.max_prompt_tokens, "--threads": self.threads}
+        for name, count in counts.items():
             if count is not None:
                 check_count(name, count)
         if self.suites and len(self.suites) != len(self.data):
@@ -130,10 +133,11 @@ class BenchRequest:
         encoder = Encoder(tokenizer, min(longest, self.max_prompt_tokens or longest), chat=not raw)
         rng = random.Random(self.settings.seed)
         if self.variants:
-            stream = stream_of_variants(self._of_kinds(suites.pairs(self.sources)), encoder, self.prompts, rng)
+            pairs = self._of_kinds(suites.pairs(self.sources))
+            stream = stream_of_variants(pairs, encoder, self.prompts or usual_count(len(pairs)), rng)
         else:
-            texts = suites.beginnings(self.sources) if raw else suites.questions(self.sources)
-            stream = stream_of(self._of_kinds(texts), encoder, self.prompts, rng)
+            texts = self._of_kinds(suites.beginnings(self.sources) if raw else suites.questions(self.sources))
+            stream = stream_of(texts, encoder, self.prompts or usual_count(len(texts)), rng)
         return repeated(stream) if self.repeat else stream, dict(+encoder.left_out)
 
     def _of_kinds(self, texts: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +151,13 @@ class BenchRequest:
     def _about(self) -> dict[str, Any]:
         return {
             "data": [f"{source.data} ({source.suite or _AUTO})" for source in self.sources],
-            "prompts_per_kind": self.prompts,
+            "prompts_per_kind": self.prompts or _AUTO,
             "raw": self.raw,
             "without": list(self.without),
             "free_verification": self.free_verification,
         }
+
+
+def usual_count(kinds: int) -> int:
+    """Prompts of each kind where none was asked for."""
+    return _OF_ONE_KIND if kinds == 1 else _OF_EACH_KIND

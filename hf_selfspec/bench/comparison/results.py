@@ -28,8 +28,8 @@ class Told:
     Attributes:
         part: see there.
         calls: of the pass that counts, by way, in the order of the stream.
-        counted: places of the prompts that count: all but the first where there was one pass, since its calls begin
-            with kernels and graphs that are not there yet.
+        counted: places of the prompts that count: all but those where a process called a way for the first time, and
+            the first where there was one pass, since these calls begin with kernels and graphs that are not there yet.
         fresh: calls with a new ``SelfSpec``, by way.
         journal: where texts part.
         clock: of the main figures.
@@ -55,7 +55,7 @@ class Told:
             ]
             for way in part.ways
         }
-        return cls(part, calls, known[first:], fresh, journal, clock)
+        return cls(part, calls, _warm(known[first:], calls), fresh, journal, clock)
 
     def graphs(self, name: str) -> list[int]:
         """Graphs that were compiled in each call of a way, whatever the pass."""
@@ -101,6 +101,12 @@ def results(
     }
 
 
+def _warm(places: Sequence[int], calls: Mapping[str, Sequence[Call]]) -> Sequence[int]:
+    """The prompts with no first call of a process; all if there are no others."""
+    cold = {call.prompt for of_way in calls.values() for call in of_way if call.in_process == 0}
+    return [place for place in places if place not in cold] or places
+
+
 def _condition(told: Told) -> Json:
     ways = [_way(told, way) for way in told.part.ways] if told.counted else []
     plain = told.of_way(PLAIN)
@@ -117,8 +123,8 @@ def _condition(told: Told) -> Json:
 
 
 def _best(ways: Sequence[Json]) -> str | None:
-    """The way whose whole calls are fastest."""
-    known = [way for way in ways if way["whole"] is not None]
+    """The way whose whole calls are fastest, of those that write the model's own text."""
+    known = [way for way in ways if way["whole"] is not None and way["is_lossless"]]
     found: str | None = max(known, key=lambda way: way["whole"]["ratio_of_means"]["value"])["name"] if known else None
     return found
 
@@ -127,6 +133,7 @@ def _way(told: Told, way: Way) -> Json:
     calls = told.of_way(way.name)
     kept = acceptance(calls)
     graphs = told.graphs(way.name)
+    equal = _equal(told, way, calls)
     return {
         "name": way.name,
         "group": way.group,
@@ -139,7 +146,8 @@ def _way(told: Told, way: Way) -> Json:
         "by_looping": _by(told, way.name, lambda call: "texts that loop" if call.looping > LOOPS else "other texts"),
         **_speeds(told, calls),
         "acceptance": None if kept is None else asdict(kept),
-        "equal_ids": _equal(told, way, calls),
+        "equal_ids": equal,
+        "is_lossless": way.is_lossless and all(one["near_tie"] for one in (equal or {}).get("parted", ())),
         "first_call": _first_call(told, way.name),
         "fresh_calls": _fresh(told, way.name),
         "compiled_graphs": sum(graphs),

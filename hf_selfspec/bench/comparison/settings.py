@@ -47,7 +47,8 @@ class Settings:
         seed: of drawn tokens, and of the choice of prompts.
         clock: the clock of the main figures; ``auto`` is the CPU time of the process on one thread of a CPU, which
             other users of the machine disturb less, and otherwise the wall's.
-        passes: how often the stream runs, of which the last counts: graphs are compiled in the first two.
+        passes: how often the stream runs, each time with new ``SelfSpec``s, of which the last counts: graphs are
+            compiled in the first two.
         first_calls: prompts with a new ``SelfSpec`` each, behind the stream.
 
     Raises:

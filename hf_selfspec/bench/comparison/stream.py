@@ -108,23 +108,30 @@ class Stream:
             batch = max(part.batches, key=lambda batch: batch.ids.shape[1])
             for way in part.ways:
                 if peaks is not None and (way.name, part.index) not in self.journal.peaks:
-                    self.journal.add_peak(way.name, part.index, peaks(way, batch, options))
+                    peak = peaks(way, batch, options)
+                    if peak is not None:
+                        self.journal.add_peak(way.name, part.index, peak)
                     progress.advance(f"memory of {way.name}")
 
 
 class _Turns:
-    """One condition: its ``SelfSpec``s are kept from call to call."""
+    """One condition: its ``SelfSpec``s are kept from call to call of a pass, and the next pass begins with new ones.
+
+    A pass that counts would otherwise draft from its own answers. Graphs stay with the model.
+    """
 
     def __init__(self, stream: Stream, part: Part, progress: Progress) -> None:
         self.stream, self.part, self.progress = stream, part, progress
         self.options = stream.settings.options(part.condition, stream.pad)
         self.specs: dict[str, SelfSpec] = {}
+        self._turn: int | None = None
         self._warm: set[str] = set()
         self._unsaved: set[str] = set()
 
     def run(self) -> None:
-        self._begin()
         for turn, prompt, ways in self.part.turns(self.stream.settings):
+            if turn not in (self._turn, FRESH):
+                self._begin(turn)
             missing = [way for way in ways if self._key(way, turn, prompt) not in self.stream.journal.calls]
             for way in missing:
                 self._call(way, turn, prompt)
@@ -133,7 +140,9 @@ class _Turns:
             if turn == self.stream.settings.passes - 1:
                 self._compare(prompt)
 
-    def _begin(self) -> None:
+    def _begin(self, turn: int) -> None:
+        """Makes the ``SelfSpec``s of a pass; they know what an earlier run of the pass has learned."""
+        self._turn = turn
         for way in self.part.ways:
             if way.make is not None:
                 self.specs[way.name] = way.make()
@@ -197,7 +206,7 @@ class _Turns:
     def _state_name(self, way: str) -> str:
         readable = re.sub(r"\W+", "-", way).strip("-")[:40]
         place = next(index for index, known in enumerate(self.part.ways) if known.name == way)
-        return f"{self.part.index}-{place}-{readable}"
+        return f"{self.part.index}-{self._turn}-{place}-{readable}"
 
 
 def _rotated(ways: Sequence[Way], prompt: int) -> list[Way]:

@@ -76,18 +76,34 @@ def verdict(condition: Json) -> Verdict:
     ways = {way["name"]: way for way in condition["ways"]}
     best = ways[condition["best"]]
     others = [_compared(ways, name) for name in dict.fromkeys(_rivals(condition, ways)) if name != best["name"]]
-    details = [*filter(None, [*others, _as_fast(ways, best), _ids_of(best), _few(condition)])]
+    lossy = [_other_text(way) for way in ways.values() if _is_faster_otherwise(way, best)]
+    details = [*filter(None, [*others, _as_fast(ways, best), _ids_of(best), *lossy, _few(condition)])]
     if best["name"] == PLAIN:
-        return Verdict("Nothing that was measured is faster than plain generate here.", details, "")
+        which = "No way that writes the model's own text" if lossy else "Nothing that was measured"
+        return Verdict(f"{which} is faster than plain generate here.", details, "")
     found = estimate(best["whole"]["ratio_of_means"])
     assert found is not None
-    if found.low is not None and found.low <= 1:
-        head = f"No clear gain: the fastest, {best['name']}, makes {found.value:.2f} times the speed of plain generate"
-        return Verdict(f"{head} ({found.interval}).", details, "")
-    interval = f" (95 % interval {found.interval})" if found.interval else ""
+    fastest = f"the fastest, {best['name']}, makes {found.value:.2f} times the speed of plain generate"
+    if found.low is None:
+        return Verdict(f"Too few prompts to call it a gain: {fastest}.", details, "")
+    if found.low <= 1:
+        return Verdict(f"No clear gain: {fastest} ({found.interval}).", details, "")
     speeds = [ways[name]["output_token_throughput"]["value"] for name in (best["name"], PLAIN)]
-    head = f"{best['name']} is {found.value:.2f} times as fast as plain generate{interval}: "
+    head = f"{best['name']} is {found.value:.2f} times as fast as plain generate (95 % interval {found.interval}): "
     return Verdict(f"{head}{speeds[0]:.1f} tokens per second in place of {speeds[1]:.1f}.", details, best["call"])
+
+
+def _is_faster_otherwise(way: Json, best: Json) -> bool:
+    """Whether only its text keeps a way from being the best."""
+    if way["is_lossless"] or way["whole"] is None:
+        return False
+    return bool(way["whole"]["ratio_of_means"]["value"] > best["whole"]["ratio_of_means"]["value"])
+
+
+def _other_text(way: Json) -> str:
+    equal = way["equal_ids"]
+    where = "" if equal is None else f", whose ids it has in {equal['equal']} of {equal['texts']} texts"
+    return f"{way['name']} ({_ratio(way['whole'])}) does not count: it does not write the model's own text{where}."
 
 
 def _as_fast(ways: Mapping[str, Json], best: Json) -> str:
@@ -98,21 +114,23 @@ def _as_fast(ways: Mapping[str, Json], best: Json) -> str:
     close = [
         f"{name} ({_ratio(way['whole'])})"
         for name, way in ways.items()
-        if name not in (best["name"], PLAIN) and way["whole"] and way["whole"]["ratio_of_means"]["value"] >= found.low
+        if name not in (best["name"], PLAIN) and way["whole"] and way["is_lossless"]
+        if way["whole"]["ratio_of_means"]["value"] >= found.low
     ]
     return f"These prompts do not tell it from {', '.join(close)}." if close else ""
 
 
 def _rivals(condition: Json, ways: Mapping[str, Json]) -> list[str]:
     """The best of prompt lookup and the best of ours."""
-    mine = [way for way in ways.values() if way["group"] == OURS_GROUP and way["whole"] is not None]
+    known = [way for way in ways.values() if way["whole"] is not None and way["is_lossless"]]
+    mine = [way for way in known if way["group"] == OURS_GROUP]
     best = max(mine, key=lambda way: way["whole"]["ratio_of_means"]["value"])["name"] if mine else None
     return [name for name in (best, condition["best_prompt_lookup"]) if name is not None]
 
 
 def _compared(ways: Mapping[str, Json], name: str) -> str:
     what = "The best setting of prompt lookup" if ways[name]["group"] == LOOKUP_GROUP else "The fastest SelfSpec"
-    return f"{what}, {name}, makes {_ratio(ways[name]['whole'])}."
+    return f"{what}, {name}, makes {_ratio(ways[name]['whole'])} times the speed of plain generate."
 
 
 def _ids_of(way: Json) -> str:
@@ -122,16 +140,14 @@ def _ids_of(way: Json) -> str:
     said = f"The ids of {way['name']} are plain generate's in {equal['equal']} of {equal['texts']} texts"
     if not equal["parted"]:
         return f"{said}."
-    ties = sum(one["near_tie"] for one in equal["parted"])
-    if ties == len(equal["parted"]):
-        return f"{said}; where they part, the model's top two logits are within rounding of each other."
-    return f"{said}; {len(equal['parted']) - ties} part where rounding does not explain it (see below)."
+    return f"{said}; where they part, the model's top two logits are within rounding of each other."
 
 
 def _few(condition: Json) -> str:
     if condition["prompts"] >= FEWEST:
         return ""
-    return f"Only {condition['prompts']} prompts count, too few for an interval: give more."
+    what = "1 prompt counts" if condition["prompts"] == 1 else f"{condition['prompts']} prompts count"
+    return f"Only {what}, too few for an interval: give more."
 
 
 def condition_tables(condition: Json) -> list[Table]:
@@ -228,8 +244,8 @@ def _first_calls(condition: Json) -> Table:
         anew = f"{sum(fresh) / len(fresh):.2f} ({len(fresh)} calls)" if fresh else _NOTHING
         rows.append([way["name"], f"{first['request_latency']:.2f}", f"{first['ratio']:.2f}", anew, graphs])
     note = (
-        "The first prompt of the stream, which the figures above leave out where the stream runs once. Begun anew: "
-        "each prompt with a SelfSpec that knows nothing yet."
+        "The first prompt of the stream, which the figures above leave out where the stream runs once; they leave out "
+        "prompts where a run was started again, too. Begun anew: each prompt with a SelfSpec that knows nothing yet."
     )
     head = ["way", "seconds", "speed-up there", "speed-up, begun anew", "graphs compiled"]
     return Table("First calls", note, head, rows)

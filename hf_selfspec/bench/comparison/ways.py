@@ -21,6 +21,8 @@ PLAIN = "plain"
 # How tables group ways.
 PLAIN_GROUP, LOOKUP_GROUP, COMPILED_GROUP, OURS_GROUP = "plain", "prompt lookup", "compiled", "ours"
 _LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
+# What Python shows of an object without a text of its own, another in each process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 # Tokens that prompt lookup drafts unless another number is given: transformers' own default.
 _LOOKUP_TOKENS = 10
 # New tokens of a call that shows whether a preset fits the model.
@@ -50,6 +52,16 @@ class Way:
     make: Callable[[], SelfSpec] | None = None
     is_static: bool = False
     takes_batches: bool = True
+
+    @property
+    def settings(self) -> str:
+        """What figures depend on: two ways of one name may differ in it."""
+        return self.call if self.make is None else _ADDRESS.sub("", repr(self.make()))
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the text is the model's own by the way's settings."""
+        return self.make is None or getattr(self.make().draft, "lossless", True)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,10 @@ class StreamOptions:
     ] = None
     field: PromptFieldOption = None
     kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, with commas between.")] = None
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 5
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts of each kind; without it 20 of a single kind, 5 of each of several."),
+    ] = None
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None
     raw: Annotated[bool, typer.Option("--raw", help="Go on with beginnings of texts in place of chats.")] = False
     variants: Annotated[bool, typer.Option("--variants", help="Each prompt and, later, a variant of it.")] = False
@@ -65,7 +68,9 @@ class MethodOptions:
     clock: Annotated[
         str, typer.Option(help="wall, cpu, or auto: the CPU time on one thread of a CPU, otherwise the wall's.")
     ] = "auto"
-    passes: Annotated[int, typer.Option(help="Times that the stream runs; the last counts (3 for graphs).")] = 1
+    passes: Annotated[
+        int, typer.Option(help="Times that the stream runs, each with a new SelfSpec; the last counts (3 for graphs).")
+    ] = 1
     first_calls: Annotated[int, typer.Option(help="Prompts with a new SelfSpec each, behind the stream.")] = 0
     without: Annotated[
         list[str] | None, typer.Option(help="Leave parts of ours out: kernels, trees, suffix, successors, costs.")
