@@ -35,7 +35,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.control import forms
 from hf_selfspec.control.forms import Forms
-from hf_selfspec.draft.whole import WholeDrafts
+from hf_selfspec.draft.whole import WholeDrafts, _Numbers
 from hf_selfspec.errors import NumericalError
 from hf_selfspec.model.fixed import FixedShapes
 from hf_selfspec.model.graphs import Graphs, graphs_of
@@ -293,6 +293,33 @@ def test_a_seed_has_the_tokens_of_steps(
 ) -> None:
     same_as_steps(sure_llama(), ragged_batch(rows), KINDS[kind], do_sample=True, **options)
     assert at_once
+
+
+def test_no_number_is_drawn_twice() -> None:
+    """Whatever another thread draws while a draft is made."""
+    shape, device = (1, 4), torch.device("cpu")
+    torch.manual_seed(0)
+    for kept in range(4):
+        numbers = _Numbers(3, shape, device)
+        others = torch.rand(2, 4)
+        numbers.keep(kept)
+        later = torch.rand(8, 4)
+        assert not torch.isin(others, later).any()
+
+
+def test_numbers_are_those_of_steps() -> None:
+    shape, device = (2, 4), torch.device("cpu")
+    for kept in range(4):
+        torch.manual_seed(kept)
+        numbers = _Numbers(3, shape, device)
+        given = numbers.filled(5)
+        numbers.keep(kept)
+        later = torch.rand(3)
+        torch.manual_seed(kept)
+        expected = [torch.empty(shape).exponential_() for _ in range(kept)]
+        assert all(map(torch.equal, given, expected))
+        assert torch.equal(torch.rand(3), later)
+        assert (given[3:] == 1).all()
 
 
 @pytest.mark.parametrize("options", ["plain", "top_p"])
