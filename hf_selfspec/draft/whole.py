@@ -25,6 +25,8 @@ from ..verify.scoring import Scorer
 from .source import Limits
 
 _FORMS = "forms of drafts"
+# Devices that have results when the host wants them; elsewhere it would wait.
+_READ_AT_ONCE = ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -186,18 +188,19 @@ class WholeDrafts:
         tokens, is_sound = found.pop(0), found.pop(0)
         ended = [] if rule.reach is None else [found.pop(0)]
         most, listed = [min(steps, count) for count in max_new], None
-        if wanted.length_is_fixed and device.type != "cpu":
-            lengths = most  # the full model finds junk out
+        if wanted.length_is_fixed and device.type not in _READ_AT_ONCE:
+            lengths, are_numbers = most, False  # for all that is known here; the full model finds junk out
         else:
             listed, sound, *ends = read(tokens, is_sound, *ended)
             lengths = [
                 _length(count, listed[row], sound[row], ends[0][row] if ends else None, wanted.limits.eos_tokens)
                 for row, count in enumerate(most)
             ]
-            if not all(map(all, sound)):
-                # What cannot be a number would reach forwards that do not see its slot.
-                self._target.cache.clear(roots.ahead(max(lengths) + 1), steps - max(lengths))
+            are_numbers = all(map(all, sound))
         t = max(lengths)
+        if not are_numbers and t < steps:
+            # What cannot be a number would reach forwards that do not see its slot.
+            self._target.cache.clear(roots.ahead(t + 1), steps - t)
         if numbers is not None:
             numbers.keep(t)
         if not t:
