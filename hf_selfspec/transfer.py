@@ -10,7 +10,7 @@ import torch
 
 
 def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array, or integers in nested sequences of equal lengths, on a device; a GPU's queue need not be empty."""
+    """An array, or numbers in nested sequences of equal lengths, on a device; a GPU's queue need not be empty."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else torch.tensor(numbers)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -28,6 +28,10 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("rule", "drawn", 1): (1, 2),
     ("rule", "drawn", 4): (1, 2),
     ("rule", "eos", 4): (1, 2),
+    ("adaptive", "greedy", 1): (1, 2),
+    ("adaptive", "drawn", 1): (1, 2),
+    ("adaptive", "greedy", 4): (1, 3),  # with the thresholds of all rows
+    ("adaptive", "drawn", 4): (1, 3),
     ("tree", "greedy", 1): (2, 4),
     ("tree", "greedy", 4): (2, 4),
     ("skips", "greedy", 1): (0, 2),
@@ -38,7 +42,7 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
 # Whatever they need, they run there.
 OTHERS = [
     (spec, call, rows)
-    for spec in ("default", "layerskip", "swift", "closest", "cascade", "adaptive")
+    for spec in ("default", "layerskip", "swift", "closest", "cascade")
     for call, rows in (("greedy", 1), ("drawn", 3))
 ] + [("tree", "drawn", 3), ("rule", "penalty", 3)]
 

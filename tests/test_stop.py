@@ -94,7 +94,7 @@ def test_confidence_of_ones_own() -> None:
 
 
 def thresholds(rule: RunningRule) -> list[float]:
-    return rule.thresholds.tolist()
+    return list(rule.thresholds)
 
 
 def test_adaptive_threshold_by_hand() -> None:

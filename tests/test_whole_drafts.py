@@ -35,7 +35,8 @@ from hf_selfspec import (
 )
 from hf_selfspec.control import forms
 from hf_selfspec.control.forms import Forms
-from hf_selfspec.draft.whole import WholeDrafts
+from hf_selfspec.draft import whole
+from hf_selfspec.draft.whole import WholeDrafts, _Numbers
 from hf_selfspec.errors import NumericalError
 from hf_selfspec.model.fixed import FixedShapes
 from hf_selfspec.model.graphs import Graphs, graphs_of
@@ -201,6 +202,51 @@ def test_an_overflow_stays_in_its_draft(at_once: list[int], monkeypatch: pytest.
     assert set(at_once) == {1}
 
 
+@pytest.mark.parametrize("rows", [(9,), (9, 5, 7)], ids=["row", "batch"])
+def test_an_overflow_in_a_draft_that_is_not_read(
+    rows: tuple[int, ...], at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last drafts of a text are shorter than their graph, whose further steps nothing overwrites."""
+    monkeypatch.setattr(whole, "_READ_AT_ONCE", ())
+    model, inputs, draft, several = sure_llama(), ragged_batch(rows), WholeDrafts._draft, FixedShapes.several
+    most = [0]
+
+    def noting(self: WholeDrafts, text: Text, max_new: list[int], *given: Any) -> Draft | None:
+        most.append(max(max_new))
+        return draft(self, text, max_new, *given)
+
+    def overflowing(self: FixedShapes, *given: Any) -> list[torch.Tensor] | None:
+        found, (count, _, starts) = several(self, *given), given[2:5]
+        if found is not None:
+            for buffer in self.target.cache.buffers():
+                for row, start in enumerate(starts):
+                    buffer[row, :, start + most[-1] + 1 : start + count] = torch.nan
+        return found
+
+    settings = {"draft": EarlyExit(2), "stop": FixedLength(5)}
+    expected = {new: model.generate(**inputs, **GREEDY | {"max_new_tokens": new}) for new in (13, 14, 15, 16)}
+    same_as_steps(model, inputs, settings)
+    monkeypatch.setattr(WholeDrafts, "_draft", noting)
+    monkeypatch.setattr(FixedShapes, "several", overflowing)
+    at_once.clear()
+    spec = SelfSpec(**settings, compile=QUICK)
+    for new, ids in expected.items():
+        assert torch.equal(model.generate(**inputs, **GREEDY | {"max_new_tokens": new}, assistant=spec), ids)
+    assert 0 < min(at_once) < 5
+
+
+@pytest.mark.parametrize("rows", [(9,), (9, 5, 7)], ids=["row", "batch"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "drawn"])
+def test_drafts_that_are_not_read(
+    do_sample: bool, rows: tuple[int, ...], at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the host would wait for them."""
+    monkeypatch.setattr(whole, "_READ_AT_ONCE", ())
+    for count in (5, 13, 14, 16, 40):
+        same_as_steps(sure_llama(), ragged_batch(rows), KINDS["exit"], max_new_tokens=count, do_sample=do_sample)
+    assert at_once
+
+
 def test_no_draft_where_nothing_can_be_chosen(at_once: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, original = sure_llama(), ragged_batch((9,)), FixedShapes.several
 
@@ -293,6 +339,33 @@ def test_a_seed_has_the_tokens_of_steps(
 ) -> None:
     same_as_steps(sure_llama(), ragged_batch(rows), KINDS[kind], do_sample=True, **options)
     assert at_once
+
+
+def test_no_number_is_drawn_twice() -> None:
+    """Whatever another thread draws while a draft is made."""
+    shape, device = (1, 4), torch.device("cpu")
+    torch.manual_seed(0)
+    for kept in range(4):
+        numbers = _Numbers(3, shape, device)
+        others = torch.rand(2, 4)
+        numbers.keep(kept)
+        later = torch.rand(8, 4)
+        assert not torch.isin(others, later).any()
+
+
+def test_numbers_are_those_of_steps() -> None:
+    shape, device = (2, 4), torch.device("cpu")
+    for kept in range(4):
+        torch.manual_seed(kept)
+        numbers = _Numbers(3, shape, device)
+        given = numbers.filled(5)
+        numbers.keep(kept)
+        later = torch.rand(3)
+        torch.manual_seed(kept)
+        expected = [torch.empty(shape).exponential_() for _ in range(kept)]
+        assert all(map(torch.equal, given, expected))
+        assert torch.equal(torch.rand(3), later)
+        assert (given[3:] == 1).all()
 
 
 @pytest.mark.parametrize("options", ["plain", "top_p"])

@@ -25,6 +25,8 @@ from ..verify.scoring import Scorer
 from .source import Limits
 
 _FORMS = "forms of drafts"
+# Devices that have results when the host wants them; elsewhere it would wait.
+_READ_AT_ONCE = ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -182,24 +184,23 @@ class WholeDrafts:
 
         found = self._fixed.several(function, key, steps + wanted.has_states, text.last_tokens(), roots, further)
         if found is None:
-            if numbers is not None:
-                numbers.keep(0)
             return None
         tokens, is_sound = found.pop(0), found.pop(0)
         ended = [] if rule.reach is None else [found.pop(0)]
         most, listed = [min(steps, count) for count in max_new], None
-        if wanted.length_is_fixed and device.type != "cpu":
-            lengths = most  # the full model finds junk out
+        if wanted.length_is_fixed and device.type not in _READ_AT_ONCE:
+            lengths, are_numbers = most, False  # for all that is known here; the full model finds junk out
         else:
             listed, sound, *ends = read(tokens, is_sound, *ended)
             lengths = [
                 _length(count, listed[row], sound[row], ends[0][row] if ends else None, wanted.limits.eos_tokens)
                 for row, count in enumerate(most)
             ]
-            if not all(map(all, sound)):
-                # What cannot be a number would reach forwards that do not see its slot.
-                self._target.cache.clear(roots.ahead(max(lengths) + 1), steps - max(lengths))
+            are_numbers = all(map(all, sound))
         t = max(lengths)
+        if not are_numbers and t < steps:
+            # What cannot be a number would reach forwards that do not see its slot.
+            self._target.cache.clear(roots.ahead(t + 1), steps - t)
         if numbers is not None:
             numbers.keep(t)
         if not t:
@@ -267,7 +268,10 @@ class WholeDrafts:
 
 
 class _Numbers:
-    """Numbers to draw tokens by, as steps take them from the generator.
+    """Numbers to draw tokens by, those that steps would take from the generator of a device.
+
+    How many of them steps would take is known only after the draft. A generator of its own finds them, so that the
+    device's is never turned back: other threads draw from it, too.
 
     Args:
         count: of steps.
@@ -276,9 +280,10 @@ class _Numbers:
     """
 
     def __init__(self, count: int, shape: tuple[int, int], device: torch.device) -> None:
-        self._before = torch.get_rng_state() if device.type == "cpu" else None
         self._shape, self._device = shape, device
-        self._drawn = self._draw(count)
+        ahead = torch.Generator(device)
+        ahead.set_state(_generator_state(device))
+        self._drawn = [self._empty().exponential_(generator=ahead) for _ in range(count)]
 
     def filled(self, count: int) -> torch.Tensor:
         """``[count, b, v]``; of steps that are not wanted they are 1."""
@@ -286,13 +291,22 @@ class _Numbers:
         return torch.stack([*self._drawn, *ones])
 
     def keep(self, count: int) -> None:
-        """Leaves a CPU's generator as so many steps would; a GPU's would have to be waited for."""
-        if self._before is not None and count < len(self._drawn):
-            torch.set_rng_state(self._before)
-            self._draw(count)
+        """Takes the numbers of so many steps from the device's generator."""
+        unused = self._empty()
+        for _ in range(count):
+            unused.exponential_()
 
-    def _draw(self, count: int) -> list[torch.Tensor]:
-        return [torch.empty(self._shape, device=self._device).exponential_() for _ in range(count)]
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self._shape, device=self._device)
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's generator, which the host knows."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    which = () if device.type == "mps" else (device,)  # Apple has one GPU
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(*which)
+    return state
 
 
 def _length(most: int, tokens: list[int], sound: list[bool], ended: list[bool] | None, eos: frozenset[int]) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from ..errors import SettingTypeError
 from ..registry import register
 from ..settings import check_share
@@ -63,7 +61,7 @@ class _Adapting(Comparing):
     def __init__(self, settings: AdaptiveThreshold, rows: int, max_draft: int, memory: Memory) -> None:
         with memory.lock:
             threshold, rate = memory.value or (settings.rule.threshold, settings.target)
-        super().__init__(settings.rule, torch.full((rows,), threshold))
+        super().__init__(settings.rule, [threshold] * rows)
         self.rates = [rate] * rows
         self._settings = settings
         self._max_draft = max_draft
@@ -71,7 +69,7 @@ class _Adapting(Comparing):
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         settings = self._settings
-        thresholds = self.thresholds.tolist()
+        thresholds = list(self.thresholds)
         for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
             if not count:
                 continue
@@ -81,6 +79,7 @@ class _Adapting(Comparing):
                 continue
             step = settings.step if rate <= settings.target else -settings.step
             thresholds[row] = min(max(thresholds[row] + (1 - settings.threshold_memory) * step, 0.0), 1.0)
-        self.thresholds = torch.tensor(thresholds, device=self.thresholds.device)
+        if thresholds != list(self.thresholds):
+            self.thresholds = tuple(thresholds)
         with self._memory.lock:
             self._memory.value = sum(thresholds) / len(thresholds), sum(self.rates) / len(self.rates)

@@ -23,6 +23,7 @@ import torch
 from ..errors import SettingTypeError
 from ..registry import register
 from ..settings import MOST_DRAFT, check_count, check_share
+from ..transfer import upload
 from .traced import NEVER, Reach, TracedRule
 
 # (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
@@ -181,36 +182,45 @@ class ProductThreshold:
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
         """See :meth:`RememberingRule.start`."""
-        return Comparing(self, torch.full((rows,), self.threshold))
+        return Comparing(self, [self.threshold] * rows)
 
 
 class Comparing:
     """A rule with a threshold for each row, while one generation runs.
 
     Attributes:
-        thresholds: ``[b]``.
+        thresholds: one for each row. They go to a device when they are wanted there, each time that they were replaced.
     """
 
-    def __init__(self, rule: ConfidenceThreshold | ProductThreshold, thresholds: torch.Tensor) -> None:
-        self.thresholds = thresholds
+    def __init__(self, rule: ConfidenceThreshold | ProductThreshold, thresholds: Sequence[float]) -> None:
+        self.thresholds = tuple(thresholds)
         self._rule = rule
         self._reached: torch.Tensor | None = None
+        self._bounds: tuple[tuple[float, ...], torch.Tensor] | None = None
 
     def begin(self) -> None:
         self._reached = None
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         self._reached = self._rule.reach(self._reached, logits, hidden_states)
-        self.thresholds = self.thresholds.to(self._reached.device)
-        return self._reached < self.thresholds
+        return self._reached < self._on(self._reached.device)
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
     def traced(self, device: torch.device) -> TracedRule | None:
         """See :meth:`TraceableRule.traced`."""
-        self.thresholds = self.thresholds.to(device)
-        return _traced(self._rule, self.thresholds)
+        return _traced(self._rule, self._on(device))
+
+    def _on(self, device: torch.device) -> torch.Tensor:
+        """The thresholds ``[b]``; equal ones need no upload."""
+        known = self._bounds
+        if known is None or known[0] is not self.thresholds or known[1].device != device:
+            first, are_equal = self.thresholds[0], len(set(self.thresholds)) == 1
+            rows = len(self.thresholds)
+            bounds = torch.full((rows,), first, device=device) if are_equal else upload(self.thresholds, device)
+            known = self._bounds = self.thresholds, bounds
+        return known[1]
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
