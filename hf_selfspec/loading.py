@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn as nn
 from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -78,7 +79,9 @@ class NamedModel:
             SettingError: there is none.
         """
         found: PreTrainedModel = self._load("model", AutoModelForCausalLM.from_pretrained, dtype=dtype)
-        return found if device is None else found.to(device)  # type: ignore[arg-type]
+        if device is not None:
+            nn.Module.to(found, device)
+        return found
 
     def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
         """Code that is not of transformers itself does not run."""
@@ -86,6 +89,8 @@ class NamedModel:
             options["local_files_only"] = True
         try:
             return load(self.name, trust_remote_code=False, **options)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
         except Exception as error:  # what transformers and the libraries below it raise for damaged files has no base
             raise SettingError(
                 f"--model {self.name}: its {what} cannot be loaded ({brief(error)}). {_GIVE_MODEL}"

@@ -172,8 +172,11 @@ def _check_shape(name: str, wanted: torch.Tensor, found: torch.Tensor, model: Pr
 def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    places = module._parameters if attribute in module._parameters else module._buffers
-    places[attribute] = value  # type: ignore[assignment]
+    if attribute in module._buffers:
+        module._buffers[attribute] = value
+        return
+    assert isinstance(value, nn.Parameter)
+    module._parameters[attribute] = value
 
 
 def _fill_attributes(draft: nn.Module, source: _Source) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 
 class Progress(Protocol):
@@ -43,7 +47,7 @@ def shown(total: int, done: int, wanted: bool) -> Iterator[Progress]:
 
 
 class _Bar:
-    def __init__(self, bars, task) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, bars: Bars, task: TaskID) -> None:
         self.bars, self.task = bars, task
 
     def advance(self, what: str) -> None:

@@ -194,15 +194,16 @@ def _by(told: Told, name: str, group_of: Callable[[Call], str]) -> Json:
     groups = dict.fromkeys(group_of(call) for call in told.of_way(PLAIN))
     if len(groups) < 2:
         return {}
-    found = {}
-    for group in groups:
-        count = len(told.of_way(name, lambda plain, group=group: group_of(plain) == group))  # type: ignore[misc]
-        parts = {
-            what: _ratios(told, name, measured, lambda plain, group=group: group_of(plain) == group)  # type: ignore[misc]
-            for what, measured in (("whole", Measured.whole), ("decode", Measured.decoding))
-        }
-        found[group] = {"prompts": count, **parts}
-    return found
+    return {group: _of_group(told, name, group_of, group) for group in groups}
+
+
+def _of_group(told: Told, name: str, group_of: Callable[[Call], str], group: str) -> Json:
+    def wanted(plain: Call) -> bool:
+        return group_of(plain) == group
+
+    measures = {"whole": Measured.whole, "decode": Measured.decoding}
+    parts = {what: _ratios(told, name, measured, wanted) for what, measured in measures.items()}
+    return {"prompts": len(told.of_way(name, wanted)), **parts}
 
 
 def _equal(told: Told, way: Way, calls: Sequence[Call]) -> Json | None:
