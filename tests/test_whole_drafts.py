@@ -368,12 +368,11 @@ def test_numbers_are_those_of_steps() -> None:
         assert (given[3:] == 1).all()
 
 
-@pytest.mark.parametrize("options", ["plain", "top_p"])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "options"),
     [
-        {"draft": EarlyExit(2), "stop": FixedLength(3)},
-        {"draft": SkipLayers((1, 2), (2,)), "stop": ConfidenceThreshold(0.45)},
+        ({"draft": EarlyExit(2), "stop": FixedLength(3)}, "plain"),
+        ({"draft": SkipLayers((1, 2), (2,)), "stop": ConfidenceThreshold(0.45)}, "top_p"),
     ],
     ids=["early exit", "skipped layers"],
 )
