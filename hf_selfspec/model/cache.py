@@ -18,13 +18,12 @@ from transformers.cache_utils import (
 )
 
 from ..transfer import RowNumbers, upload
-from .graphs import SpareBuffers, size_for
+from .graphs import SpareBuffers, size_for, step_above
 from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
 from .tracing import ChangingNumber
 
 _GROWTH = 1.25
-_FEWEST_SLOTS = 128
 
 
 class _SpeculativeLayer(CacheLayerMixin):
@@ -345,8 +344,3 @@ class SpeculativeCache(Cache):
                     picked = buffer[rows, :, places.clamp(min=0)].transpose(1, 2)
                     pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
             other.update(*pair, layer_idx=index)
-
-
-def step_above(slots: int) -> int:
-    """The smallest of 128, 256, 512, ... that is at least ``slots``: few capacities, so that few shapes are met."""
-    return max(_FEWEST_SLOTS, 1 << (slots - 1).bit_length())

@@ -29,6 +29,7 @@ from .tracing import NotTraceableError, Turns, tracing
 
 # Tokens in a forward; fewer are filled up.
 SIZES = (1, 2, 4, 8, 16, 32)
+_FEWEST_SLOTS = 128
 # A graph is worth its compilation for what comes again and again.
 _USES = 2
 # Choices against graphs, without one for them, after which no more are made.
@@ -307,3 +308,8 @@ def _first_line(error: Exception) -> str:
 def size_for(count: int) -> int | None:
     """The smallest size that takes so many tokens."""
     return next((size for size in SIZES if size >= count), None)
+
+
+def step_above(slots: int) -> int:
+    """The smallest of 128, 256, 512, ... that is at least ``slots``: few capacities, so that few shapes are met."""
+    return max(_FEWEST_SLOTS, 1 << (slots - 1).bit_length())
