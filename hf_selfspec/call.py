@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .checks import check_call, check_length
-from .decoding import Decoder, Record
+from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.source import DraftSource, Session
 from .errors import UnsupportedOptionError
@@ -36,6 +36,7 @@ from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
 from .notices import warn_once
 from .plain import decode_plainly
+from .record import Record
 from .stop.rules import StopRule
 from .types import Text
 from .verify.scoring import Scorer

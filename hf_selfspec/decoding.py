@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,6 +19,7 @@ from .model.prefill import Prefill
 from .model.prompt import Prompt
 from .model.step import Best
 from .model.target import Target
+from .record import Record, by_step
 from .stats import GenerationStats
 from .streams import DraftStreamer
 from .transfer import upload
@@ -30,32 +31,6 @@ from .verify.walk import verify
 
 # Devices on which graphs are slow to find the largest of many numbers.
 SLOW_CHOICES = ("cpu",)
-
-
-@dataclass
-class Record:
-    """Scores and logits, where ``generate`` was asked to return them.
-
-    Attributes:
-        scores: of each row and token ``[v]``.
-        steps: scores ``[b, v]`` of each token of all rows, in the place of ``scores`` where rows advance together.
-        logits: of each row and token ``[v]``.
-    """
-
-    scores: list[list[torch.Tensor]] | None
-    steps: list[torch.Tensor] | None
-    logits: list[list[torch.Tensor]] | None
-
-    @classmethod
-    def of(cls, config: GenerationConfig, batch_size: int, in_step: bool) -> Record:
-        """An empty record of what ``config`` requests; ``in_step`` where rows advance together."""
-        returned = config.return_dict_in_generate
-        scores = returned and config.output_scores
-        return cls(
-            scores=[[] for _ in range(batch_size)] if scores and not in_step else None,
-            steps=[] if scores and in_step else None,
-            logits=[[] for _ in range(batch_size)] if returned and config.output_logits else None,
-        )
 
 
 def _optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -325,8 +300,8 @@ class Decoder:
         steps = ids.shape[1] - self.text.prompt_width
         return GenerateDecoderOnlyOutput(
             sequences=ids,
-            scores=_by_step(self.record.scores, steps) if self.record.steps is None else tuple(self.record.steps),
-            logits=_by_step(self.record.logits, steps),
+            scores=by_step(self.record.scores, steps) if self.record.steps is None else tuple(self.record.steps),
+            logits=by_step(self.record.logits, steps),
             past_key_values=cache,
         )
 
@@ -349,11 +324,3 @@ def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> 
     if draft.listed is None or not draft.size or draft.tokens.device == device:
         return draft.tokens.to(device)
     return upload(draft.listed, device) if nodes is None else nodes.tokens(device)
-
-
-def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
-    """For each step ``[b, ...]`` of what rows have for their tokens, zeros behind a row's end."""
-    if rows is None:
-        return None
-    empty = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))
