@@ -27,8 +27,10 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("rule", "greedy", 4): (1, 2),
     ("rule", "drawn", 1): (1, 2),
     ("rule", "drawn", 4): (1, 2),
+    ("rule", "eos", 1): (1, 2),
     ("rule", "eos", 4): (1, 2),
     ("adaptive", "greedy", 1): (1, 2),
+    ("adaptive", "eos", 1): (1, 2),
     ("adaptive", "drawn", 1): (1, 2),
     ("adaptive", "greedy", 4): (1, 3),  # with the thresholds of all rows
     ("adaptive", "drawn", 4): (1, 3),
@@ -70,8 +72,10 @@ def test_transfers(case: tuple[str, str, int]) -> None:
     assert found["transfers"] <= step * found["steps"] + rest + few
 
 
-def test_launches_outside_of_layers() -> None:
-    found = measured()["fixed", "greedy", 1]
+@pytest.mark.parametrize("spec", ["fixed", "rule", "adaptive"])
+@pytest.mark.parametrize("call", ["greedy", "eos"])
+def test_launches_outside_of_layers(spec: str, call: str) -> None:
+    found = measured()[spec, call, 1]
     assert found["launches a step"] <= 22
     assert found["launches a round"] <= 45
 

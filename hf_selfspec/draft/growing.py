@@ -13,6 +13,7 @@ class GrowingDraft:
     Args:
         text: the batch.
         max_new: for each row the most tokens wanted.
+        is_read: whether something that looks at the text is to see the draft in it.
 
     Attributes:
         depth: tokens of the longest line.
@@ -20,11 +21,12 @@ class GrowingDraft:
         lengths: for each row the tokens that count.
     """
 
-    def __init__(self, text: Text, max_new: list[int]) -> None:
+    def __init__(self, text: Text, max_new: list[int], is_read: bool = True) -> None:
         self.drafting = [count > 0 for count in max_new]
         self.lengths = [0] * text.batch_size
         self._text = text
         self._max_new = max_new
+        self._is_read = is_read
         self._line: list[torch.Tensor] = []
         self._beside: list[torch.Tensor] = []
         self._qs: list[torch.Tensor] = []
@@ -42,7 +44,8 @@ class GrowingDraft:
             q: ``[b, v]`` the distribution that they were drawn from, ``None`` for greedy ones.
             state: ``[b, n, d]`` states of the tokens that were fed, from which verification can start.
         """
-        self._text.write_draft(picks[:, 0], self.depth)
+        if self._is_read:
+            self._text.write_draft(picks[:, 0], self.depth)
         self._line.append(picks[:, 0])
         self._beside.append(picks[:, 1:])
         if q is not None:
@@ -71,7 +74,7 @@ class GrowingDraft:
         """
         if not (t := max(self.lengths)):
             return Draft.none(self._text)
-        line, beside = self._line[:t], self._beside[:t]
+        columns, beside = [tokens[:, None] for tokens in self._line[:t]], self._beside[:t]
         parents: list[list[int]] | None = None
         if any(tokens.shape[1] for tokens in beside):
             # Siblings stand behind the line, those of its first token first.
@@ -81,10 +84,15 @@ class GrowingDraft:
             parents = [[parent if parent < length else -1 for parent in places] for length in self.lengths]
         reused = bool(self._states) and t >= reuse_from
         return Draft(
-            tokens=torch.cat([torch.stack(line, dim=1), *beside], dim=1) if parents else torch.stack(line, dim=1),
+            tokens=_joined([*columns, *beside] if parents else columns),
             lengths=self.lengths,
             parents=parents,
-            q=torch.stack(self._qs[:t], dim=1) if self._qs else None,
-            states=torch.cat(self._states, dim=1)[:, :t] if reused else None,
+            q=_joined([q[:, None] for q in self._qs[:t]]) if self._qs else None,
+            states=_joined(self._states)[:, :t] if reused else None,
             prefix=prefix if reused else 0,
         )
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Pieces ``[b, n, ...]`` behind each other; one alone needs no copy."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -16,9 +16,11 @@ from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
 from ..stats import GenerationStats
 from ..stop.fitted import check_fitted_rule
-from ..stop.rules import FixedLength, RunningRule, StopRule, start
+from ..stop.rules import FixedLength, RunningRule, StopRule, TraceableRule, start
+from ..stop.traced import TracedRule
 from ..transfer import RowNumbers, read, upload
 from ..types import Draft, Text, Verdict
+from ..verify.greedy import best_tokens
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
 from .growing import GrowingDraft
@@ -140,8 +142,12 @@ class PartialDraft(CandidateGenerator):
         """The draft, one token of each row after another."""
         roots, prefix = text.last_slots(), self._prefix
         limit = min(self.limits.longest, max(max_new))
-        grown = GrowingDraft(text, max_new)
-        self._rule(text.batch_size).begin()
+        rule = self._rule(text.batch_size)
+        rule.begin()
+        # Whose tokens count and whose drafts end is found by one read for each token, where nothing else has to see it.
+        is_line = self.limits.tree is None and self.scorer.prefix_free
+        traced = rule.traced() if is_line and isinstance(rule, TraceableRule) else None
+        grown = GrowingDraft(text, max_new, is_read=traced is None)
         waiting = [text.last_tokens()]  # what the part has not seen yet
         reach: torch.Tensor | None = None
         while grown.depth < limit and any(grown.drafting):
@@ -157,6 +163,9 @@ class PartialDraft(CandidateGenerator):
             if step.is_sure is not None:
                 grown.only(step.is_sure)
             logits = step.logits.to(text.ids.device, torch.float32)
+            if traced is not None:
+                waiting, reach = self._add(grown, step, logits, traced, reach)
+                continue
             # A draft that overflows (float16) predicts nothing; the full model goes on from there.
             sound, logits = self._sound(grown, logits)
             if not any(grown.drafting):
@@ -187,6 +196,32 @@ class PartialDraft(CandidateGenerator):
                 grown.only(counts)
                 grown.end(ends)
         return grown.draft(prefix, self.reuse_from)
+
+    def _add(
+        self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, rule: TracedRule, reach: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Takes the next tokens of lines, and returns them and the rule's values ``[b]``.
+
+        Args:
+            grown: the draft so far.
+            step: what the part predicts.
+            logits: ``[b, v]`` of it, on the text's device.
+            rule: the stop rule.
+            reach: its values for the tokens before, ``None`` for the first.
+        """
+        picks, q = self._pick(self.scorer.everywhere(logits), 1)
+        grown.add(picks, q, step.prefix_state if self._prefix else None)
+        tokens, eos = picks[:, 0], self.limits.eos_tokens
+        if self._length_is_fixed and logits.device.type != "cpu":
+            # A read would wait; the full model finds junk out.
+            grown.end([False] * len(tokens))
+            return [picks], None
+        reach = rule.values(reach, logits)
+        values, *listed = read(reach, *([tokens] if eos else []))
+        judged = rule.judge(values, listed[0] if eos else [-1] * len(values), eos)
+        grown.only(judged.counts)
+        grown.end(judged.ends)
+        return [picks], reach
 
     def _sound(self, grown: GrowingDraft, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Which rows of ``[b, v]`` can be chosen from, and the values, finite where not all of them can.
@@ -236,8 +271,7 @@ class PartialDraft(CandidateGenerator):
     def _pick(self, scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[b, width]`` tokens for one depth, the one to extend first, and ``[b, v]`` what they were drawn from."""
         if not self.scorer.do_sample:
-            best = scores.topk(width, dim=-1).indices if width > 1 else scores.argmax(-1, keepdim=True)
-            return best, None
+            return scores.topk(width, dim=-1).indices if width > 1 else best_tokens(scores)[:, None], None
         q = scores.softmax(-1)
         return draw_without_replacement(q, width), q
 

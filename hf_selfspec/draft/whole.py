@@ -17,7 +17,7 @@ from ..control.forms import Forms
 from ..model.fixed import FixedShapes, OneForward
 from ..model.partial import ForwardPass, LayerPlan
 from ..stop.rules import RunningRule, TraceableRule
-from ..stop.traced import TracedRule
+from ..stop.traced import Judged, TracedRule
 from ..transfer import read
 from ..types import Draft, Text
 from ..verify.sampling import draw_by
@@ -104,7 +104,7 @@ class WholeDrafts:
             wanted: how the draft is made.
         """
         self._round = None
-        rule = self._traced(wanted, text.ids.device)
+        rule = self._traced(wanted)
         if rule is None or not any(max_new):
             return None
         wanted.rule.begin()
@@ -152,12 +152,12 @@ class WholeDrafts:
     def _now(self) -> float:
         return perf_counter() - self._target.compile_seconds
 
-    def _traced(self, wanted: Wanted, device: torch.device) -> TracedRule | None:
+    def _traced(self, wanted: Wanted) -> TracedRule | None:
         """The stop rule, ``None`` where such drafts cannot be made at once."""
         is_line = wanted.limits.tree is None and 0 < wanted.steps <= SIZES[-1]
         if not is_line or self._processors is None or self._fixed.whole_drafts.refused:
             return None
-        return wanted.rule.traced(device) if isinstance(wanted.rule, TraceableRule) else None
+        return wanted.rule.traced() if isinstance(wanted.rule, TraceableRule) else None
 
     def _forms_of(self, key: Hashable, text: Text) -> Forms:
         """Both forms of such drafts of a batch."""
@@ -175,9 +175,7 @@ class WholeDrafts:
         numbers = None
         if self._scorer.do_sample:
             numbers = _Numbers(min(steps, max(max_new)), (text.batch_size, vocabulary), device)
-        further = [] if rule.bounds is None else [rule.bounds]
-        if numbers is not None:
-            further.append(numbers.filled(steps))
+        further = [] if numbers is None else [numbers.filled(steps)]
 
         def function(forward: OneForward, tokens: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return self._steps(forward, tokens, given, wanted, rule)
@@ -185,18 +183,16 @@ class WholeDrafts:
         found = self._fixed.several(function, key, steps + wanted.has_states, text.last_tokens(), roots, further)
         if found is None:
             return None
-        tokens, is_sound = found.pop(0), found.pop(0)
-        ended = [] if rule.reach is None else [found.pop(0)]
+        tokens, reached = found.pop(0), found.pop(0)
         most, listed = [min(steps, count) for count in max_new], None
         if wanted.length_is_fixed and device.type not in _READ_AT_ONCE:
             lengths, are_numbers = most, False  # for all that is known here; the full model finds junk out
         else:
-            listed, sound, *ends = read(tokens, is_sound, *ended)
-            lengths = [
-                _length(count, listed[row], sound[row], ends[0][row] if ends else None, wanted.limits.eos_tokens)
-                for row, count in enumerate(most)
-            ]
-            are_numbers = all(map(all, sound))
+            listed, values = read(tokens, reached)
+            columns = zip(zip(*values, strict=True), zip(*listed, strict=True), strict=True)
+            judged = [rule.judge(of, chosen, wanted.limits.eos_tokens) for of, chosen in columns]
+            lengths = [_length(count, row, judged) for row, count in enumerate(most)]
+            are_numbers = all(all(step.counts) for step in judged)
         t = max(lengths)
         if not are_numbers and t < steps:
             # What cannot be a number would reach forwards that do not see its slot.
@@ -228,18 +224,15 @@ class WholeDrafts:
         Args:
             forward: runs one of them.
             feed: ``[b, 1]`` the last token of each row.
-            given: bounds of the rule ``[b]``, numbers to draw by ``[t, b, v]``, as far as there are any.
+            given: numbers to draw by ``[t, b, v]``, if there are any.
             wanted: how drafts are made.
             rule: their stop rule.
 
         Returns:
-            Tokens, whether they could be chosen, and whether they end the draft, ``[b, t]`` each; ``[b, t, v]`` what
-            they were drawn from; ``[b, t + 1, d]`` states. Those that are not wanted are left out.
+            Tokens and the rule's values, ``[b, t]`` each; ``[b, t, v]`` what tokens were drawn from; ``[b, t + 1, d]``
+            states. Those that are not wanted are left out.
         """
-        rest = list(given)
-        bounds = None if rule.bounds is None else rest.pop(0)
-        tokens, sound, ended, qs, states = [], [], [], [], []
-        reached: torch.Tensor | None = None
+        tokens, values, qs, states = [], list[torch.Tensor](), [], []
         for depth in range(wanted.steps):
             run = ForwardPass(wanted.plan, capture=wanted.prefix if wanted.has_states else -1)
             output = forward(feed, depth, run, True)
@@ -248,17 +241,15 @@ class WholeDrafts:
             scores = self._scorer.everywhere(logits)
             if self._scorer.do_sample:
                 qs.append(scores.softmax(-1))
-                feed = draw_by(qs[-1], rest[0][depth])[:, None]
+                feed = draw_by(qs[-1], given[0][depth])[:, None]
             else:
                 feed = scores.argmax(-1, keepdim=True)
             tokens.append(feed)
-            sound.append(logits.amax(-1).isfinite())
+            values.append(rule.values(values[-1] if values else None, logits))
             states.append(run.captured)
-            if rule.reach is not None and bounds is not None:
-                reached = rule.reach(reached, logits)
-                ended.append(reached < bounds)
-        found = [torch.cat(tokens, dim=1), torch.stack(sound, dim=1)]
-        found += [torch.stack(values, dim=1) for values in (ended, qs) if values]
+        found = [torch.cat(tokens, dim=1), torch.stack(values, dim=1)]
+        if qs:
+            found.append(torch.stack(qs, dim=1))
         if wanted.has_states:
             # The last token goes through the exact prefix, too, so that verification starts behind it everywhere.
             run = ForwardPass(self._target.full_plan, stop=wanted.prefix, capture=wanted.prefix)
@@ -309,11 +300,11 @@ def _generator_state(device: torch.device) -> torch.Tensor:
     return state
 
 
-def _length(most: int, tokens: list[int], sound: list[bool], ended: list[bool] | None, eos: frozenset[int]) -> int:
+def _length(most: int, row: int, judged: Sequence[Judged]) -> int:
     """How many of a row's tokens are its draft, at most so many."""
-    for depth in range(most):
-        if not sound[depth]:
+    for depth, step in enumerate(judged[:most]):
+        if not step.counts[row]:
             return depth
-        if tokens[depth] in eos or (ended is not None and ended[depth]):
+        if step.ends[row]:
             return depth + 1
     return most

@@ -46,9 +46,12 @@ class RunningRule(Protocol):
 
 @runtime_checkable
 class TraceableRule(Protocol):
-    """A running rule that can say what it does by tensors alone, so that a graph of a whole draft holds it."""
+    """A running rule that can say what it does by one number of each token.
 
-    def traced(self, device: torch.device) -> TracedRule | None:
+    Then a graph of a whole draft holds it, and a step needs no further launches and reads for it.
+    """
+
+    def traced(self) -> TracedRule | None:
         """The rule for the next draft, ``None`` where only calls can tell."""
 
 
@@ -93,13 +96,13 @@ class _Function:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
-    def traced(self, device: torch.device) -> TracedRule | None:
+    def traced(self) -> TracedRule | None:
         """See :meth:`TraceableRule.traced`."""
         if type(self._rule) is FixedLength:
             return NEVER
         if not isinstance(self._rule, ConfidenceThreshold):
             return None
-        return _traced(self._rule, torch.full((self._rows,), self._rule.threshold, device=device))
+        return _traced(self._rule, (self._rule.threshold,) * self._rows)
 
 
 def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
@@ -208,9 +211,9 @@ class Comparing:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
-    def traced(self, device: torch.device) -> TracedRule | None:
+    def traced(self) -> TracedRule | None:
         """See :meth:`TraceableRule.traced`."""
-        return _traced(self._rule, self._on(device))
+        return _traced(self._rule, self.thresholds)
 
     def _on(self, device: torch.device) -> torch.Tensor:
         """The thresholds ``[b]``; equal ones need no upload."""
@@ -225,30 +228,29 @@ class Comparing:
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
     """Top-1 probability ``[b]`` of logits ``[b, v]``."""
-    logits = logits.float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+    return logits.softmax(-1, dtype=torch.float32).amax(-1)
 
 
 def _last(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """What :class:`ConfidenceThreshold` compares, in a graph."""
+    """What :class:`ConfidenceThreshold` compares."""
     return confidence(logits)
 
 
 def _product(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """What :class:`ProductThreshold` compares, in a graph."""
+    """What :class:`ProductThreshold` compares."""
     sure = confidence(logits)
     return sure if before is None else before * sure
 
 
-# What graphs compare with the threshold of a rule; a class derived from one of these may compute something else.
-_IN_GRAPHS: dict[type, Reach] = {ConfidenceThreshold: _last, ProductThreshold: _product}
+# What is compared with the threshold of a rule; a class derived from one of these may compute something else.
+_REACHES: dict[type, Reach] = {ConfidenceThreshold: _last, ProductThreshold: _product}
 
 
-def _traced(rule: ConfidenceThreshold | ProductThreshold, thresholds: torch.Tensor) -> TracedRule | None:
-    """A rule by tensors alone, ``None`` where its confidence is a function of the user's own."""
-    if rule.confidence is not None or type(rule) not in _IN_GRAPHS:
+def _traced(rule: ConfidenceThreshold | ProductThreshold, thresholds: tuple[float, ...]) -> TracedRule | None:
+    """A rule by a number of each token, ``None`` where its confidence is a function of the user's own."""
+    if rule.confidence is not None or type(rule) not in _REACHES:
         return None
-    return TracedRule(_IN_GRAPHS[type(rule)], thresholds)
+    return TracedRule(_REACHES[type(rule)], thresholds)
 
 
 def _confidence(metric: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
