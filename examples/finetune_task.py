@@ -1,40 +1,25 @@
-"""Fine-tune a model for one task with LayerSkip's recipe and generate fast: the paper's task experiment, in small.
+"""Fine-tune a model for one task with LayerSkip's recipe and generate fast: the paper's Table 11.
 
-The paper (LayerSkip, Tables 6 and 11) teaches a Llama to turn requests into JSON (TOPv2). Here the input is a ``def``
-header of Python's standard library and the answer is its signature as JSON, so nothing is downloaded::
-
-    def get(self,key,default=None,*args:int)->str:
-    {"name":"get","args":[{"name":"self","kind":"arg"},{"name":"key","kind":"arg"},{"name":"default","kind":"arg",
-    "default":"None"},{"name":"args","kind":"vararg","annotation":"int"}],"returns":"str"}
-
-The JSON is one line, and so is the header, however it was written; the spaces between its parts are taken out, because
-a tokenizer joins a space with the word after it, and a name should have the same tokens in the header and the answer.
-``kind`` is the name of the field of ``ast.arguments`` that holds the argument, without its plural: ``posonly``,
-``arg``, ``vararg``, ``kwonly`` or ``kwarg``. What a header does not have (``annotation``, ``default``, ``returns``,
-``async``) is left out of its JSON. To train, evaluate and print the table, with all weights or with LoRA::
+Of the tasks of ``tasks.py``, with all weights or with LoRA, with LayerSkip's two callbacks or without them::
 
     python examples/finetune_task.py --threads 2
     python examples/finetune_task.py --threads 2 --lora --output task_lora
+    python examples/finetune_task.py --threads 2 --model MODEL --learning-rate 1e-4 --no-callbacks --output plain
+    python examples/finetune_task.py --threads 2 --model MODEL --learning-rate 1e-4 --task gsm8k --data gsm8k.jsonl
 
 A run that was stopped continues from its last checkpoint when the same command is given again; when the training is
 complete only the evaluation is repeated. The table also goes to ``results.md`` in the output folder.
 """
 
 import argparse
-import ast
-import hashlib
-import json
 import logging
 import platform
 import random
 import shlex
 import statistics
 import sys
-import sysconfig
 import time
-import warnings
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +28,7 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tasks import TASKS, Task
 from torch.utils.data import Dataset
 from train_demo_model import check_same_run, save
 from transformers import (
@@ -59,20 +45,25 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_selfspec import ConfidenceThreshold, EarlyExitLoss, FixedLength, Gradual, LayerDropout, SelfSpec
-from hf_selfspec.bench.corpus import Corpus, is_held_out
+from hf_selfspec import (
+    Cascade,
+    ConfidenceThreshold,
+    EarlyExit,
+    EarlyExitLoss,
+    FixedLength,
+    Gradual,
+    LayerDropout,
+    Lookup,
+    SelfSpec,
+)
 from hf_selfspec.bench.measure import Timings, interleave, machine, timed_generate
 from hf_selfspec.train import even
 
 logger = logging.getLogger("finetune_task")
 
-INSTALLED_PACKAGES = {"dist-packages", "site-packages"}
-# Two headers of three take nothing but ``self``; that many would make the task one of copying names.
-BARE_ONE_IN = 4
 # So many batches are drawn together and sorted: enough for pairs of like length to meet, too few to sort an epoch.
 SORTED_BATCHES = 50
 NO_LABEL = -100
-STARS = {"vararg": "*", "kwarg": "**"}
 STOP_RULES = (
     FixedLength(2),
     FixedLength(4),
@@ -83,14 +74,13 @@ STOP_RULES = (
     ConfidenceThreshold(0.8),
 )
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the trained weights, apart from the headers and the library versions.
+    """Everything that decides the trained weights, apart from the examples and the library versions.
 
     Attributes:
+        task: What is learned, see ``tasks.py``.
         model: Folder (or name) of the causal LM to fine-tune.
         steps: Optimiser steps.
         batch_size: Pairs per step; pairs of like length go together.
@@ -101,12 +91,14 @@ class Recipe:
         e_scale: Weight of the early exits' losses against the last layer's; the paper takes 1.0 for this experiment.
         p_max: Dropout rate of the last layer; the paper takes 0.2 for this experiment.
         longest: Tokens of the longest pair, prompt and answer; longer ones are left out.
+        callbacks: Train with ``EarlyExitLoss`` and ``LayerDropout``; otherwise with neither, to compare.
         lora: Train low-rank adapters of all linear layers of attention and MLP instead of all weights.
         lora_rank: Rank of the adapters, which are scaled by 2.
         seed: Seed of the order of the pairs, of the dropped layers and of the evaluated pairs.
         fp32: Compute in float32 rather than in bfloat16 autocast.
     """
 
+    task: str = "signature"
     model: str = str(Path(__file__).parent / "demo_model")
     steps: int = 1300
     batch_size: int = 16
@@ -117,6 +109,7 @@ class Recipe:
     e_scale: float = 1.0
     p_max: float = 0.2
     longest: int = 256
+    callbacks: bool = True
     lora: bool = False
     lora_rank: int = 16
     seed: int = 0
@@ -140,17 +133,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Pair:
-    """One header and its answer as tokens.
+    """One prompt and its answer as tokens.
 
     Attributes:
-        prompt: Token ids of the header and the newline after it.
-        answer: Token ids of the JSON, and the end-of-text token.
-        signature: What the JSON says.
+        prompt: Token ids of the prompt.
+        answer: Token ids of the answer, and the end-of-text token.
+        expected: What a right answer says.
     """
 
     prompt: list[int]
     answer: list[int]
-    signature: dict[str, Any]
+    expected: Any
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
@@ -165,7 +158,7 @@ class Row:
         assistant: What goes to ``generate``, if anything.
         exit_layer: Its exit layer, if it has one.
         lossless: Whether it has to give the tokens of plain generation.
-        correct: For each pair whether the JSON is right.
+        correct: For each pair whether the answer is right.
         outputs: For each pair the token ids, shape (s,).
         drafted: Drafting steps, all pairs.
         accepted: Drafted tokens that were kept, all pairs.
@@ -184,7 +177,7 @@ class Row:
 
     @property
     def exact_match(self) -> float:
-        """Share of the pairs whose JSON is right."""
+        """Share of the pairs whose answer is right."""
         return sum(self.correct) / len(self.correct)
 
     def differences(self, plain: "Row") -> int:
@@ -209,125 +202,18 @@ class TrainingPairs(Dataset[dict[str, list[int]]]):
         }
 
 
-def signature_of(function: Function) -> dict[str, Any]:
-    """Return what a function's header says, in the form of the answer's JSON."""
-    arguments = function.args
-    by_position = [("posonly", arg) for arg in arguments.posonlyargs] + [("arg", arg) for arg in arguments.args]
-    required = len(by_position) - len(arguments.defaults)
-    found = [
-        _argument(kind, arg, default)
-        for (kind, arg), default in zip(by_position, [None] * required + arguments.defaults, strict=True)
-    ]
-    if arguments.vararg is not None:
-        found.append(_argument("vararg", arguments.vararg))
-    for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append(_argument("kwonly", arg, default))
-    if arguments.kwarg is not None:
-        found.append(_argument("kwarg", arguments.kwarg))
-    signature: dict[str, Any] = {"name": function.name}
-    if isinstance(function, ast.AsyncFunctionDef):
-        signature["async"] = True
-    signature["args"] = found
-    if function.returns is not None:
-        signature["returns"] = ast.unparse(function.returns)
-    return signature
-
-
-def _argument(kind: str, arg: ast.arg, default: ast.expr | None = None) -> dict[str, str]:
-    found = {"name": arg.arg, "kind": kind}
-    if arg.annotation is not None:
-        found["annotation"] = ast.unparse(arg.annotation)
-    if default is not None:
-        found["default"] = ast.unparse(default)
-    return found
-
-
-def header_of(signature: dict[str, Any]) -> str:
-    """Return a signature as a ``def`` header on one line, without spaces between its parts."""
-    kinds = [argument["kind"] for argument in signature["args"]]
-    parts = []
-    for place, (argument, kind) in enumerate(zip(signature["args"], kinds, strict=True)):
-        if kind == "kwonly" and not {"vararg", "kwonly"} & set(kinds[:place]):
-            parts.append("*")
-        annotation = f":{argument['annotation']}" if "annotation" in argument else ""
-        default = f"={argument['default']}" if "default" in argument else ""
-        parts.append(STARS.get(kind, "") + argument["name"] + annotation + default)
-        if kind == "posonly" and "posonly" not in kinds[place + 1 :]:
-            parts.append("/")
-    keyword = "async def" if "async" in signature else "def"
-    returns = f"->{signature['returns']}" if "returns" in signature else ""
-    return f"{keyword} {signature['name']}({','.join(parts)}){returns}:"
-
-
-def parse_header(header: str) -> dict[str, Any]:
-    """Return the signature that :func:`header_of` made a header from."""
-    function = ast.parse(f"{header} pass").body[0]
-    assert isinstance(function, Function)
-    return signature_of(function)
-
-
-def headers_in(source: bytes) -> Iterator[str]:
-    """Yield the headers of all functions in a file: methods and nested functions too; none if it does not parse."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in old sources
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        # Type parameters (Python 3.12) have no place in the JSON.
-        if isinstance(node, Function) and not getattr(node, "type_params", None):
-            yield header_of(signature_of(node))
-
-
-def answer_text(signature: dict[str, Any]) -> str:
-    """Return a signature as compact JSON."""
-    return json.dumps(signature, separators=(",", ":"), ensure_ascii=False)
-
-
-def is_right(text: str, signature: dict[str, Any]) -> bool:
-    """Whether ``text`` is JSON that says the same as ``signature``, however it is written."""
-    try:
-        return bool(json.loads(text) == signature)
-    except ValueError:
-        return False
-
-
-def is_kept(header: str) -> bool:
-    """Whether a header takes part: all that take something, and one in ``BARE_ONE_IN`` of the others."""
-    takes_nothing = header.endswith(("():", "(self):"))
-    return not takes_nothing or zlib.crc32(header.encode()) % BARE_ONE_IN == 0
-
-
-def read_headers(library: Path) -> Corpus:
-    """Read the headers of all sources below ``library``, tests included, each once.
-
-    The split is by file and the same as that of the demo model's training, so that neither stage saw a held-out file.
-    A header that is in a held-out file is not trained on even if it is in other files too.
-    """
-    training: dict[str, None] = {}
-    held_out: dict[str, None] = {}
-    files = sorted((file.relative_to(library) for file in library.rglob("*.py")), key=lambda file: file.as_posix())
-    for file in files:
-        if INSTALLED_PACKAGES.isdisjoint(file.parts):
-            kept = filter(is_kept, headers_in((library / file).read_bytes()))
-            (held_out if is_held_out(file) else training).update(dict.fromkeys(kept))
-    halves = [header for header in training if header not in held_out], list(held_out)
-    return Corpus(*halves, hashlib.sha256(json.dumps(halves).encode()).hexdigest())
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, header: str) -> Pair:
-    """Encode a header and its answer apart from each other, so that a prompt's tokens do not depend on what follows."""
-    signature = parse_header(header)
+def encode(tokenizer: PreTrainedTokenizerBase, task: Task, text: str) -> Pair:
+    """Encode a prompt and its answer apart from each other, so that a prompt's tokens do not depend on what follows."""
+    example = task.example(text)
     prompt, answer = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f"{header}\n", answer_text(signature))
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (example.prompt, example.answer)
     )
-    return Pair(prompt, [*answer, tokenizer.eos_token_id], signature)
+    return Pair(prompt, [*answer, tokenizer.eos_token_id], example.expected)
 
 
-def encode_all(tokenizer: PreTrainedTokenizerBase, headers: list[str], longest: int) -> list[Pair]:
-    """Encode headers, and leave out pairs of more than ``longest`` tokens."""
-    pairs = (encode(tokenizer, header) for header in headers)
+def encode_all(tokenizer: PreTrainedTokenizerBase, task: Task, texts: list[str], longest: int) -> list[Pair]:
+    """Encode examples, and leave out pairs of more than ``longest`` tokens."""
+    pairs = (encode(tokenizer, task, text) for text in texts)
     return [pair for pair in pairs if len(pair) <= longest]
 
 
@@ -394,6 +280,7 @@ def train_model(
     set_seed(recipe.seed)
     model = load(recipe.model)
     exits = exit_layers(model.config.num_hidden_layers)
+    layerskip = [EarlyExitLoss(recipe.e_scale, Gradual(), exits, scale=even), LayerDropout(p_max=recipe.p_max)]
     if recipe.lora:
         rank = recipe.lora_rank
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -403,10 +290,7 @@ def train_model(
         args=training_arguments(recipe, checkpoints),
         train_dataset=TrainingPairs(in_batches(pairs, recipe)),
         data_collator=collator(tokenizer),
-        callbacks=[
-            EarlyExitLoss(recipe.e_scale, Gradual(), exits, scale=even),
-            LayerDropout(p_max=recipe.p_max),
-        ],
+        callbacks=layerskip if recipe.callbacks else [],
     )
     trainer.train(resume_from_checkpoint=last_checkpoint)
     return model.merge_and_unload() if recipe.lora else model
@@ -418,11 +302,13 @@ class Generator:
     Args:
         model: The model, in float32.
         tokenizer: Its tokenizer.
+        task: Tells what is right.
         longest: Tokens of prompt and answer after which generation ends in any case.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, longest: int) -> None:
         self.model = model.eval()
+        self.task = task
         self.tokenizer = tokenizer
         self.options = {
             "max_length": longest,
@@ -441,7 +327,7 @@ class Generator:
         output = self.model.generate(**self.inputs(pair), **self.options, **assisted_by(row))[0]  # [s]
         answer = self.tokenizer.decode(output[len(pair.prompt) :], skip_special_tokens=True)
         row.outputs.append(output)
-        row.correct.append(is_right(answer, pair.signature))
+        row.correct.append(self.task.is_right(answer, pair.expected))
         if row.assistant is not None and row.lossless:
             row.drafted += row.assistant.stats.drafted
             row.accepted += row.assistant.stats.accepted
@@ -474,6 +360,12 @@ def best_self_speculation(generator: Generator, exit_layer: int, pairs: Sequence
     return best
 
 
+def beside_free_drafts(assistant: SelfSpec) -> SelfSpec:
+    """Return the same self-speculation in a cascade with drafts that cost nothing."""
+    assert isinstance(assistant.draft, EarlyExit)
+    return SelfSpec(Cascade([Lookup(), assistant.draft]), assistant.stop)
+
+
 def rule_name(rule: FixedLength | ConfidenceThreshold) -> str:
     """Return what the table calls a stop rule."""
     return f"{rule.num_tokens} tokens" if isinstance(rule, FixedLength) else f"p ≥ {rule.threshold}"
@@ -504,7 +396,12 @@ def evaluate(
         Row("early exit only", SelfSpec.early_exit_only(exit_layer), exit_layer, lossless=False) for exit_layer in exits
     ]
     speculative = [best_self_speculation(generator, exit_layer, tuning) for exit_layer in exits]
-    rows = [Row("plain"), *early, *speculative]
+    free = [
+        Row("with free drafts", beside_free_drafts(row.assistant), row.exit_layer)
+        for row in speculative
+        if row.assistant is not None
+    ]
+    rows = [Row("plain"), *early, *speculative, Row("free drafts alone", SelfSpec.lookup()), *free]
     for row in rows:
         for pair in chosen:
             generator.score(row, pair)
@@ -542,50 +439,58 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"Self-speculative tokens equal plain generation's: yes, for all {compared} pairs at all exits."
 
 
-def results(rows: Sequence[Row], trained: str, pairs: tuple[int, int], evaluation: Evaluation, command: str) -> str:
+def results(
+    rows: Sequence[Row], task: Task, trained: str, pairs: tuple[int, int], evaluation: Evaluation, command: str
+) -> str:
     """Return the text of ``results.md``: the table and what it was measured on."""
     count = len(rows[0].outputs)
-    return f"""# Signature of a `def` header as JSON
+    return f"""# {task.title}
 
 {table(rows)}
 
 {verdict(rows)}
 
-Fine-tuned on {pairs[0]} headers of CPython {platform.python_version()}'s standard library, {trained}; measured on
-{count} of the {pairs[1]} headers of held-out files. Exact match compares the JSON as parsed objects. Milliseconds per
-token are the median over {min(evaluation.timed, count)} of these pairs, decoding only (the prompt's pass is left out),
-all ways in turn on each pair, one row, greedy, float32. The stop rule of each exit is the fastest of
-{len(STOP_RULES)} on {evaluation.tuning} training pairs. Early exit only gives other tokens than the model.
+Fine-tuned on {pairs[0]} pairs, {trained}; measured on {count} of {pairs[1]} held-out pairs. Milliseconds per token are
+the median over {min(evaluation.timed, count)} of these pairs, decoding only (the prompt's pass is left out), all ways
+in turn on each pair, one row, greedy, float32. The stop rule of each exit is the fastest of {len(STOP_RULES)} on
+{evaluation.tuning} training pairs. Early exit only gives other tokens than the model; free drafts keep the texts that
+they have written.
 
-Measured on: {machine(torch.device("cpu"))}, peft {peft.__version__}
+Measured on: {machine(torch.device("cpu"))}, Python {platform.python_version()}, peft {peft.__version__}
 
     {command}
 """
 
 
 def finetune(
-    recipe: Recipe, evaluation: Evaluation, library: Path, output: Path, checkpoints: Path, command: str = ""
+    recipe: Recipe, evaluation: Evaluation, data: Path | None, output: Path, checkpoints: Path, command: str = ""
 ) -> str:
     """Fine-tune by ``recipe``, write the model and its results to ``output`` and return the results.
 
     Args:
         recipe: What to train.
         evaluation: How much to measure.
-        library: Folder whose sources the headers are taken from.
+        data: Where the task's examples are, ``None`` for its usual place.
         output: Folder for the finished model.
         checkpoints: Folder for the Trainer's checkpoints; a run found there is continued.
         command: What repeats the run, for the results.
     """
-    headers = read_headers(library)
-    check_same_run(checkpoints, recipe, headers)
+    if recipe.task not in TASKS:
+        raise SystemExit(f"--task {recipe.task}: there is no such task; give one of {', '.join(TASKS)}")
+    task = TASKS[recipe.task]
+    data = data or task.data
+    if data is None:
+        raise SystemExit(f"--task {recipe.task} needs --data with the place of its examples")
+    texts = task.read(data)
+    check_same_run(checkpoints, recipe, texts)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    training = encode_all(tokenizer, headers.training, recipe.longest)
-    held_out = encode_all(tokenizer, headers.held_out, recipe.longest)
+    training = encode_all(tokenizer, task, texts.training, recipe.longest)
+    held_out = encode_all(tokenizer, task, texts.held_out, recipe.longest)
     if len(training) < recipe.batch_size or not held_out:
         raise SystemExit(
-            f"{library} gives {len(training)} pairs for training and {len(held_out)} held-out ones of at most "
+            f"{data} gives {len(training)} pairs for training and {len(held_out)} held-out ones of at most "
             f"{recipe.longest} tokens; a batch of {recipe.batch_size} and a held-out one are needed, so name a folder "
-            "with more sources"
+            "or file with more"
         )
     logger.info("%d training pairs, %d held-out pairs", len(training), len(held_out))
     logger.info(
@@ -600,9 +505,11 @@ def finetune(
     save(model, tokenizer, output)
 
     torch.set_num_threads(1)
-    rows = evaluate(Generator(load(output), tokenizer, recipe.longest), training, held_out, evaluation, recipe.seed)
+    generator = Generator(load(output), tokenizer, task, recipe.longest)
+    rows = evaluate(generator, training, held_out, evaluation, recipe.seed)
     trained = f"{recipe.steps} steps of {recipe.batch_size}, {'LoRA' if recipe.lora else 'all weights'}"
-    text = results(rows, trained, (len(training), len(held_out)), evaluation, command)
+    trained += "" if recipe.callbacks else ", without LayerSkip's callbacks"
+    text = results(rows, task, trained, (len(training), len(held_out)), evaluation, command)
     (output / "results.md").write_text(text, encoding="utf-8")
     return text
 
@@ -611,10 +518,9 @@ def parse_arguments(arguments: list[str]) -> tuple[Recipe, Evaluation, argparse.
     """Read the command line: one option per field of ``Recipe`` and ``Evaluation``, the folders and the threads."""
     kinds = [Recipe, Evaluation]
     parser = HfArgumentParser(kinds, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--output", type=Path, default=Path("task_model"), help="folder for the model and its results")
     parser.add_argument("--checkpoints", type=Path, help="folder to resume from (default: OUTPUT-checkpoints)")
-    parser.add_argument("--library", type=Path, default=stdlib, help="sources (default: the standard library)")
+    parser.add_argument("--data", type=Path, help="examples of the task (default: the standard library's sources)")
     parser.add_argument("--threads", type=int, help="CPU threads for training (default: PyTorch's choice)")
     recipe, evaluation, options = parser.parse_args_into_dataclasses(arguments)
     options.checkpoints = options.checkpoints or options.output.with_name(options.output.name + "-checkpoints")
@@ -628,7 +534,7 @@ def main(arguments: list[str]) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     command = shlex.join(["python", "examples/finetune_task.py", *arguments])
-    print(finetune(recipe, evaluation, options.library, options.output, options.checkpoints, command))
+    print(finetune(recipe, evaluation, options.data, options.output, options.checkpoints, command))
 
 
 if __name__ == "__main__":

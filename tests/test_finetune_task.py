@@ -14,15 +14,17 @@ import torch
 from conftest import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
 
-from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Lookup
 from hf_selfspec.bench.corpus import is_held_out
 from hf_selfspec.bench.measure import Sample, Timings
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import finetune_task
+import tasks
 from finetune_task import Evaluation, Pair, Recipe, Row, TrainingPairs
 
+SIGNATURE = tasks.TASKS["signature"]
 DEMO_MODEL = Path(finetune_task.__file__).parent / "demo_model"
 
 
@@ -47,7 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def signature(header: str) -> dict[str, object]:
     """What the script makes of a header, by way of its text."""
-    return json.loads(finetune_task.answer_text(finetune_task.parse_header(header)))
+    return json.loads(tasks.answer_text(tasks.parse_header(header)))
 
 
 def arguments(header: str) -> list[dict[str, str]]:
@@ -98,7 +100,7 @@ def outer(a,
     class Inner:
         async def method(self): return lambda: 0
 """
-    found = list(finetune_task.headers_in(source.encode()))
+    found = list(tasks.headers_in(source.encode()))
     assert found == ["def outer(a,b=(1, 2))->'X':", "async def method(self):"]
 
 
@@ -113,21 +115,21 @@ def outer(a,
     ],
 )
 def test_a_header_is_written_back_as_it_was_read(header: str) -> None:
-    assert finetune_task.header_of(finetune_task.parse_header(header)) == header
-    assert list(finetune_task.headers_in(f"class A:\n  {header} pass".encode())) == [header]
+    assert tasks.header_of(tasks.parse_header(header)) == header
+    assert list(tasks.headers_in(f"class A:\n  {header} pass".encode())) == [header]
 
 
 @pytest.mark.parametrize("source", [b"def f(x): print x\n", b"\xff\xfe", b"def f(): pass\0"])
 def test_sources_that_do_not_parse_have_no_headers(source: bytes) -> None:
-    assert list(finetune_task.headers_in(source)) == []
+    assert list(tasks.headers_in(source)) == []
 
 
 def test_old_escapes_do_not_warn() -> None:
-    assert list(finetune_task.headers_in(b"def f(x='\\d'): pass\n")) == [r"def f(x='\\d'):"]
+    assert list(tasks.headers_in(b"def f(x='\\d'): pass\n")) == [r"def f(x='\\d'):"]
 
 
 def test_no_header_is_in_both_halves(library: Path) -> None:
-    headers = finetune_task.read_headers(library)
+    headers = tasks.read_headers(library)
     assert headers.held_out
     assert not set(headers.training) & set(headers.held_out)
     assert len(set(headers.training)) == len(headers.training)
@@ -135,42 +137,42 @@ def test_no_header_is_in_both_halves(library: Path) -> None:
 
 
 def test_held_out_headers_are_those_of_held_out_files(library: Path) -> None:
-    headers = finetune_task.read_headers(library)
+    headers = tasks.read_headers(library)
     expected = {
         header
         for file in library.glob("*.py")
         if is_held_out(file.relative_to(library))
-        for header in finetune_task.headers_in(file.read_bytes())
+        for header in tasks.headers_in(file.read_bytes())
     }
     assert set(headers.held_out) == expected
     # Some of them are in training files as well, where they must be left out.
-    everywhere = [header for file in library.glob("*.py") for header in finetune_task.headers_in(file.read_bytes())]
+    everywhere = [header for file in library.glob("*.py") for header in tasks.headers_in(file.read_bytes())]
     assert any(everywhere.count(header) > 1 for header in expected)
 
 
 def test_most_headers_that_take_nothing_are_left_out() -> None:
     bare = [f"def name{number}(self):" for number in range(400)]
-    assert 60 < sum(map(finetune_task.is_kept, bare)) < 140
-    assert all(finetune_task.is_kept(header.replace("self", "self, x")) for header in bare)
+    assert 60 < sum(map(tasks.is_kept, bare)) < 140
+    assert all(tasks.is_kept(header.replace("self", "self, x")) for header in bare)
 
 
 def test_prompt_and_answer_read_back(tokenizer: PreTrainedTokenizerBase) -> None:
     header = "def f(self,x='a\\n',*,y:int=3):"
-    pair = finetune_task.encode(tokenizer, header)
+    pair = finetune_task.encode(tokenizer, SIGNATURE, header)
     assert tokenizer.decode(pair.prompt) == f"{header}\n"
     assert pair.answer[-1] == tokenizer.eos_token_id
     assert pair.answer.count(tokenizer.eos_token_id) == 1
-    assert finetune_task.is_right(tokenizer.decode(pair.answer[:-1]), pair.signature)
+    assert tasks.is_right(tokenizer.decode(pair.answer[:-1]), pair.expected)
 
 
 def test_long_pairs_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
     headers = ["def f(x):", f"def f({', '.join(f'x{number}' for number in range(40))}):"]
-    prompts = [len(finetune_task.encode(tokenizer, header).prompt) for header in headers]
-    pairs = finetune_task.encode_all(tokenizer, headers, longest=2 * max(prompts))
-    assert [pair.signature["args"] for pair in pairs] == [[{"name": "x", "kind": "arg"}]]
-    exactly = len(finetune_task.encode(tokenizer, headers[0]))
-    assert len(finetune_task.encode_all(tokenizer, headers[:1], exactly)) == 1
-    assert not finetune_task.encode_all(tokenizer, headers[:1], exactly - 1)
+    prompts = [len(finetune_task.encode(tokenizer, SIGNATURE, header).prompt) for header in headers]
+    pairs = finetune_task.encode_all(tokenizer, SIGNATURE, headers, longest=2 * max(prompts))
+    assert [pair.expected["args"] for pair in pairs] == [[{"name": "x", "kind": "arg"}]]
+    exactly = len(finetune_task.encode(tokenizer, SIGNATURE, headers[0]))
+    assert len(finetune_task.encode_all(tokenizer, SIGNATURE, headers[:1], exactly)) == 1
+    assert not finetune_task.encode_all(tokenizer, SIGNATURE, headers[:1], exactly - 1)
 
 
 def test_batches_are_of_like_length_and_shuffled() -> None:
@@ -192,7 +194,7 @@ def test_batches_are_of_like_length_and_shuffled() -> None:
 
 def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerBase) -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    pairs = [finetune_task.encode(tokenizer, header) for header in ("def f():", "def longer(a, b=None):")]
+    pairs = [finetune_task.encode(tokenizer, SIGNATURE, header) for header in ("def f():", "def longer(a, b=None):")]
     dataset = TrainingPairs(pairs)
     batch = finetune_task.collator(tokenizer)([dataset[0], dataset[1]])
     short, width = pairs[0], len(pairs[1])
@@ -216,7 +218,7 @@ def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerB
     ],
 )
 def test_answers_are_compared_as_objects(text: str, right: bool) -> None:
-    assert finetune_task.is_right(text, {"name": "f", "args": []}) is right
+    assert tasks.is_right(text, {"name": "f", "args": []}) is right
 
 
 def test_other_tokens_are_reported() -> None:
@@ -264,9 +266,9 @@ class Answering:
 
 
 def test_answers_are_scored(tokenizer: PreTrainedTokenizerBase) -> None:
-    pairs = [finetune_task.encode(tokenizer, header) for header in ("def f(x):", "def g(y):")]
+    pairs = [finetune_task.encode(tokenizer, SIGNATURE, header) for header in ("def f(x):", "def g(y):")]
     model = Answering([pairs[0].answer, pairs[0].answer])
-    generator, row = finetune_task.Generator(model, tokenizer, 64), Row("plain")
+    generator, row = finetune_task.Generator(model, tokenizer, SIGNATURE, 64), Row("plain")
     for pair in pairs:
         generator.score(row, pair)
     assert row.correct == [True, False]
@@ -301,9 +303,18 @@ def test_what_is_evaluated_on(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTra
 
     monkeypatch.setattr(finetune_task.Generator, "score", score)
     monkeypatch.setattr(finetune_task.Generator, "time", time)
-    generator = finetune_task.Generator(tiny_llama(4), tokenizer, 64)
+    generator = finetune_task.Generator(tiny_llama(4), tokenizer, SIGNATURE, 64)
     rows = finetune_task.evaluate(generator, training, held_out, Evaluation(pairs=4, timed=2, tuning=3), 0)
-    assert len(rows) == 7
+    assert [row.name.split(",")[0] for row in rows] == [
+        "plain",
+        *["early exit only"] * 3,
+        *["self-speculative"] * 3,
+        "free drafts alone",
+        *["with free drafts"] * 3,
+    ]
+    for alone, beside in zip(rows[4:7], rows[8:], strict=True):
+        assert beside.assistant.draft.sources == (Lookup(), alone.assistant.draft)
+        assert beside.assistant.stop == alone.assistant.stop
     assert len(set(scored)) == 4
     assert min(scored) >= 100
     assert [len(pairs) for pairs in times] == [3, 3, 3, 2]
@@ -317,9 +328,10 @@ def test_exits_are_an_eighth_and_the_quarters() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("lora", "callbacks"), [(False, True), (True, False)])
 def test_two_steps_make_a_model_and_a_table(
     lora: bool,
+    callbacks: bool,
     library: Path,
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
@@ -328,7 +340,7 @@ def test_two_steps_make_a_model_and_a_table(
     start = tmp_path / "start"
     tiny_llama(layers=4, vocabulary=len(tokenizer)).save_pretrained(start)
     tokenizer.save_pretrained(start)
-    recipe = Recipe(str(start), steps=2, batch_size=2, longest=64, lora=lora)
+    recipe = Recipe(model=str(start), steps=2, batch_size=2, longest=64, lora=lora, callbacks=callbacks)
     folders = tmp_path / "model", tmp_path / "checkpoints"
     given: list[Any] = []
 
@@ -344,6 +356,8 @@ def test_two_steps_make_a_model_and_a_table(
         "plain",
         *["early exit only"] * 3,
         *["self-speculative"] * 3,
+        "free drafts alone",
+        *["with free drafts"] * 3,
     ]
     assert "equal plain generation's: yes, for all 2 pairs" in text
     assert (tmp_path / "model" / "results.md").read_text(encoding="utf-8") == text
@@ -354,16 +368,17 @@ def test_two_steps_make_a_model_and_a_table(
         assert torch.equal(tensor, again.state_dict()[name].to(tensor.dtype)), name
     before = finetune_task.load(start).state_dict()
     assert any(not torch.equal(tensor, again.state_dict()[name]) for name, tensor in before.items())
-    exits = next(callback for callback in given if isinstance(callback, EarlyExitLoss))
-    dropout = next(callback for callback in given if isinstance(callback, LayerDropout))
-    assert (exits.e_scale, exits.curriculum, exits.layers, dropout.p_max) == (1.0, Gradual(), {1, 2, 3}, 0.2)
+    exits = [callback for callback in given if isinstance(callback, EarlyExitLoss)]
+    dropouts = [callback for callback in given if isinstance(callback, LayerDropout)]
+    assert [(exit.e_scale, exit.curriculum, exit.layers) for exit in exits] == [(1.0, Gradual(), {1, 2, 3})] * callbacks
+    assert [dropout.p_max for dropout in dropouts] == [0.2] * callbacks
     other = replace(recipe, learning_rate=1.0)
     with pytest.raises(SystemExit, match="learning_rate"):
         finetune_task.finetune(other, Evaluation(pairs=2, timed=1, tuning=1), library, *folders)
 
 
 def test_a_folder_of_another_run_is_refused(library: Path, tmp_path: Path) -> None:
-    headers = finetune_task.read_headers(library)
+    headers = tasks.read_headers(library)
     finetune_task.check_same_run(tmp_path, Recipe(), headers)
     with pytest.raises(SystemExit, match="learning_rate"):
         finetune_task.check_same_run(tmp_path, Recipe(learning_rate=1.0), headers)
@@ -373,3 +388,36 @@ def test_a_folder_of_another_run_is_refused(library: Path, tmp_path: Path) -> No
 
 def test_a_pair_is_as_long_as_both_its_parts() -> None:
     assert len(Pair([1, 2], [3], {})) == 3
+
+
+PROBLEMS = [
+    {
+        "question": f"How many are {number} and 1,000?",
+        "answer": f"{number}+1000\n#### {number + 1000:,}",
+    }
+    for number in range(60)
+]
+
+
+def test_word_problems_are_split_and_compared_by_their_result(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file, task = tmp_path / "problems.jsonl", tasks.TASKS["gsm8k"]
+    file.write_text("".join(json.dumps(problem) + "\n" for problem in [*PROBLEMS, *PROBLEMS]))
+    problems = task.read(file)
+    assert sorted([*problems.training, *problems.held_out]) == sorted(map(json.dumps, PROBLEMS))
+    assert 0 < len(problems.held_out) < 12
+    pair = finetune_task.encode(tokenizer, task, json.dumps(PROBLEMS[7]))
+    assert tokenizer.decode(pair.prompt) == "Question: How many are 7 and 1,000?\nAnswer: "
+    assert pair.expected == "1007"
+    assert task.is_right(tokenizer.decode(pair.answer[:-1]), pair.expected)
+    assert task.is_right("7 more\n#### 1007", "1007")
+    assert not task.is_right("7 more\n#### 1,008", "1007")
+    assert not task.is_right("1007", "1007")
+
+
+@pytest.mark.parametrize(("task", "message"), [("gsm8k", "needs --data"), ("cooking", "give one of signature, gsm8k")])
+def test_tasks_that_cannot_be_had_are_refused(task: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=message):
+        finetune_task.finetune(Recipe(task), Evaluation(), None, tmp_path / "model", tmp_path / "checkpoints")
+    assert not any(tmp_path.iterdir())
