@@ -33,7 +33,7 @@ from .grammar import Grammar, register_grammar
 from .inspection import Inspection, Share, inspect_model
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
-from .parts import Adapter, ExitHeads, LinearProbe
+from .parts import Adapter, ExitHeads, LinearProbe, ReducedHead
 from .registry import register
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
@@ -50,6 +50,7 @@ from .train import (
     fit_adapter,
     fit_exit_heads,
     fit_probe,
+    fit_reduced_head,
 )
 from .tuning import OfflineSearch, tune
 from .types import Draft, Text, Verdict
@@ -97,6 +98,7 @@ __all__ = [
     "Parting",
     "Piece",
     "ProductThreshold",
+    "ReducedHead",
     "Rotational",
     "SampleTest",
     "SelfSpec",
@@ -122,6 +124,7 @@ __all__ = [
     "fit_adapter",
     "fit_exit_heads",
     "fit_probe",
+    "fit_reduced_head",
     "inspect_model",
     "install",
     "register",

@@ -11,11 +11,13 @@ import torch
 from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
+from ..model.head_rows import HeadRows
 from ..model.partial import LayerPlan
 from ..model.step import PrefillObserver
 from ..model.target import Target
 from ..parts.adapter import Adapter
 from ..parts.part import part_of
+from ..parts.reduced_head import ReducedHead
 from ..registry import register
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
@@ -24,6 +26,7 @@ from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .blocks import DraftBlocks, FindChoice
 from .partial import DraftStep, PartialDraft
+from .reduced import head_rows, take_head
 from .source import Drafter, DraftSource, Limits, Session
 
 # Tokens, of other sources, that the adapter catches up with where recurrent states have to be known for that.
@@ -37,17 +40,25 @@ class EarlyExitAdapter(DraftSource):
 
     Args:
         adapter: the adapter, or the folder or Hub repository that holds one, see ``fit_adapter``.
+        head: the tokens that drafts are made of, see :class:`EarlyExit`; for adapters that have no head of their own.
 
     Raises:
         SettingError, SettingTypeError: it is none.
     """
 
     adapter: Adapter | str | os.PathLike[str]
+    head: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         kept, module = part_of("EarlyExitAdapter(adapter)", self.adapter, Adapter)
         object.__setattr__(self, "adapter", kept)
         object.__setattr__(self, "_module", module)
+        take_head(self, "EarlyExitAdapter")
+        if self.head is not None and module.head is not None:
+            raise SettingError(
+                "EarlyExitAdapter(head): this adapter has a head of its own, so the model's is not run. Leave `head` "
+                "out, or fit an adapter with own_head=False."
+            )
 
     @property
     def module(self) -> Adapter:
@@ -82,7 +93,8 @@ class EarlyExitAdapter(DraftSource):
         plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
         self.module.check(session.knowledge.fingerprint)
         check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
-        draft = AdapterDraft(session.target, plan, limits, session.scorer, self.module)
+        head = head_rows(self, session)
+        draft = AdapterDraft(session.target, plan, limits, session.scorer, self.module, head)
         draft.reserve(session)
         session.target.cache.look_back(_LATE)
         return draft
@@ -94,12 +106,21 @@ class AdapterDraft(PartialDraft):
     Args:
         target, plan, limits, scorer: see :class:`PartialDraft`.
         adapter: what is behind the exit.
+        head: see :class:`PartialDraft`.
     """
 
     skips_forced = False
 
-    def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, adapter: Adapter) -> None:
-        super().__init__(target, plan, limits, scorer)
+    def __init__(
+        self,
+        target: Target,
+        plan: LayerPlan,
+        limits: Limits,
+        scorer: Scorer,
+        adapter: Adapter,
+        head: HeadRows | None = None,
+    ) -> None:
+        super().__init__(target, plan, limits, scorer, head)
         self.adapter = adapter
         rows = len(target.cache.cursors)
         self._cache = SpeculativeCache(1, rows, target.cache.capacity)
@@ -139,6 +160,7 @@ class AdapterDraft(PartialDraft):
                 self.plan,
                 keep=1 if min(ends) == feed.shape[1] - 1 else 0,
                 head_input_fn=lambda states: self._adapted(states, starts).to(states.dtype),
+                head_rows=self.head,
             )
             assert step.logits is not None
             assert step.exit_state is not None

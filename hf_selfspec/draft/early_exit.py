@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
+from ..parts.reduced_head import ReducedHead
 from ..registry import register
 from ..search.choice import ExitChoice
 from ..settings import MOST_LAYERS, check_count, check_exit
@@ -14,6 +16,7 @@ from ..stop.rules import FixedLength
 from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .probe import start_probe
+from .reduced import head_rows, take_head
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
 # Tokens in a draft until a probe has chosen.
@@ -30,13 +33,20 @@ class EarlyExit(DraftSource):
     Args:
         layer: the exit layer ``E``, from 1 to ``L-1``, or ``None``: the fastest one, found by a probe on the first
             text that each model generates.
+        head: the tokens that drafts are made of, a :class:`ReducedHead` or the folder or Hub repository that holds one,
+            see ``fit_reduced_head``; ``None`` for all. Such drafts run without compiled graphs.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
     """
 
     layer: int | None = None
+    head: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.layer is not None:
             check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
+        take_head(self, "EarlyExit")
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
         """The blocks that run for this model, ``None`` where a probe has to find them.
@@ -56,10 +66,10 @@ class EarlyExit(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""
-        plan = self.plan(session.anatomy)
+        plan, head = self.plan(session.anatomy), head_rows(self, session)
         if plan is None or session.stop is None:
-            return start_probe(session, self.layer, session.limits(_FIRST), repr(self))
-        return PartialDraft.of(session, plan, session.limits(_FIRST), repr(self))
+            return start_probe(session, self.layer, session.limits(_FIRST), repr(self), head)
+        return PartialDraft.of(session, plan, session.limits(_FIRST), repr(self), head)
 
 
 @register("draft")

@@ -11,6 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..errors import SettingTypeError
 from ..grammar.rows import Constraint
+from ..model.head_rows import HeadRows
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
@@ -56,6 +57,7 @@ class PartialDraft(CandidateGenerator):
         plan: which blocks run.
         limits: stop rule, longest draft, tree.
         scorer: logits processors and the decoding mode.
+        head: runs in the place of the model's output head, ``None`` for that.
 
     Attributes:
         plan, limits: as given.
@@ -65,8 +67,11 @@ class PartialDraft(CandidateGenerator):
 
     skips_forced = True
 
-    def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer) -> None:
+    def __init__(
+        self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, head: HeadRows | None = None
+    ) -> None:
         self.target = target
+        self.head = head
         self.plan = plan
         self.limits = limits
         self.scorer = scorer
@@ -77,12 +82,14 @@ class PartialDraft(CandidateGenerator):
         self._running: tuple[StopRule, RunningRule] | None = None
         fixed = target.fixed
         # All steps can be one graph where each is one forward.
-        is_one_forward = type(self)._step is PartialDraft._step
+        is_one_forward = type(self)._step is PartialDraft._step and head is None
         self._whole = WholeDrafts(fixed, scorer) if is_one_forward and fixed is not None else None
         self._drafted: list[int] = []
 
     @classmethod
-    def of(cls, session: Session, plan: LayerPlan, limits: Limits, name: str) -> PartialDraft:
+    def of(
+        cls, session: Session, plan: LayerPlan, limits: Limits, name: str, head: HeadRows | None = None
+    ) -> PartialDraft:
         """The draft of one generation.
 
         Args:
@@ -90,12 +97,13 @@ class PartialDraft(CandidateGenerator):
             plan: which blocks run.
             limits: of drafts.
             name: of the source, for errors.
+            head: see the class.
 
         Raises:
             SettingError: the stop rule was fitted to other states.
         """
         check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
-        draft = cls(session.target, plan, limits, session.scorer)
+        draft = cls(session.target, plan, limits, session.scorer, head)
         draft.reserve(session)
         return draft
 
@@ -252,7 +260,7 @@ class PartialDraft(CandidateGenerator):
             cursors: the slots of the first of them.
             drafting: rows whose drafts go on; the others ride along.
         """
-        step = self.target.step(feed, cursors, self.plan, capture=self._prefix or -1)
+        step = self.target.step(feed, cursors, self.plan, capture=self._prefix or -1, head_rows=self.head)
         assert step.logits is not None
         assert step.exit_state is not None
         return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)

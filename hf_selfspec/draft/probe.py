@@ -9,6 +9,7 @@ import torch
 
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import LOGIT_ELEMENTS, Exits
+from ..model.head_rows import HeadRows
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.choice import ExitChoice
@@ -41,14 +42,18 @@ class ProbeSettings:
         layers: exit layers to compare.
         rules: stop rules to compare.
         stop: the user's own stop rule, which is used whatever the probe finds, or ``None``.
+        head: of all drafts, ``None`` for the model's own.
     """
 
     layers: Sequence[int]
     rules: Sequence[Rule]
     stop: StopRule | None = None
+    head: HeadRows | None = None
 
 
-def start_probe(session: Session, layer: int | None, limits: Limits, name: str) -> PartialDraft:
+def start_probe(
+    session: Session, layer: int | None, limits: Limits, name: str, head: HeadRows | None = None
+) -> PartialDraft:
     """The drafter that finds its exit, or its stop rule, on the first texts.
 
     Args:
@@ -56,6 +61,7 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
         layer: the exit layer, ``None`` to have it found.
         limits: of drafts, with the stop rule until one is chosen.
         name: of the source, for errors.
+        head: runs in the place of the model's output head while drafting, ``None`` for that.
 
     Raises:
         SelfSpecError: the model cannot be probed.
@@ -80,8 +86,10 @@ def start_probe(session: Session, layer: int | None, limits: Limits, name: str) 
         layers=exits_to_try(anatomy.num_layers) if layer is None else (layer,),
         rules=rules_for(session.stop, session.max_draft),
         stop=session.stop,
+        head=head,
     )
-    study = session.knowledge.of("exit probe", lambda _: ExitStudy(anatomy.num_layers))
+    kind = "exit probe" if head is None else f"exit probe with {head.size} tokens"
+    study = session.knowledge.of(kind, lambda _: ExitStudy(anatomy.num_layers))
     exits = Exits(session.target.model)
     draft = ProbingDraft(session.target, limits, session.scorer, settings, exits, study, session.round_seconds)
     draft.reserve(session)
@@ -115,7 +123,8 @@ class ProbingDraft(PartialDraft):
         round_seconds: RoundSeconds,
     ) -> None:
         self.middle = settings.layers[len(settings.layers) // 3]
-        super().__init__(target, LayerPlan.early_exit(target.anatomy.num_layers, self.middle), limits, scorer)
+        plan = LayerPlan.early_exit(target.anatomy.num_layers, self.middle)
+        super().__init__(target, plan, limits, scorer, settings.head)
         self.settings = settings
         self.exits = exits
         self.study = study
@@ -213,6 +222,7 @@ class ProbingDraft(PartialDraft):
                 for start in range(0, text.batch_size, chunk):
                     some = slice(start, start + chunk)
                     drafted = self.exits.head(states[some].flatten(0, 1)).to(scores.device).unflatten(0, (-1, n))
+                    drafted = drafted if self.head is None else self.head.only(drafted)
                     found = trace(
                         self.scorer.roughly(drafted.float()), scores[some], confidence(drafted), self.scorer.do_sample
                     )

@@ -85,7 +85,8 @@ class FixedShapes:
         module, tokens, run, nodes = forward.module, forward.tokens, forward.run, forward.nodes
         target = self.target
         device, (b, s) = tokens.device, tokens.shape[:2]
-        has_hooks = run.stop_fn is not None or run.after_layer is not None or run.head_input_fn is not None
+        changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows)
+        has_hooks = any(change is not None for change in changes)
         is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused:

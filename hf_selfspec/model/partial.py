@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
 from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, with_states
+from .head_rows import HeadRows
 from .linear import few_token_forwards
 from .step import Best
 
@@ -101,6 +103,7 @@ class ForwardPass:
         after_layer: decides what each layer hands to the next, ``None`` for what left it.
         stop_fn: called at layers ``start + 1`` to ``stop``; the forward ends at the first that it returns ``True`` for.
         head_input_fn: maps ``exit_state`` to the input of the head, in the place of the stack's final norm.
+        head_rows: what runs in the place of the output head, ``None`` for that.
         chooses: the tokens that the logits favour are wanted, too; only graphs find them.
         captured: ``[b, s, d]`` that state, after the forward.
         exit_state: ``[b, s, d]`` what left the last layer, after the forward.
@@ -116,6 +119,7 @@ class ForwardPass:
     after_layer: AfterLayer | None = None
     stop_fn: StopFn | None = None
     head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
+    head_rows: HeadRows | None = None
     chooses: bool = False
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
@@ -173,6 +177,9 @@ class _Installation:
     def install(self, model: nn.Module) -> None:
         for linear, forward in few_token_forwards(model.modules(), _is_speculating):
             self.forwards.replace(linear, forward)
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        if head is not None:
+            self.forwards.replace(head, _head_forward(head))
         self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
         for index, layer in enumerate(self.anatomy.layers):
             self.forwards.replace(layer, self._layer_forward(index, layer))
@@ -255,6 +262,18 @@ class _Installation:
             return _with_arity(hidden, arity.get(kind))
 
         return forward
+
+
+def _head_forward(head: nn.Module) -> Forward:
+    original = head.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = _current.forward_pass
+        if current is None or current.head_rows is None:
+            return original(*args, **kwargs)
+        return current.head_rows(*args, **kwargs)
+
+    return forward
 
 
 def _is_skipped_attention(index: int) -> Callable[[LayerPlan], bool]:

@@ -21,6 +21,7 @@ from .eager import EagerForwards, Forward
 from .fixed import FixedShapes
 from .following import Following
 from .given_cache import cache_name
+from .head_rows import HeadRows
 from .kernels import served_kernels
 from .layout import TreeLayout
 from .masks import speculative_attention
@@ -211,6 +212,7 @@ class Target:
         chooses: bool = False,
         after_layer: AfterLayer | None = None,
         head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        head_rows: HeadRows | None = None,
     ) -> Step:
         """One forward over a few tokens at the end of each row.
 
@@ -227,6 +229,7 @@ class Target:
             chooses: whether the tokens that logits favour are wanted, too, where a graph can find them.
             after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
             head_input_fn: returns the input of the head, see there.
+            head_rows: runs in the place of the head.
 
         Returns:
             The :class:`Step`.
@@ -241,6 +244,7 @@ class Target:
             capture=-1 if replay else capture,
             after_layer=after_layer,
             head_input_fn=head_input_fn,
+            head_rows=head_rows,
             chooses=chooses,
         )
         # Arguments of the user's own are the whole model's.

@@ -3,5 +3,6 @@
 from .adapter import Adapter
 from .heads import ExitHeads
 from .probe import LinearProbe
+from .reduced_head import ReducedHead
 
-__all__ = ["Adapter", "ExitHeads", "LinearProbe"]
+__all__ = ["Adapter", "ExitHeads", "LinearProbe", "ReducedHead"]

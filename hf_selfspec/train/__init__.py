@@ -6,6 +6,7 @@ from .early_exit_loss import EarlyExitLoss, even, loss_scale
 from .heads import calibrate_exit_heads, fit_exit_heads
 from .layer_dropout import LayerDropout, constant, exponential
 from .probe import fit_probe
+from .reduced_head import fit_reduced_head
 
 __all__ = [
     "EarlyExitLoss",
@@ -19,5 +20,6 @@ __all__ = [
     "fit_adapter",
     "fit_exit_heads",
     "fit_probe",
+    "fit_reduced_head",
     "loss_scale",
 ]

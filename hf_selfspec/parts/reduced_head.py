@@ -1,0 +1,56 @@
+"""The tokens that drafts are made of, where the whole vocabulary would cost too much (FR-Spec, arXiv 2502.14856)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..errors import SettingError
+from ..settings import MOST_WIDTH, check_count
+from .part import Part
+
+
+class ReducedHead(Part):
+    """The most frequent tokens of some text, which drafts choose from; their rows of the model's own head are used.
+
+    Exact: a token that is not among them has probability 0 in a draft, and verification knows of that. On a CPU, and
+    with large vocabularies, the head is a large part of a shallow draft's cost (FR-Spec §3.2).
+
+    Args:
+        size: how many tokens.
+        vocabulary: ``v`` of the model.
+        about: see :class:`Part`.
+
+    Attributes:
+        tokens: ``[size]`` their ids, in order.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    kind = "reduced head"
+
+    def __init__(self, size: int, vocabulary: int, about: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        check_count("ReducedHead(vocabulary)", vocabulary, most=MOST_WIDTH)
+        check_count("ReducedHead(size)", size, most=vocabulary)
+        self.vocabulary = vocabulary
+        self.about = about
+        self.tokens = nn.Parameter(torch.arange(size), requires_grad=False)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, after which the tokens are checked.
+
+        Raises:
+            SettingError: they are no different ids of the vocabulary.
+        """
+        found = super().load_state_dict(*args, **kwargs)
+        tokens = self.tokens.tolist()
+        if sorted(set(tokens)) != tokens or not 0 <= tokens[0] <= tokens[-1] < self.vocabulary:
+            raise SettingError(
+                f"a reduced head of {len(tokens)} tokens must name different ids from 0 to {self.vocabulary - 1}, in "
+                "order, and this file does not: it was changed. Fit it anew."
+            )
+        return found
