@@ -39,6 +39,20 @@ class Cancellable(TextIteratorStreamer):
         super().put(value)
 
 
+class Answer(StreamingResponse):
+    """Text as it is written, until all of it was sent or the reader has gone."""
+
+    def __init__(self, events: Iterator[str], streamer: Cancellable) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.streamer = streamer
+
+    async def __call__(self, *connection) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            self.streamer.cancelled = True
+
+
 def service(model, tokenizer, threads: int = 4, users: int = 1000) -> FastAPI:
     app, pool, lock = FastAPI(), ThreadPoolExecutor(threads), threading.Lock()
     new_spec = lru_cache(maxsize=users)(lambda user: SelfSpec())
@@ -57,18 +71,16 @@ def service(model, tokenizer, threads: int = 4, users: int = 1000) -> FastAPI:
 
     @app.post("/stream")
     def stream(request: Prompt) -> StreamingResponse:
+        streamer = Cancellable(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
         def events() -> Iterator[str]:
-            streamer = Cancellable(tokenizer, skip_prompt=True, skip_special_tokens=True)
             answered = pool.submit(answer, request, streamer)
             answered.add_done_callback(lambda _: streamer.end())  # after an error, too
-            try:
-                for text in filter(None, streamer):
-                    yield f"data: {json.dumps({'text': text})}\n\n"
-                yield f"data: {json.dumps({'ids': answered.result()})}\n\n"
-            finally:
-                streamer.cancelled = True
+            for text in filter(None, streamer):
+                yield f"data: {json.dumps({'text': text})}\n\n"
+            yield f"data: {json.dumps({'ids': answered.result()})}\n\n"
 
-        return StreamingResponse(events(), media_type="text/event-stream")
+        return Answer(events(), streamer)
 
     return app
 

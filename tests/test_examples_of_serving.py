@@ -161,7 +161,8 @@ def test_a_reader_who_leaves_ends_the_generation(model: PreTrainedModel, tokeniz
     httpx = library("httpx")
     library("fastapi")
     body = {"prompt": QUESTIONS[0], "max_new_tokens": 480}
-    with running(importlib.import_module("service").service(model, tokenizer, threads=1)) as address:
+    slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.01))  # as a larger model: the server has its turn
+    with slow, running(importlib.import_module("service").service(model, tokenizer, threads=1)) as address:
         with httpx.stream("POST", f"{address}/stream", json=body, timeout=120) as reply:
             next(reply.iter_lines())
         # The one thread is free again long before so many tokens are written.

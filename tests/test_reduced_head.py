@@ -226,5 +226,6 @@ def test_heads_that_are_no_plain_layer_are_refused() -> None:
     other = Other(64, VOCABULARY, bias=False)
     other.weight = model.lm_head.weight
     model.lm_head = other
+    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
     with pytest.raises(UnsupportedModelError, match="no output head that is a plain linear layer"):
-        model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2)))
+        model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=spec)

@@ -379,9 +379,9 @@ def test_numbers_are_those_of_steps() -> None:
 def test_joint_distribution(settings: dict[str, Any], options: str, at_once: list[int]) -> None:
     named, processors = OPTIONS[options]
     spec = SelfSpec(**settings, compile=QUICK)
-    sample(spec, rows=2000, **named)  # its first rounds are steps
+    sample(spec, rows=700, **named)  # its first rounds are steps
     at_once.clear()
-    check_exact(sample(spec, calls=3, **named), exact_joint(llama(), processors))
+    check_exact(sample(spec, rows=700, calls=3, **named), exact_joint(llama(), processors))
     assert PROMPT.shape[1] == 1
     assert len(at_once) > 3
 
