@@ -51,6 +51,7 @@ class Exits:
         chosen: exit layers ``E`` (the first ``E`` layers have run) that the next forward brings to the head.
         states: ``[len(chosen), b, s, d]`` what goes into the head at each chosen exit of the last forward, ``None``
             before the first and where nothing was chosen.
+        final: ``[b, s, d]`` what the whole model sends to its head in that forward.
 
     Raises:
         UnsupportedModelError: the model's layers were not found.
@@ -61,6 +62,7 @@ class Exits:
         self.anatomy = Anatomy.of(model)
         self.chosen: tuple[int, ...] = ()
         self.states: torch.Tensor | None = None
+        self.final: torch.Tensor | None = None
         self._kept: dict[int, torch.Tensor] = {}
         self._own_head = OwnHead(model, self.anatomy)
         self._handles: list[RemovableHandle] = []
@@ -119,7 +121,7 @@ class Exits:
 
     def release(self) -> None:
         """Lets go of the states of the last forward."""
-        self.states = None
+        self.states = self.final = None
         self._own_head.forget()
         self._kept.clear()
 
@@ -191,7 +193,7 @@ class Exits:
             )
         b = joined.shape[0] // parts
         self._kept.clear()
-        self.states = joined[b:].unflatten(0, (parts - 1, b))
+        self.states, self.final = joined[b:].unflatten(0, (parts - 1, b)), joined[:b]
         if as_tuple:
             output = (joined[:b], *output[1:])
         else:

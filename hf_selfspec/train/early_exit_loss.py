@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import causal_lm
 from ..model.exits import Exits
-from ..settings import check_share
+from ..settings import check_flag, check_share
 from .curriculum import Curriculum, Rotational
 from .exit_training import ExitTraining
 from .trainer import ComputeLoss, ModelCallback
@@ -81,6 +81,10 @@ class EarlyExitLoss(ModelCallback):
         layers: exit layers ``E`` that take part, ``None`` for all. The last layer always does.
         scale: ``e(l)`` as a function of ``(l, L, e_scale)``: :func:`loss_scale`, the paper's, or :func:`even`, or any
             other that gives no number below 0 and one above it for the last layer.
+        self_distillation: whether earlier exits learn the distribution of the model's own last layer, as it is in each
+            step, in the place of the labels: their loss is then ``KL(last ‖ exit)``, in nats per token, and no gradient
+            goes into the last layer for it. That is what drafts are verified against. The last layer learns the labels
+            as before. (Zhang et al. 2019, arXiv:1905.08094.)
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -92,7 +96,9 @@ class EarlyExitLoss(ModelCallback):
         curriculum: Curriculum | None = _ROTATIONAL,
         layers: Sequence[int] | None = None,
         scale: Scale = loss_scale,
+        self_distillation: bool = False,
     ) -> None:
+        check_flag("EarlyExitLoss(self_distillation)", self_distillation)
         check_share("EarlyExitLoss(e_scale)", e_scale, zero=True, one=True)
         if curriculum is not None and (isinstance(curriculum, type) or not hasattr(curriculum, "enabled")):
             raise SettingTypeError(
@@ -105,6 +111,7 @@ class EarlyExitLoss(ModelCallback):
         self.e_scale = float(e_scale)
         self.scale = scale
         self.curriculum = curriculum
+        self.self_distillation = self_distillation
         self.layers = None if layers is None else _exit_layers(layers)
         self._run: ExitTraining | None = None
 
@@ -135,7 +142,7 @@ class EarlyExitLoss(ModelCallback):
         exits = Exits(inner)
         exits.check("EarlyExitLoss(layers)", self.layers or ())
         self._check_weights(exits.anatomy.num_layers)
-        self._run = ExitTraining(inner, exits)
+        self._run = ExitTraining(inner, exits, self.self_distillation)
         self._run.attach(model)
 
     def _check_weights(self, num_layers: int) -> None:

@@ -21,14 +21,20 @@ _IGNORED = -100
 class ExitTraining:
     """The exits of one model while they are trained: hooks, the losses of each step, sums between logs.
 
+    Args:
+        model: a causal LM.
+        exits: of it.
+        distils: whether exits learn the distribution of the last layer in the place of the labels.
+
     Attributes:
         in_step: a training step is going on (evaluation is not one).
-        table: ``[L, 2]`` for each exit the summed cross entropy since the last log, and the tokens behind it.
+        table: ``[L, 2]`` for each exit the summed loss since the last log, and the tokens behind it.
     """
 
-    def __init__(self, model: PreTrainedModel, exits: Exits) -> None:
+    def __init__(self, model: PreTrainedModel, exits: Exits, distils: bool = False) -> None:
         self.model = model
         self.exits = exits
+        self._distils = distils
         self.in_step = False
         self._handle: RemovableHandle | None = None
         precise = torch.float32 if model.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
@@ -82,6 +88,7 @@ class ExitTraining:
             )
         targets = targets.to(states.device).flatten()
         places = (targets != _IGNORED).nonzero().flatten()
+        teacher = self.exits.final.detach().flatten(0, 1) if self._distils and self.exits.final is not None else None
         total, sums = weighted_exit_losses(
             self.exits.head,
             self.exits.head_parameters(),
@@ -89,6 +96,7 @@ class ExitTraining:
             targets[places],
             self._weights,
             self.model.config.get_text_config(decoder=True).vocab_size,
+            None if teacher is None else teacher.index_select(0, places),
         )
         self._earlier = total if self._earlier is None else self._earlier + total
         for layer, loss in zip(self.exits.chosen, sums, strict=True):

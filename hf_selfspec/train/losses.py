@@ -1,4 +1,4 @@
-"""Cross entropy of many exits without holding their logits."""
+"""Losses of many exits without holding their logits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def weighted_exit_losses(
     targets: torch.Tensor,
     weights: Sequence[float],
     vocabulary: int,
+    teacher: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums the cross entropies of several exits.
+    """Sums the cross entropies of several exits, or their divergences from a teacher.
 
     Logits exist for a chunk of tokens at a time. Their gradients are taken on the way, in the forward pass, so that
     the head runs once for each token: the backward pass only hands them on.
@@ -35,13 +36,15 @@ def weighted_exit_losses(
         targets: ``[n]`` token ids.
         weights: weight of each exit.
         vocabulary: ``v``, by which the chunks are measured.
+        teacher: ``[n, d]`` what went into the head where the wanted distribution ``p`` came from, ``None`` where the
+            targets alone are wanted. The loss is then ``KL(p ‖ q)``, whose gradient is that of the cross entropy.
 
     Returns:
-        ``Σ weight · Σ cross entropy`` (a scalar with a gradient) and the sums of the cross entropies ``[k]``, without
-        one; all in nats and float32.
+        ``Σ weight · Σ loss`` (a scalar with a gradient) and the sums of the losses ``[k]``, without one; all in nats
+        and float32.
     """
     chunk = max(1, LOGIT_ELEMENTS // vocabulary)
-    total, sums = _ExitLosses.apply(head, targets, tuple(weights), chunk, states, *parameters)
+    total, sums = _ExitLosses.apply(head, targets, teacher, tuple(weights), chunk, states, *parameters)
     return total, sums
 
 
@@ -51,6 +54,7 @@ class _ExitLosses(torch.autograd.Function):
         ctx: Any,
         head: Head,
         targets: torch.Tensor,
+        teacher: torch.Tensor | None,
         weights: tuple[float, ...],
         chunk: int,
         states: torch.Tensor,
@@ -59,13 +63,14 @@ class _ExitLosses(torch.autograd.Function):
         sums = torch.zeros(len(weights), dtype=torch.float32, device=states.device)
         state_gradient = torch.empty_like(states)
         gradients: list[torch.Tensor | None] = [None] * len(parameters)
-        for exit_index, weight in enumerate(weights):
-            for start in range(0, len(targets), chunk):
-                piece = slice(start, start + chunk)
+        for start in range(0, len(targets), chunk):
+            piece = slice(start, start + chunk)
+            wanted = None if teacher is None else head(teacher[piece]).float().log_softmax(-1)
+            for exit_index, weight in enumerate(weights):
                 with torch.enable_grad():
                     rows = states[exit_index, piece].detach().requires_grad_()
                     logits = head(rows).float()
-                    loss = F.cross_entropy(logits, targets[piece].to(logits.device), reduction="sum")
+                    loss = _loss(logits, targets[piece], wanted)
                     row_gradient, *found = torch.autograd.grad(
                         loss, (rows, *parameters), torch.full_like(loss, weight), allow_unused=True
                     )
@@ -88,4 +93,12 @@ class _ExitLosses(torch.autograd.Function):
             raise RuntimeError("the exit losses can be propagated back once; they keep nothing for a second time")
         gradients = [None if g is None else g * grad_total.to(g.dtype) for g in ctx.gradients]
         ctx.gradients = None
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, None, *gradients)
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    """The summed loss of logits ``[n, v]``: of targets ``[n]``, or of wanted log probabilities ``[n, v]``."""
+    if wanted is None:
+        return F.cross_entropy(logits, targets.to(logits.device), reduction="sum")
+    wanted = wanted.to(logits.device)
+    return F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)

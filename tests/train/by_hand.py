@@ -40,23 +40,32 @@ def history(ran: Any, key: str = "loss") -> list[float]:
     return [entry[key] for entry in ran.state.log_history if key in entry]
 
 
-def exit_loss(model: Any, batch: Row, exit_layer: int) -> torch.Tensor:
-    """Summed cross entropy behind the first ``exit_layer`` layers, from the hidden states that the model gives out."""
+def exit_loss(model: Any, batch: Row, exit_layer: int, distils: bool = False) -> torch.Tensor:
+    """Summed loss behind the first ``exit_layer`` layers, from the hidden states that the model gives out."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     output = inner.model(
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True, use_cache=False
     )
-    if exit_layer == inner.config.num_hidden_layers:
-        logits = inner.lm_head(output.last_hidden_state)
-    else:
-        logits = inner.lm_head(inner.model.norm(output.hidden_states[exit_layer]))
+    logits = inner.lm_head(output.last_hidden_state)
+    if exit_layer < inner.config.num_hidden_layers:
+        whole, logits = logits, inner.lm_head(inner.model.norm(output.hidden_states[exit_layer]))
+        if distils:
+            p, places = _logits_of(inner, whole).softmax(-1).detach(), batch["labels"][:, 1:] != -100
+            logs = _logits_of(inner, logits).log_softmax(-1)
+            return (p * (p.log() - logs)).sum(-1)[:, :-1][places].sum()
+    logits = _logits_of(inner, logits)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def _logits_of(inner: Any, logits: torch.Tensor) -> torch.Tensor:
+    """What models do to what leaves their head."""
     if inner.config.model_type == "cohere":
         logits = logits * 0.25
     elif inner.config.model_type == "granite":
         logits = logits / 2.0
     elif inner.config.model_type == "gemma2":
         logits = 2.0 * torch.tanh(logits / 2.0)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+    return logits
 
 
 def stacked(samples: Sequence[Row]) -> Row:
@@ -79,6 +88,7 @@ class ByHand:
     Args:
         shares: weight of the exit after each number of layers, for each step.
         copies: processes among which the rows are divided, which drop the same of their rows.
+        distils: exits learn the distribution of the last layer.
 
     Attributes:
         losses: ``J`` of each step.
@@ -86,7 +96,13 @@ class ByHand:
     """
 
     def __init__(
-        self, model: Any, shares: Callable[[int], dict[int, float]], steps: int = 3, p_max: float = 0.0, copies: int = 1
+        self,
+        model: Any,
+        shares: Callable[[int], dict[int, float]],
+        steps: int = 3,
+        p_max: float = 0.0,
+        copies: int = 1,
+        distils: bool = False,
     ) -> None:
         self.losses: list[float] = []
         self.exits: list[dict[int, float]] = []
@@ -100,7 +116,7 @@ class ByHand:
             count = targets(samples)
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             with rows_put_back(inner.model.layers, kept):
-                exits = {layer: exit_loss(model, samples, layer) / count for layer in shares(step)}
+                exits = {layer: exit_loss(model, samples, layer, distils) / count for layer in shares(step)}
             loss = torch.stack([share * exits[layer] for layer, share in shares(step).items()]).sum()
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             with torch.no_grad():

@@ -51,6 +51,26 @@ def test_training(tmp_path: Path, tied: bool, curriculum: Any, shares: Callable[
     ).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("model", ["tied", "untied", "gemma2"])
+def test_self_distillation(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exits learn what the last layer predicts, which learns the labels; logits exist for few tokens at a time."""
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 5 * VOCABULARY)
+
+    def start() -> Any:
+        return build(model) if model == "gemma2" else tiny(tied=model == "tied")
+
+    expected = ByHand(start(), lambda step: ALL, distils=True)
+    run = trainer(start(), [EarlyExitLoss(1.0, None, self_distillation=True)], tmp_path)
+    run.train()
+    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+    for layer in (2, 3, 4):
+        found = history(run, f"loss/exit_{layer}")
+        assert found == pytest.approx([exits[layer] for exits in expected.exits], rel=1e-4)
+    assert_close(weights(run.model), expected.weights)
+    with_labels = ByHand(start(), lambda step: ALL)
+    assert abs(with_labels.losses[0] - expected.losses[0]) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["cohere", "granite", "gemma2"])
 def test_heads_with_scale_and_soft_cap(tmp_path: Path, name: str) -> None:
     """The exits' logits get what the model does to its own (the numbers are in ``architectures.py``)."""
