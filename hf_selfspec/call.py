@@ -32,6 +32,7 @@ from .model.checkpointing import checkpoints
 from .model.given_cache import cache_for, cache_name, given_cache
 from .model.inputs import Inputs
 from .model.linear import are_faster
+from .model.parallel import is_tensor_parallel
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
 from .notices import warn_once
@@ -224,7 +225,10 @@ class Generation:
             return ""
         findings = self.knowledge.all_findings()
         is_idle = bool(findings) and all(found.is_idle for found in findings)
-        if is_idle and not are_faster(request.model.modules(), len(request.input_ids)):
+        if is_idle and (
+            is_tensor_parallel(request.model)  # whose processes have timings of their own
+            or not are_faster(request.model.modules(), len(request.input_ids))
+        ):
             return _NO_DRAFT_PAYS
         mask = request.model_kwargs.get("attention_mask")
         if mask is None or not is_right_padded(mask):

@@ -34,7 +34,8 @@ from .errors import SettingError, SettingTypeError
 from .export import export_draft
 from .files import reported
 from .knowledge import Knowledge, KnowledgeOfCall
-from .model.anatomy import causal_lm, is_tensor_parallel
+from .model.anatomy import causal_lm
+from .model.parallel import is_tensor_parallel
 from .notices import warn_once
 from .observing import observe, token_rows
 from .presets import Presets

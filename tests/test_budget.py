@@ -11,9 +11,9 @@ from conftest import ragged_batch, tiny_llama
 
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.control.choice import LEAST_SPEEDUP
-from hf_selfspec.draft import searching
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.draft.searching import _LEAST, SearchingDraft
+from hf_selfspec.model import parallel
 from hf_selfspec.search import budget
 from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.budget import Budget, Pace
@@ -31,14 +31,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(budget, "perf_counter", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def test_a_budget_is_a_share_of_the_time_so_far(clock: Clock) -> None:
-    found = Budget(0.1)
+    found = Budget(0.1, clock)
     assert found.left == 0.0
     clock.now += 20.0
     assert found.left == pytest.approx(2.0)
@@ -46,7 +44,7 @@ def test_a_budget_is_a_share_of_the_time_so_far(clock: Clock) -> None:
         clock.now += 1.5
         assert found.left == pytest.approx(0.1 * 21.5 - 1.5)
     assert found.left == pytest.approx(0.1 * 21.5 - 1.5)
-    assert Budget(1.0).left == math.inf
+    assert Budget(1.0, clock).left == math.inf
 
 
 def test_a_pace_is_what_rounds_and_tries_took() -> None:
@@ -69,8 +67,7 @@ class Watched:
         self.clock, self.calls, self.spent = clock, 0.0, 0.0
         self.trials: list[int] = []
         self.timed = self.tokens = 0
-        for module in (searching, budget):
-            monkeypatch.setattr(module, "perf_counter", clock)
+        monkeypatch.setattr(parallel, "perf_counter", clock)
         propose, traces, measure = SearchingDraft.propose, SearchingDraft._traces, Stopwatch.measure
         propose_layers = SearchingDraft._propose_layers
 
@@ -100,7 +97,7 @@ class Watched:
 
             return measure(stopwatch, *others, may)
 
-        def seconds_of(run: Any, device: Any) -> float:
+        def seconds_of(run: Any, *given: Any) -> float:
             run()
             self.take(1 + 0.1 * self.tokens)
             return 1 + 0.1 * self.tokens
@@ -145,7 +142,7 @@ def test_no_call_spends_more_than_its_share(search: Any, monkeypatch: pytest.Mon
     found = spec._knowledge.latest(model)
     assert found.timings.count >= 1
     assert len(watched.trials) >= 3
-    assert min(watched.trials) >= searching._LEAST
+    assert min(watched.trials) >= _LEAST
     assert watched.timed >= 12
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from ..errors import SettingError, UnsupportedModelError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.head_rows import HeadRows
 from ..model.partial import LayerPlan
@@ -75,10 +75,6 @@ def start_probe(
     if not anatomy.exits:
         raise UnsupportedModelError(
             f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {advice}"
-        )
-    if session.is_tensor_parallel:
-        raise UnsupportedOptionError(
-            f"a probe decides by timings, which differ between the processes of a tensor-parallel model. {advice}"
         )
     plan = None if layer is None else LayerPlan.early_exit(anatomy.num_layers, layer)
     check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -59,8 +58,6 @@ def start_search(
     why = ""
     if not session.takes_trees:
         why = f"{anatomy.model_name} cannot look at its text a second time beside it (no mask of its own)"
-    elif session.is_tensor_parallel:
-        why = "a search decides by timings, which differ between the processes of a tensor-parallel model"
     if why and session.in_cascade:
         raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
     if why:
@@ -136,8 +133,8 @@ class SearchingDraft(PartialDraft):
         self._behind = 0
         self._timed = self._tried = False
         self._last_logits = LastLogits(self._window) if scorer.do_sample else None
-        self._budget = Budget(search.settings.budget)
-        self._clock = perf_counter()
+        self._budget = Budget(search.settings.budget, target.clock)
+        self._clock = self.target.clock()
         self._tree = limits.tree
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
@@ -170,7 +167,7 @@ class SearchingDraft(PartialDraft):
 
     def _now(self) -> float:
         """A clock that stands still while graphs are made."""
-        return perf_counter() - self.target.compile_seconds
+        return self.target.clock() - self.target.compile_seconds
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """The same after a round in which another source drafted, or none."""
@@ -200,7 +197,7 @@ class SearchingDraft(PartialDraft):
                 self._begin_window(text, unseen)
             self._work(text, self._behind)
             self._use_best()
-        now = perf_counter()
+        now = self.target.clock()
         search.spent(now - self._clock, now - begun)
         self._clock = self._begun = now
 
@@ -222,7 +219,7 @@ class SearchingDraft(PartialDraft):
 
     def finish(self, text: Text) -> None:
         """Looks at what was not looked at yet, where each token counts once."""
-        begun, search = perf_counter(), self.search
+        begun, search = self.target.clock(), self.search
         self._looked = self._looked or text.prompt_width
         unseen = max(text.lengths) - self._looked
         if not search.settings.tries_each_round and unseen > _LEAST:
@@ -231,7 +228,7 @@ class SearchingDraft(PartialDraft):
             self.target.last_slots = text.last_slots()
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
-            search.spent(0.0, perf_counter() - begun)
+            search.spent(0.0, self.target.clock() - begun)
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what the search found."""
@@ -293,9 +290,9 @@ class SearchingDraft(PartialDraft):
         plan = self.search.propose(lambda most: self._propose_layers(text, most))
         if plan is None:
             return False
-        begun = perf_counter()
+        begun = self.target.clock()
         traces = self._traces(text, plan, window)
-        pace.add(window, perf_counter() - begun)
+        pace.add(window, self.target.clock() - begun)
         self.search.register(plan, traces)
         self._tried = True
         return True

@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeVar
 from ..errors import UnsupportedOptionError
 from ..findings import Findings
 from ..grammar.rows import Constraint
-from ..model.anatomy import Anatomy, is_tensor_parallel
+from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
+from ..model.parallel import is_tensor_parallel
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..stats import GenerationStats

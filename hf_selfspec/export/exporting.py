@@ -16,8 +16,9 @@ from .. import saving
 from ..draft.blocks import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..files import check_folder, folder_written_whole, reported
-from ..model.anatomy import Anatomy, causal_lm, is_tensor_parallel
+from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
+from ..model.parallel import is_tensor_parallel
 from ..search.choice import Choice, ExitChoice, SkipChoice
 from .adapter_layer import AdapterLayer, adapter_layer
 from .agreement import check_agreement

@@ -74,11 +74,6 @@ _ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def is_tensor_parallel(model: PreTrainedModel) -> bool:
-    """Whether each layer of the model is spread over several processes, which have to decide alike."""
-    return (getattr(model, "_tp_size", None) or 1) > 1
-
-
 def register_architecture(model_type: str, architecture: Architecture) -> None:
     """Tells the package where a model type keeps its blocks.
 

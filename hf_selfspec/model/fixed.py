@@ -14,13 +14,14 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..notices import warn_once
 from ..transfer import RowNumbers
-from .anatomy import Anatomy, is_tensor_parallel
+from .anatomy import Anatomy
 from .autocast import within
 from .compiled import is_compiled
 from .eager import EagerForwards, Forward
 from .graphs import Graph, Graphs, Run, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
+from .parallel import is_tensor_parallel
 from .partial import ForwardPass, obeying
 from .step import Best
 

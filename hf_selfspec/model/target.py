@@ -25,6 +25,7 @@ from .head_rows import HeadRows
 from .kernels import served_kernels
 from .layout import TreeLayout
 from .masks import speculative_attention
+from .parallel import clock_of
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, partial_forwards
 from .positions import LastPositions
 from .prompt import Holes
@@ -47,6 +48,7 @@ class Target:
         plan: what plays the whole model, ``None`` for all of it.
 
     Attributes:
+        clock: gives seconds, the same to all processes of a model that is spread over several.
         active_rows: the rows that forwards run over, ``None`` for all.
         autocast: in which the whole model's layers run, as the last prefill has shown it.
         prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer; see
@@ -78,6 +80,7 @@ class Target:
         self.cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
+        self.clock = clock_of(model)
         self._eager = EagerForwards(self)
         self.active_rows: ActiveRows | None = None
         self.fixed: FixedShapes | None = None

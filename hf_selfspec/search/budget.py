@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
 
 # What a further token adds to a forward, in one-token forwards, until that is measured. On CPUs in float32 it was 0.02
 # to 0.1 (SmolLM2 and the demo model, AMD EPYC, one thread), on GPUs less.
@@ -19,11 +18,13 @@ class Budget:
 
     Args:
         share: of the call's time so far that may be spent, 1 for no limit.
+        clock: gives seconds.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, clock: Callable[[], float]) -> None:
         self.share = share
-        self._begun = perf_counter()
+        self._clock = clock
+        self._begun = clock()
         self._spent = 0.0
         self._spending_since: float | None = None
 
@@ -32,18 +33,18 @@ class Budget:
         """Seconds that may be spent now."""
         if self.share >= 1.0:
             return math.inf
-        now = perf_counter()
+        now = self._clock()
         spent = self._spent + (0.0 if self._spending_since is None else now - self._spending_since)
         return self.share * (now - self._begun) - spent
 
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Counts the time of what is done inside."""
-        self._spending_since = begun = perf_counter()
+        self._spending_since = begun = self._clock()
         try:
             yield
         finally:
-            self._spent += perf_counter() - begun
+            self._spent += self._clock() - begun
             self._spending_since = None
 
 

@@ -234,19 +234,6 @@ def test_models_that_cannot_look_beside_their_text() -> None:
     assert spec._knowledge.latest(model) is None
 
 
-@pytest.mark.usefixtures("no_warnings_yet")
-def test_tensor_parallel_models_are_not_searched() -> None:
-    """Their processes would go by timings of their own and draft different things."""
-    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers()))
-    model._tp_size = 2
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = generated(model, prompt(), 20, assistant=spec)
-    assert any("tensor-parallel model, so there is no search" in str(warning.message) for warning in told)
-    assert torch.equal(found, generated(model, prompt(), 20))
-    assert spec._knowledge.latest(model) is None
-
-
 def test_windows_longer_than_texts() -> None:
     """No text of the model can have them, or this one does not."""
     model = build("gpt2")

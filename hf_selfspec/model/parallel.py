@@ -1,0 +1,35 @@
+"""Models whose layers are spread over several processes, which have to decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed
+from transformers import PreTrainedModel
+
+
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether each layer of the model is spread over several processes."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def clock_of(model: PreTrainedModel) -> Callable[[], float]:
+    """Seconds, those of the first process for all processes of a model, which read them together.
+
+    So what follows from timings is the same everywhere. Each reading is a broadcast then.
+    """
+    if not is_tensor_parallel(model):
+        return perf_counter
+    mesh: Any = getattr(model, "_device_mesh", None)
+    group = None if mesh is None else mesh.get_group("tp" if "tp" in (mesh.mesh_dim_names or ()) else 0)
+    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+
+    def now() -> float:
+        seconds = torch.tensor([perf_counter()], dtype=torch.float64, device=model.device)
+        torch.distributed.broadcast(seconds, first, group)
+        return float(seconds)
+
+    return now

@@ -1,0 +1,66 @@
+"""Generates with a tensor-parallel model, in processes that ``torchrun`` starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from conftest import ragged_batch
+from transformers import AutoModelForCausalLM
+
+from hf_selfspec import (
+    ClosestLayers,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.model import parallel
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "pad_token_id": 0}
+SPECS = {
+    "exit": lambda: SelfSpec(EarlyExit(2), FixedLength(3)),
+    "confidence": lambda: SelfSpec(EarlyExit(2), ConfidenceThreshold(0.3)),
+    "tree": lambda: SelfSpec(EarlyExit(2), FixedLength(3), TopKTree(((0.6, 2), (1.0, 1)))),
+    "skips": lambda: SelfSpec(SkipLayers([1], [2]), FixedLength(3)),
+    "lookup": SelfSpec.lookup,
+    "default": SelfSpec,
+    "layerskip": SelfSpec.layerskip,
+    "swift": lambda: SelfSpec.swift(search=OnTheFlySearch(8, budget=1.0)),
+    "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50))),
+}
+
+
+def main(folder: Path) -> None:
+    """Notes for each spec, decoding mode and call the ids and how much was drafted."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
+    rank = torch.distributed.get_rank()
+    if rank:
+        # The clock of one process runs differently; whatever follows from timings must not.
+        parallel.perf_counter = lambda: 5.0 * time.perf_counter()
+    found: dict[str, Any] = {}
+    for name, make in SPECS.items():
+        for do_sample in (False, True):
+            spec = make()
+            torch.manual_seed(3)
+            found[f"{name}, {do_sample}"] = [
+                [
+                    model.generate(**ragged_batch(rows), **OPTIONS, do_sample=do_sample, assistant=spec).tolist(),
+                    [spec.stats.drafted, spec.stats.accepted, spec.stats.plan] if spec.stats is not None else [],
+                ]
+                for rows in ((9,), (9, 5), (9,))
+            ]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
