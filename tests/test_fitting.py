@@ -17,6 +17,7 @@ from transformers import (
     DynamicCache,
     LlamaForCausalLM,
     PreTrainedModel,
+    Trainer,
     TrainingArguments,
 )
 
@@ -40,6 +41,7 @@ from hf_selfspec import (
     fit_adapter,
     fit_probe,
 )
+from hf_selfspec.train import checkpoints
 from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.fitting import Blocks, cross_entropy, per_token, training_arguments
 
@@ -642,3 +644,54 @@ def test_adapters_of_other_models(tmp_path: Path) -> None:
         tiny_llama(2).generate(
             **ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(adapter_of(model, exit_layer=2))
         )
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [5, 11])
+def test_a_fit_that_was_stopped_goes_on(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the part of a fit that was not; nothing is left beside it then."""
+    monkeypatch.setitem(checkpoints.KEPT, "save_steps", 3)
+    model, out = tiny_llama(factor=2.0), tmp_path / "adapter"
+    kept = tmp_path / "adapter-checkpoints"
+
+    def fit(folder: Path, text: int = 100, exit_layer: int = EXIT) -> Adapter:
+        return fit_adapter(model, None, rows(text), exit_layer=exit_layer, block_size=32, output_dir=folder)
+
+    whole = fit(tmp_path / "whole")
+    observe, seen = Backbone.observe, []
+
+    def stopping(self: Backbone, ids: torch.Tensor) -> Any:
+        seen.append(len(ids))
+        if len(ids) == 8 and seen.count(8) == at:
+            raise StoppedError
+        return observe(self, ids)
+
+    monkeypatch.setattr(Backbone, "observe", stopping)
+    with pytest.raises(StoppedError):
+        fit(out)
+    assert list(kept.glob("checkpoint-*"))
+    with pytest.raises(SettingError, match=r"with another text\. Repeat"):
+        fit(out, 90)
+    with pytest.raises(SettingError, match=r"with another part\. Repeat"):
+        fit(out, exit_layer=EXIT + 1)
+    before = len(seen)
+    found = fit(out)
+    steps = whole.about["recipe"]["steps"]
+    assert len([count for count in seen[before:] if count == 8]) < steps - 1
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "whole"]
+
+
+def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(factor=2.0)
+    args = arguments(tmp_path / "kept", max_steps=4, save_strategy="steps", save_steps=2)
+    given: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": args}
+    whole = fit_adapter(model, None, rows(40), **given)
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
+    again = fit_adapter(model, None, rows(40), **given)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)

@@ -54,9 +54,11 @@ def fit_adapter(
         own_head: whether the adapter has a head of its own, which begins with the weights of the model's (not with a
             bias, scale or soft-cap of it).
         block_size: tokens of a row.
-        args: of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by default.
+        args: of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by default. With a
+            ``save_strategy``, a fit that was stopped goes on from the last checkpoint in its ``output_dir``.
         cache_dir: keeps the model's states for further fits, see :class:`Backbone`.
-        output_dir: folder in which the adapter is saved, with a model card.
+        output_dir: folder in which the adapter is saved, with a model card. Without ``args``, checkpoints are beside it
+            while the fit runs, and the same call goes on from them after it was stopped.
 
     Returns:
         The adapter, for ``SelfSpec.kangaroo(adapter)``.
@@ -88,15 +90,15 @@ def fit_adapter(
             hidden = hidden.to(observed.final.dtype)
         return per_token(what, head, hidden, whole, observed.final, config.vocab_size)
 
+    recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads, "own head": own_head}
     with backbone.frozen():
         norm_like_the_models(adapter.norm, backbone, chosen)
         fitted = train(
-            Fitting(adapter, backbone, lambda observed: logits_of(cross_entropy, observed).mean()),
-            rows, args, backbone.device,
+            Fitting(adapter, backbone, lambda observed: logits_of(cross_entropy, observed).mean(), recipe),
+            rows, args, backbone.device, output_dir,
         )  # fmt: skip
         adapter.eval()
         figures = measured(backbone, held_out, {"agreement with the whole model": lambda o: logits_of(agreement, o)})
-    recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads, "own head": own_head}
     return finished(adapter, inner, recipe, fitted, figures, output_dir)
 
 

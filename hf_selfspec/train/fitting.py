@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +26,11 @@ from transformers import (
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
+from ..model.fingerprint import Fingerprint
 from ..parts.part import Part, about
 from ..settings import check_count, check_positive
 from .backbone import Backbone, Observed
+from .checkpoints import KEPT, checkpoints_of, forget, last_checkpoint, weights_of_whole
 
 _P = TypeVar("_P", bound=Part)
 # Share of the text that is not trained on but measured, and its most blocks.
@@ -110,11 +113,15 @@ class Fitting(nn.Module):
         part: what is fitted.
         backbone: the frozen model.
         loss: of the part, given what the model shows.
+        recipe: what decides the part beside the text and the Trainer's arguments.
     """
 
-    def __init__(self, part: Part, backbone: Backbone, loss: Callable[[Observed], torch.Tensor]) -> None:
+    def __init__(
+        self, part: Part, backbone: Backbone, loss: Callable[[Observed], torch.Tensor], recipe: Mapping[str, Any]
+    ) -> None:
         super().__init__()
         self.part = part
+        self.name = f"{part.kind} {dict(recipe)} of {Fingerprint.of_decoder(backbone.model)}"
         self._seen = (backbone, loss)  # in a tuple, so that it is no submodule
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -157,10 +164,31 @@ class Fitted:
     steps: int
 
 
-def train(fitting: Fitting, blocks: Blocks, args: TrainingArguments | None, device: torch.device) -> Fitted:
-    """Runs the Trainer."""
+def train(
+    fitting: Fitting,
+    blocks: Blocks,
+    args: TrainingArguments | None,
+    device: torch.device,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> Fitted:
+    """Runs the Trainer; where checkpoints are kept, a fit that was stopped goes on.
+
+    Args:
+        fitting: what is trained.
+        blocks: the text.
+        args: of the Trainer, ``None`` for the usual ones.
+        device: of the model.
+        output_dir: where the part will be; with the usual arguments checkpoints are kept beside it until then.
+
+    Raises:
+        SettingError: the checkpoints are of another fit.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        args = args or training_arguments(folder, device)
+        if args is None and output_dir is None:
+            args = training_arguments(folder, device)
+        elif args is None:
+            args = training_arguments(checkpoints_of(cast(str, output_dir)), device, **KEPT)
+        checkpoint = last_checkpoint(args, fitting.name, blocks.rows)
         if args.n_gpu > 1:
             args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them
         trainer = Trainer(
@@ -170,7 +198,10 @@ def train(fitting: Fitting, blocks: Blocks, args: TrainingArguments | None, devi
             data_collator=default_data_collator,
         )
         begun = perf_counter()
-        trainer.train()
+        if (weights := weights_of_whole(checkpoint)) is None:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        else:
+            fitting.load_state_dict(weights)
         seconds = perf_counter() - begun
     losses = tuple(float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
     return Fitted(losses, seconds, blocks.rows.numel(), trainer.state.global_step)
@@ -319,7 +350,10 @@ def finished(
     if fitted.losses:
         figures = {"first loss": fitted.losses[0], "last loss": fitted.losses[-1], **figures}
     figures["seconds of training"] = round(fitted.seconds, 1)
-    return keep(part, about(model, recipe, figures), folder)
+    kept = keep(part, about(model, recipe, figures), folder)
+    if folder is not None:
+        forget(folder)
+    return kept
 
 
 def keep(part: _P, known: dict[str, Any], folder: Any) -> _P:

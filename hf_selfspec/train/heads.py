@@ -121,10 +121,11 @@ def fit_exit_heads(
             losses.append(found)
         return torch.stack(losses).mean()
 
+    recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
     with backbone.frozen():
         if copied:
             _copy_own_head(heads, backbone)
-        fitted = train(Fitting(heads, backbone, loss), rows, args, backbone.device)
+        fitted = train(Fitting(heads, backbone, loss, recipe), rows, args, backbone.device, output_dir)
         heads.eval()
         figures = measured(
             backbone,
@@ -134,7 +135,6 @@ def fit_exit_heads(
                 for head, layer in enumerate(chosen)
             },
         )
-    recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
     finished(heads, inner, recipe, fitted, figures, output_dir)
     return _calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir)
 

@@ -83,15 +83,16 @@ def fit_probe(
         sure, label = scores(observed).sigmoid(), labels(observed)
         return (sure > 0.5) * label + (sure <= 0.5) * (1 - label)
 
+    mode = f"drawn, temperature {temperature}, top-k {top_k}, top-p {top_p}" if do_sample else "greedy"
+    recipe = {"exit layer": exit_layer, "decoding": mode}
     with backbone.frozen():
         fitted = train(
-            Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o))),
-            rows, args, backbone.device,
+            Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o)), recipe),
+            rows, args, backbone.device, output_dir,
         )  # fmt: skip
         probe.eval()
         figures = measured(backbone, held_out, {"accuracy": right, "accepted": labels})
-    mode = f"drawn, temperature {temperature}, top-k {top_k}, top-p {top_p}" if do_sample else "greedy"
-    return finished(probe, inner, {"exit layer": exit_layer, "decoding": mode}, fitted, figures, output_dir)
+    return finished(probe, inner, recipe, fitted, figures, output_dir)
 
 
 def check_warping(name: Callable[[str], str], temperature: float, top_k: int | None, top_p: float | None) -> None:

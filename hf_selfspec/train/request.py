@@ -19,6 +19,7 @@ from ..parts.heads import METRICS, ExitHeads
 from ..parts.part import FILES, Part
 from ..settings import check_count, check_exit, check_positive
 from .adapter import fit_adapter, usual_exit, usual_heads
+from .checkpoints import KEPT, checkpoints_of
 from .fitting import Blocks, check_length, training_arguments
 from .heads import chosen_layers, fit_exit_heads, split
 from .probe import check_warping, fit_probe
@@ -106,11 +107,12 @@ class FitRequest(ABC):
 
     def _training(self) -> TrainingArguments:
         return training_arguments(
-            self.out,
+            checkpoints_of(self.out),
             torch.accelerator.current_accelerator() or torch.device("cpu"),
             per_device_train_batch_size=self.batch,
             learning_rate=self.learning_rate,
             num_train_epochs=self.epochs,
+            **KEPT,
         )
 
     def _common(self, training: TrainingArguments) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""Checkpoints of fits, from which one that was stopped goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from ..errors import SettingError
+from ..files import reported, written_whole
+
+# Of the Trainer: how often a fit is kept, and only the last time.
+KEPT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
+_RECORD = "fit.json"
+# Arguments of the Trainer that decide what is fitted.
+_DECIDING = (
+    "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "seed", "data_seed", "lr_scheduler_type", "warmup_steps", "weight_decay",
+)  # fmt: skip
+
+
+def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
+    """Where a fit is kept until what it fits is written to ``output_dir``."""
+    return f"{os.path.normpath(os.fspath(output_dir))}-checkpoints"
+
+
+def forget(output_dir: str | os.PathLike[str]) -> None:
+    """Removes checkpoints of a fit that has ended; one process of several does."""
+    if PartialState().is_main_process:
+        shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
+
+
+def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> str | None:
+    """The folder from which the fit goes on, ``None`` from its beginning; the first time it is noted what it is.
+
+    Args:
+        args: of the Trainer; without a ``save_strategy`` nothing is kept.
+        part: what is fitted to which model, as text.
+        rows: ``[n, s]`` the text.
+
+    Raises:
+        SettingError: the folder holds another fit.
+    """
+    if args.save_strategy == "no" or args.output_dir is None:
+        return None
+    folder = Path(args.output_dir)
+    wanted = {name: str(getattr(args, name)) for name in _DECIDING}
+    wanted |= {"part": part, "text": hashlib.sha256(rows.numpy().tobytes()).hexdigest()}
+    record = folder / _RECORD
+    with reported(folder), PartialState().main_process_first():
+        if not record.exists():
+            with written_whole(record) as beside:
+                beside.write_text(json.dumps(wanted), encoding="utf-8")
+            return None
+    found = json.loads(record.read_text(encoding="utf-8"))
+    other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if other:
+        raise SettingError(
+            f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to go on "
+            "with it, remove that folder to begin anew, or write to another place."
+        )
+    return get_last_checkpoint(str(folder))
+
+
+def weights_of_whole(checkpoint: str | None) -> dict[str, torch.Tensor] | None:
+    """The weights of a checkpoint behind the last step, ``None`` of others: the Trainer would take one step more."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+    if state.global_step < state.max_steps:
+        return None
+    return dict(load_file(os.path.join(checkpoint, SAFE_WEIGHTS_NAME)))
