@@ -20,8 +20,8 @@ _FORMAT = 1
 # What a file may set; the registry knows the classes that may stand there. Where a SelfSpec keeps its findings
 # (``cache_dir``, ``task``) is not part of it: a file from elsewhere does not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft")
-# Settings that name the folder or repository from which a part is loaded.
-PARTS = ("adapter", "heads")
+# Settings that name the folder or repository from which a part is loaded, and whether they may be left out.
+PARTS = {"adapter": False, "head": True, "heads": False}
 
 
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ def decode(value: Any, name: str) -> Any:
         given = {field: one for field, one in value.items() if field != "class"}
         _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
         return kind(**{field: decode(one, f"{name}.{field}") for field, one in given.items()})
-    if setting in PARTS:
+    if setting in PARTS and not (value is None and PARTS[setting]):
         _check_place(name, value)
     return tuple(decode(item, name) for item in value) if isinstance(value, list) else value
 

@@ -86,6 +86,11 @@ def _of_folder(folder: str) -> SelfSpec:
     for setting, preset in _PARTS.items():
         if isinstance(settings, dict) and setting in settings:
             return preset(folder)
+    if isinstance(settings, dict) and "vocabulary" in settings and "size" in settings:
+        raise SettingError(
+            f"this folder holds a reduced head, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with "
+            "the exit layer that is meant."
+        )
     raise SettingError(f"this folder holds neither a {FILE_NAME} nor an adapter, exit heads or a probe. {_what()}")
 
 

@@ -19,9 +19,10 @@ from transformers.utils import logging
 from . import saving
 from .control.choice import fastest
 from .draft.skip_layers import SkipLayers
-from .errors import SettingError, SettingTypeError
+from .errors import SettingError, SettingTypeError, UnsupportedModelError
 from .files import read_json, reported
 from .model.anatomy import Anatomy, causal_lm
+from .model.parallel import is_tensor_parallel
 from .model.partial import LayerPlan
 from .search.choice import LayerArm
 from .search.costs import wait_for
@@ -97,8 +98,14 @@ def tune(
     Raises:
         SettingError, SettingTypeError: no texts, a model of fewer than 4 layers, a folder with another search's steps,
             or not what is described above.
+        UnsupportedModelError: the model is spread over several processes.
     """
     inner = causal_lm(model, "tune")
+    if is_tensor_parallel(inner):
+        raise UnsupportedModelError(
+            "tune goes by timings, which differ between the processes of a tensor-parallel model. Generate with "
+            "SelfSpec(SkipLayers(search=ClosestLayers())), whose search goes by one clock, or name the blocks to skip."
+        )
     check_count("tune(max_new_tokens)", max_new_tokens)
     if max_prompt_tokens is not None:
         check_count("tune(max_prompt_tokens)", max_prompt_tokens)

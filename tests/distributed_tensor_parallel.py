@@ -19,9 +19,12 @@ from hf_selfspec import (
     EarlyExit,
     FixedLength,
     OnTheFlySearch,
+    ReducedHead,
     SelfSpec,
     SkipLayers,
     TopKTree,
+    UnsupportedModelError,
+    tune,
 )
 from hf_selfspec.model import parallel
 
@@ -59,6 +62,19 @@ def main(folder: Path) -> None:
                 ]
                 for rows in ((9,), (9, 5), (9,))
             ]
+    for seed in (4, 5):
+        torch.manual_seed(seed)
+        ids = model.generate(**ragged_batch((9,)), **OPTIONS, do_sample=True, assistant=SPECS["exit"]())
+        found[f"seed {seed}"] = ids.tolist()
+    head = ReducedHead.of(range(0, 97, 2), 97)
+    for name, call in (
+        ("head", lambda: model.generate(**ragged_batch((9,)), **OPTIONS, assistant=SelfSpec(EarlyExit(2, head)))),
+        ("tune", lambda: tune(model, None, ["a text"])),
+    ):
+        try:
+            call()
+        except UnsupportedModelError as error:
+            found[name] = str(error)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -59,6 +59,24 @@ def test_candidates_end_at_the_last_learned_position() -> None:
     assert torch.equal(generator.get_candidates(full)[0], full)
 
 
+def test_candidates_do_not_depend_on_those_before() -> None:
+    """A generator that has seen part of a text knows what a fresh one finds; junk behind its draft is forgotten."""
+    model, fed = tiny_gpt2(), []
+    generator = SPEC.candidate_generator(model)
+    step = generator.target.step
+    generator.target.step = lambda tokens, *given, **named: fed.append(tokens.shape[1]) or step(tokens, *given, **named)
+    for ids in torch.randint(1, 90, (6, 1, 12), generator=torch.Generator().manual_seed(0)):
+        drafted, _ = generator.get_candidates(ids)
+        for text in (drafted[:, :14], torch.cat([ids, torch.zeros_like(ids[:, :2])], dim=1)):
+            generator.get_candidates(ids)
+            found, _ = generator.get_candidates(text)
+            assert torch.equal(found, SPEC.candidate_generator(model).get_candidates(text)[0])
+        generator.get_candidates(ids)
+        fed.clear()
+        generator.get_candidates(drafted[:, :14])
+        assert sum(fed) == generator.limits.longest  # what was drafted is not fed again
+
+
 @pytest.mark.parametrize(
     ("rope", "prompt", "refused"),
     [("dynamic", 9, True), ("longrope", 9, True), ("longrope", 40, False), ("default", 9, False)],

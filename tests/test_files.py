@@ -106,7 +106,10 @@ def test_a_file_names_parts_by_their_whole_path_or_on_the_hub(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(Part, "load", classmethod(lambda cls, path: asked.append(path)))
-    for draft in ({"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}):
+    drafts = [{"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}]
+    if place is not None:  # drafts have the whole head then
+        drafts.append({"class": "EarlyExit", "layer": 2, "head": place})
+    for draft in drafts:
         with pytest.raises(SettingError, match="neither the whole path of a folder nor the name of a repository"):
             SelfSpec.from_pretrained(written(tmp_path, draft=draft))
     assert not asked

@@ -28,18 +28,18 @@ from hf_selfspec import (
     UnsupportedModelError,
     fit_reduced_head,
 )
+from hf_selfspec.choosing import _check_parts
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.head_rows import NOTHING, HeadRows
 from hf_selfspec.model.target import Target
+from hf_selfspec.spec_text import read_spec
 
 # Drafts are seen in these tests.
 KEPT = list(range(0, VOCABULARY, 3))
 
 
 def head_of(tokens: list[int], vocabulary: int = VOCABULARY) -> ReducedHead:
-    head = ReducedHead(len(tokens), vocabulary)
-    head.tokens.copy_(torch.tensor(tokens))
-    return head
+    return ReducedHead.of(tokens, vocabulary)
 
 
 def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[int]:
@@ -83,12 +83,14 @@ def test_the_ids_are_plain(tree: TopKTree | None, llama: LlamaForCausalLM) -> No
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "falcon_h1", "gpt2", "opt", "phi"])
-def test_scales_caps_biases_and_ties(name: str) -> None:
+def test_scales_caps_biases_and_ties(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes before and behind the head is the model's own code."""
     model = build(name)
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    head = head_of(list(range(0, vocabulary, 2)), vocabulary)
-    check_lossless(model, SelfSpec(EarlyExit(1, head), FixedLength(2)))
+    kept = list(range(0, vocabulary, 2))
+    spec = SelfSpec(EarlyExit(1, head_of(kept, vocabulary)), FixedLength(2))
+    check_lossless(model, spec)
+    assert drafted_by(model, spec, monkeypatch, do_sample=False) <= set(kept)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi", "cohere"])
@@ -161,9 +163,47 @@ def test_a_probe_knows_of_it() -> None:
     assert spec.stats.drafted == 0 < usual.stats.accepted
 
 
-def test_compiled_calls_draft_without_graphs(llama: LlamaForCausalLM) -> None:
+@pytest.mark.usefixtures("always_graphs")
+def test_compiled_calls_draft_without_graphs(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2), compile=CompileConfig(backend="eager"))
     check_lossless(llama, compiled)
+    assert drafted_by(llama, compiled, monkeypatch, do_sample=False) <= set(KEPT)
+
+
+def test_drafts_for_the_loop_of_transformers(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(4))
+    ids = ragged_batch((9,))["input_ids"]
+    candidates, _ = spec.candidate_generator(llama).get_candidates(ids)
+    assert candidates.shape[1] == 13
+    assert set(candidates[0, 9:].tolist()) <= set(KEPT)
+
+
+def test_a_head_on_another_device_takes_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = HeadRows(tiny_llama(), torch.arange(5))
+    assert rows(torch.zeros(1, 1, 64)).shape == (1, 1, VOCABULARY)
+    moved = []
+
+    class States(torch.Tensor):
+        def to(self, *given: Any, **named: Any) -> torch.Tensor:
+            moved.append(given)
+            return self.as_subclass(torch.Tensor)
+
+    rows(torch.zeros(1, 1, 64).as_subclass(States))
+    assert moved == [(torch.device("cpu"),)]
+
+
+def test_models_that_do_not_tell_their_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+
+    def none(*_: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(model), "get_output_embeddings", none)
+    check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(2)))
+    with pytest.raises(UnsupportedModelError, match="leave `head` out"):
+        model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of(KEPT))))
+    with pytest.raises(UnsupportedModelError, match="has no output head"):
+        fit_reduced_head(model, None, [{"input_ids": [3]}])
 
 
 def test_weights_are_those_of_the_moment() -> None:
@@ -182,7 +222,7 @@ def test_weights_are_those_of_the_moment() -> None:
 
 def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:
     model = tiny_llama()
-    model.generation_config.eos_token_id = [90, 91]
+    model.generation_config.eos_token_id = [90, 91, 200, -1]
     texts = [{"input_ids": [5] * 9 + [8] * 7 + [3] * 7 + [60] * 2}] * 40
     head = fit_reduced_head(model, None, texts, size=5, output_dir=tmp_path / "head")
     assert head.tokens.tolist() == [3, 5, 8, 90, 91]
@@ -198,19 +238,34 @@ def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:
     check_lossless(model, spec)
 
 
+def test_a_config_names_a_folder_that_is_there(tmp_path: Path) -> None:
+    """Nobody asked to download anything."""
+    for place in ("someone/else", str(tmp_path / "nowhere")):
+        with pytest.raises(SettingError, match="there is no such folder"):
+            _check_parts({"draft": {"class": "EarlyExit", "layer": 2, "head": place}})
+    _check_parts({"draft": {"class": "EarlyExit", "layer": 2, "head": None}})
+
+
 def test_mistakes_are_told(tmp_path: Path) -> None:
     model = tiny_llama()
     with pytest.raises(SettingTypeError, match=r"EarlyExit\(head\) must be ReducedHead or the path"):
         EarlyExit(2, 8192)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="there is no saved reduced head"):
         EarlyExit(2, tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(SettingError, match="Export the same draft"):
+        SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2)).export_draft(tmp_path / "export", model)
     with pytest.raises(SettingError, match="own tokenizer"):
         fit_reduced_head(model, None, [{"input_ids": [VOCABULARY]}])
     with pytest.raises(SettingError, match=r"ReducedHead\(size\)"):
         ReducedHead(98, VOCABULARY)
     with pytest.raises(UnsupportedModelError, match="names token 97"):
         model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of([1, 97], 98))))
+    with pytest.raises(SettingError, match="must name different ids"):
+        ReducedHead.of([3, 3], VOCABULARY)
+    assert repr(head_of([2, 5])) != repr(head_of([2, 6]))
     head_of([2, 5]).save_pretrained(tmp_path)
+    with pytest.raises(SettingError, match=r"write SelfSpec\(EarlyExit\(8, "):
+        read_spec(str(tmp_path))
     file = tmp_path / "model.safetensors"
     for tokens in ([5, 2], [2, 2], [2, 97]):
         save_file(load_file(file) | {"tokens": torch.tensor(tokens)}, file)

@@ -26,7 +26,7 @@ from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .blocks import DraftBlocks, FindChoice
 from .partial import DraftStep, PartialDraft
-from .reduced import head_rows, take_head
+from .reduced import check_whole_head, head_rows, take_head
 from .source import Drafter, DraftSource, Limits, Session
 
 # Tokens, of other sources, that the adapter catches up with where recurrent states have to be known for that.
@@ -86,6 +86,7 @@ class EarlyExitAdapter(DraftSource):
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """See :meth:`DraftSource.blocks`."""
+        check_whole_head(self)
         return DraftBlocks(self.plan(anatomy), self.module)
 
     def start(self, session: Session) -> Drafter:
@@ -93,7 +94,7 @@ class EarlyExitAdapter(DraftSource):
         plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
         self.module.check(session.knowledge.fingerprint)
         check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
-        head = head_rows(self, session)
+        head = head_rows(self, session.target.model)
         draft = AdapterDraft(session.target, plan, limits, session.scorer, self.module, head)
         draft.reserve(session)
         session.target.cache.look_back(_LATE)

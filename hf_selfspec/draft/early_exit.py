@@ -16,7 +16,7 @@ from ..stop.rules import FixedLength
 from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .probe import start_probe
-from .reduced import head_rows, take_head
+from .reduced import check_whole_head, head_rows, take_head
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
 # Tokens in a draft until a probe has chosen.
@@ -62,11 +62,12 @@ class EarlyExit(DraftSource):
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """See :meth:`DraftSource.blocks`."""
+        check_whole_head(self)
         return DraftBlocks(self.plan(anatomy) or chosen_plan(repr(self), find_choice(ExitChoice), anatomy))
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""
-        plan, head = self.plan(session.anatomy), head_rows(self, session)
+        plan, head = self.plan(session.anatomy), head_rows(self, session.target.model)
         if plan is None or session.stop is None:
             return start_probe(session, self.layer, session.limits(_FIRST), repr(self), head)
         return PartialDraft.of(session, plan, session.limits(_FIRST), repr(self), head)

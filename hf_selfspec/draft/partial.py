@@ -364,7 +364,7 @@ class PartialDraft(CandidateGenerator):
             draft = self.propose(text, [count])
         t = draft.lengths[0]
         # What the draft ran through the early layers: the text and all drafted tokens but the last.
-        self._seen = text.ids[0, : len(ids) + max(t - 1, 0)].tolist()
+        self._seen = [*ids, *draft.tokens[0, : max(t - 1, 0)].tolist()]
         scores = None if draft.q is None else draft.q.log()
         return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from ..errors import SettingError
 from ..model.head_rows import HeadRows
 from ..parts.part import part_of
 from ..parts.reduced_head import ReducedHead
-from .source import Session
 
 
 def take_head(source: Any, name: str) -> None:
@@ -23,8 +25,8 @@ def take_head(source: Any, name: str) -> None:
     object.__setattr__(source, "_reduced", module)
 
 
-def head_rows(source: Any, session: Session) -> HeadRows | None:
-    """What runs in the place of the model's head in one generation, ``None`` for that.
+def head_rows(source: Any, model: PreTrainedModel) -> HeadRows | None:
+    """What runs in the place of a model's head in one generation, ``None`` for that.
 
     Raises:
         UnsupportedModelError: the model has no head of which there are rows.
@@ -32,4 +34,18 @@ def head_rows(source: Any, session: Session) -> HeadRows | None:
     if source.head is None:
         return None
     reduced: ReducedHead = source.__dict__["_reduced"]
-    return HeadRows(session.target.model, reduced.tokens)
+    return HeadRows(model, reduced.tokens)
+
+
+def check_whole_head(source: Any) -> None:
+    """Checks that a source drafts with the whole head, as checkpoints do.
+
+    Raises:
+        SettingError: it does not.
+    """
+    if source.head is not None:
+        raise SettingError(
+            f"{source!r} drafts with some rows of the head, and a checkpoint has all of them. Export the same draft "
+            "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
+            "--speculative-token-map)."
+        )

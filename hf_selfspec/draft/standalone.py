@@ -12,6 +12,7 @@ from ..stop.rules import StopRule
 from ..verify.scoring import Scorer
 from .early_exit import EarlyExit
 from .partial import PartialDraft
+from .reduced import head_rows
 from .source import DraftSource, Limits
 
 # Slots to begin with, since it is not known how long the text will be.
@@ -51,4 +52,5 @@ def standalone_draft(
         )
     target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS))
     scorer = Scorer(processors or LogitsProcessorList(), 1, do_sample)
-    return PartialDraft(target, plan, Limits(stop, max_draft), scorer.for_drafts)
+    head = head_rows(source, model) if isinstance(source, EarlyExit) else None
+    return PartialDraft(target, plan, Limits(stop, max_draft), scorer.for_drafts, head)

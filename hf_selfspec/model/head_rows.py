@@ -9,42 +9,50 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from .linear import FewTokenLinear
 
-# The logit of tokens without a row. With any that a model gives to others, its probability is 0 in all floating types,
-# and unlike an infinity it leaves scales and soft-caps numbers.
+# The logit of tokens without a row. Beside those that a model gives to others, its probability is 0 in all floating
+# types, unless a soft-cap or a high temperature lifts it; whatever it is, it is what tokens are drawn by. Unlike an
+# infinity it leaves scales and soft-caps numbers.
 NOTHING = -3e4
 
 
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes logits of states, ``None`` where the model does not tell."""
+    try:
+        found: nn.Module | None = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    except (AttributeError, NotImplementedError):  # of code that is not transformers' own
+        return None
+    return found
+
+
 class HeadRows:
-    """The rows of a model's head that some tokens have, as they are now.
+    """The rows of a model's head that some tokens have, as they are when the first states come.
 
     Args:
         model: a causal LM of transformers.
-        tokens: ``[r]`` ids.
+        tokens: ``[r]`` ids, in order.
 
     Raises:
         UnsupportedModelError: its head is no plain linear layer, or has other tokens.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
-        head = model.get_output_embeddings()
-        if type(head) is not nn.Linear or not head.weight.is_floating_point() or head.weight.device.type == "meta":
+        head = output_head(model)
+        # Parameters that are spread over processes have a mesh of devices, or no numbers here.
+        if type(head) is not nn.Linear or hasattr(head.weight, "device_mesh") or not _is_matrix(head.weight):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no output head that is a plain linear layer (quantised, offloaded or "
-                "wrapped by an adapter?), so drafts cannot have a reduced one: leave `head` out."
+                f"{type(model).__name__} has no output head that is a plain linear layer of this process (quantised, "
+                "offloaded, spread over processes, or wrapped by an adapter?), so drafts cannot have a reduced one: "
+                "leave `head` out."
             )
-        vocabulary, width = head.weight.shape
-        if int(tokens[-1]) >= vocabulary:
+        self._vocabulary = len(head.weight)
+        if int(tokens.max()) >= self._vocabulary:
             raise UnsupportedModelError(
-                f"this reduced head names token {int(tokens[-1])}, but the head of {type(model).__name__} has "
-                f"{vocabulary} tokens. Fit one to this model."
+                f"this reduced head names token {int(tokens.max())}, but the head of {type(model).__name__} has "
+                f"{self._vocabulary} tokens. Fit one to this model."
             )
+        self._head: nn.Linear = head
         self.tokens = tokens.to(head.weight.device)
-        self._vocabulary = vocabulary
-        with torch.device("meta"):
-            self._rows = FewTokenLinear(width, len(tokens), bias=head.bias is not None)
-        self._rows.weight = nn.Parameter(head.weight.detach()[self.tokens], requires_grad=False)
-        if head.bias is not None:
-            self._rows.bias = nn.Parameter(head.bias.detach()[self.tokens], requires_grad=False)
+        self._rows: FewTokenLinear | None = None
 
     @property
     def size(self) -> int:
@@ -53,7 +61,9 @@ class HeadRows:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``[..., v]`` logits of states ``[..., d]``, in the place of the head."""
-        found: torch.Tensor = self._rows(states)
+        if self._rows is None:
+            self._rows = self._cut()
+        found: torch.Tensor = self._rows(states.to(self.tokens.device))
         logits = found.new_full((*found.shape[:-1], self._vocabulary), NOTHING)
         return logits.index_copy_(-1, self.tokens, found)
 
@@ -61,3 +71,16 @@ class HeadRows:
         """``[..., v]`` logits of the whole head as this one would give them."""
         tokens = self.tokens.to(logits.device)
         return torch.full_like(logits, NOTHING).index_copy_(-1, tokens, logits.index_select(-1, tokens))
+
+    def _cut(self) -> FewTokenLinear:
+        weight, bias = self._head.weight, self._head.bias
+        with torch.device("meta"):
+            rows = FewTokenLinear(weight.shape[1], self.size, bias=bias is not None)
+        rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
+        if bias is not None:
+            rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
+        return rows
+
+
+def _is_matrix(weight: torch.Tensor) -> bool:
+    return weight.dim() == 2 and weight.is_floating_point() and weight.device.type != "meta"

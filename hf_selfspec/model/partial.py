@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
 from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, with_states
-from .head_rows import HeadRows
+from .head_rows import HeadRows, output_head
 from .linear import few_token_forwards
 from .step import Best
 
@@ -177,8 +176,7 @@ class _Installation:
     def install(self, model: nn.Module) -> None:
         for linear, forward in few_token_forwards(model.modules(), _is_speculating):
             self.forwards.replace(linear, forward)
-        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-        if head is not None:
+        if (head := output_head(model)) is not None:
             self.forwards.replace(head, _head_forward(head))
         self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
         for index, layer in enumerate(self.anatomy.layers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +42,27 @@ class ReducedHead(Part):
         self.about = about
         self.tokens = nn.Parameter(torch.arange(size), requires_grad=False)
 
+    @classmethod
+    def of(cls, tokens: Iterable[int], vocabulary: int) -> ReducedHead:
+        """One of given tokens.
+
+        Args:
+            tokens: their ids.
+            vocabulary: ``v`` of the model.
+
+        Raises:
+            SettingError, SettingTypeError: they are no different ids of the vocabulary.
+        """
+        chosen = torch.as_tensor(sorted(tokens))
+        head = cls(len(chosen), vocabulary)
+        head.load_state_dict({"tokens": chosen})
+        return head
+
+    def extra_repr(self) -> str:
+        """How many tokens there are, and which, in short."""
+        digest = hashlib.sha256(self.tokens.cpu().numpy().tobytes()).hexdigest()[:8]
+        return f"{len(self.tokens)} of {self.vocabulary} tokens, {digest}"
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, after which the tokens are checked.
 
@@ -51,6 +74,6 @@ class ReducedHead(Part):
         if sorted(set(tokens)) != tokens or not 0 <= tokens[0] <= tokens[-1] < self.vocabulary:
             raise SettingError(
                 f"a reduced head of {len(tokens)} tokens must name different ids from 0 to {self.vocabulary - 1}, in "
-                "order, and this file does not: it was changed. Fit it anew."
+                "order, and these do not."
             )
         return found

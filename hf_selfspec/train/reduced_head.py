@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import SettingError
+from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import causal_lm
+from ..model.head_rows import output_head
 from ..parts.part import about
 from ..parts.reduced_head import ReducedHead
 from ..settings import check_count
@@ -45,6 +46,8 @@ def fit_reduced_head(
     name = "fit_reduced_head"
     check_count(f"{name}(size)", size)
     inner = causal_lm(model, name)
+    if output_head(inner) is None:
+        raise UnsupportedModelError(f"{name}: {type(inner).__name__} has no output head. Give the causal LM around it.")
     vocabulary = inner.config.get_text_config(decoder=True).vocab_size
     tokens = Blocks(tokenizer, dataset, 1, name).rows.flatten()
     if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
@@ -57,10 +60,10 @@ def fit_reduced_head(
     counts = torch.bincount(counted, minlength=vocabulary)
     ends = inner.generation_config.eos_token_id
     for end in [] if ends is None else ends if isinstance(ends, list) else [ends]:
-        counts[end] = len(tokens)
+        if 0 <= end < vocabulary:
+            counts[end] = len(tokens)
     # Of tokens that are equally frequent, the earlier ones: tokenizers number those first that they met most often.
     chosen = counts.sort(descending=True, stable=True).indices[: min(size, vocabulary)].sort().values
-    head = ReducedHead(len(chosen), vocabulary)
-    head.tokens.copy_(chosen)
+    head = ReducedHead.of(chosen.tolist(), vocabulary)
     figures = {"share of held-out tokens": round(torch.isin(held_out, chosen).float().mean().item(), 4)} if held else {}
     return keep(head, about(inner, {"tokens": len(chosen), "tokens of text": len(counted)}, figures), output_dir)
