@@ -578,18 +578,11 @@ def test_exit_that_does_not_exist():
             greedy(tiny_llama(), prompt(), assistant=spec)
 
 
-def parallel():
-    model = tiny_llama()
-    model._tp_size = 2
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
         (lambda: build("gpt_bigcode"), UnsupportedModelError, r"GPTBigCodeForCausalLM .* exit_layer and a num_draft"),
         (lambda: tiny_llama(1), SettingError, "LlamaForCausalLM has one layer"),
-        (parallel, UnsupportedOptionError, "tensor-parallel model. Give .* exit_layer and a num_draft"),
     ],
 )
 def test_models_that_cannot_be_probed(make, error, words):

@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", SPECS)
 def test_ids_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     model = tiny_llama(layers=4, factor=0.1)
-    for rows, (ids, _) in zip(((9,), (9, 5), (9,)), ranks[0][f"{name}, False"], strict=True):
+    for rows, (ids, _) in zip(((9, 5), (9,)), ranks[0][f"{name}, False"], strict=True):
         assert ids == model.generate(**ragged_batch(rows), **OPTIONS, do_sample=False).tolist()
 
 

@@ -26,7 +26,7 @@ from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .blocks import DraftBlocks, FindChoice
 from .partial import DraftStep, PartialDraft
-from .reduced import check_whole_head, head_rows, take_head
+from .reduced import check_whole_head, head_rows, shown_head, take_head
 from .source import Drafter, DraftSource, Limits, Session
 
 # Tokens, of other sources, that the adapter catches up with where recurrent states have to be known for that.
@@ -34,7 +34,7 @@ _LATE = 32
 
 
 @register("draft")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EarlyExitAdapter(DraftSource):
     """Drafts with layers ``0 .. E-1``, an adapter that was fitted to them, and the model's own head.
 
@@ -59,6 +59,9 @@ class EarlyExitAdapter(DraftSource):
                 "EarlyExitAdapter(head): this adapter has a head of its own, so the model's is not run. Leave `head` "
                 "out, or fit an adapter with own_head=False."
             )
+
+    def __repr__(self) -> str:
+        return f"EarlyExitAdapter(adapter={self.adapter!r}{shown_head(self)})"
 
     @property
     def module(self) -> Adapter:

@@ -16,7 +16,7 @@ from ..stop.rules import FixedLength
 from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .probe import start_probe
-from .reduced import check_whole_head, head_rows, take_head
+from .reduced import check_whole_head, head_rows, shown_head, take_head
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
 # Tokens in a draft until a probe has chosen.
@@ -24,7 +24,7 @@ _FIRST = FixedLength(2)
 
 
 @register("draft")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EarlyExit(DraftSource):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
 
@@ -47,6 +47,9 @@ class EarlyExit(DraftSource):
         if self.layer is not None:
             check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
         take_head(self, "EarlyExit")
+
+    def __repr__(self) -> str:
+        return f"EarlyExit(layer={self.layer!r}{shown_head(self)})"
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
         """The blocks that run for this model, ``None`` where a probe has to find them.

@@ -25,6 +25,11 @@ def take_head(source: Any, name: str) -> None:
     object.__setattr__(source, "_reduced", module)
 
 
+def shown_head(source: Any) -> str:
+    """What follows in the text of a source, nothing where its drafts have the whole head."""
+    return "" if source.head is None else f", head={source.head!r}"
+
+
 def head_rows(source: Any, model: PreTrainedModel) -> HeadRows | None:
     """What runs in the place of a model's head in one generation, ``None`` for that.
 
