@@ -55,6 +55,7 @@ from hf_selfspec import (
     LayerDropout,
     Lookup,
     SelfSpec,
+    fit_reduced_head,
 )
 from hf_selfspec.bench.measure import Timings, interleave, machine, timed_generate
 from hf_selfspec.train import even
@@ -64,6 +65,8 @@ logger = logging.getLogger("finetune_task")
 # So many batches are drawn together and sorted: enough for pairs of like length to meet, too few to sort an epoch.
 SORTED_BATCHES = 50
 NO_LABEL = -100
+# Training pairs in which frequent tokens are counted.
+HEAD_PAIRS = 3000
 STOP_RULES = (
     FixedLength(2),
     FixedLength(4),
@@ -124,11 +127,13 @@ class Evaluation:
         pairs: Held-out pairs for exact match and acceptance rate.
         timed: How many of these are also timed.
         tuning: Training pairs on which the stop rule of each exit is chosen.
+        head: Tokens of a reduced head, with which self-speculation is measured, too; 0 for none.
     """
 
     pairs: int = 200
     timed: int = 30
     tuning: int = 8
+    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -366,6 +371,21 @@ def beside_free_drafts(assistant: SelfSpec) -> SelfSpec:
     return SelfSpec(Cascade([Lookup(), assistant.draft]), assistant.stop)
 
 
+def with_reduced_head(
+    generator: Generator, training: Sequence[Pair], speculative: Sequence[Row], size: int
+) -> list[Row]:
+    """Return the same self-speculation with drafts of the tokens that are most frequent in training, and around it."""
+    texts = [{"input_ids": pair.prompt + pair.answer} for pair in training[:HEAD_PAIRS]]
+    head = fit_reduced_head(generator.model, None, texts, size=size)
+    rows = []
+    for row in speculative:
+        assert row.assistant is not None
+        assistant = SelfSpec(EarlyExit(row.exit_layer, head), row.assistant.stop)
+        rows.append(Row("reduced head", assistant, row.exit_layer))
+        rows.append(Row("reduced head, free drafts", beside_free_drafts(assistant), row.exit_layer))
+    return rows
+
+
 def rule_name(rule: FixedLength | ConfidenceThreshold) -> str:
     """Return what the table calls a stop rule."""
     return f"{rule.num_tokens} tokens" if isinstance(rule, FixedLength) else f"p ≥ {rule.threshold}"
@@ -402,6 +422,8 @@ def evaluate(
         if row.assistant is not None
     ]
     rows = [Row("plain"), *early, *speculative, Row("free drafts alone", SelfSpec.lookup()), *free]
+    if evaluation.head:
+        rows += with_reduced_head(generator, training, speculative, evaluation.head)
     for row in rows:
         for pair in chosen:
             generator.score(row, pair)

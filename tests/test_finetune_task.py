@@ -350,7 +350,8 @@ def test_two_steps_make_a_model_and_a_table(
             return super().train(*args, **kwargs)
 
     monkeypatch.setattr(finetune_task, "Trainer", Recording)
-    text = finetune_task.finetune(recipe, Evaluation(pairs=2, timed=1, tuning=1), library, *folders, "a command")
+    evaluation = Evaluation(pairs=2, timed=1, tuning=1, head=50)
+    text = finetune_task.finetune(recipe, evaluation, library, *folders, "a command")
     table = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split("|")[1].split(",")[0].strip() for line in table[2:]] == [
         "plain",
@@ -358,6 +359,7 @@ def test_two_steps_make_a_model_and_a_table(
         *["self-speculative"] * 3,
         "free drafts alone",
         *["with free drafts"] * 3,
+        *["reduced head", "reduced head"] * 3,
     ]
     assert "equal plain generation's: yes, for all 2 pairs" in text
     assert (tmp_path / "model" / "results.md").read_text(encoding="utf-8") == text
