@@ -43,7 +43,8 @@ from hf_selfspec import (
 )
 from hf_selfspec.train import checkpoints
 from hf_selfspec.train.backbone import Backbone
-from hf_selfspec.train.fitting import Blocks, cross_entropy, per_token, training_arguments
+from hf_selfspec.train.blocks import Blocks
+from hf_selfspec.train.fitting import cross_entropy, per_token, training_arguments
 
 EXIT = 2
 

@@ -249,7 +249,7 @@ def test_a_config_names_a_folder_that_is_there(tmp_path: Path) -> None:
 def test_mistakes_are_told(tmp_path: Path) -> None:
     model = tiny_llama()
     with pytest.raises(SettingTypeError, match=r"EarlyExit\(head\) must be ReducedHead or the path"):
-        EarlyExit(2, 8192)  # type: ignore[arg-type]
+        EarlyExit(2, 8192)
     with pytest.raises(SettingError, match="there is no saved reduced head"):
         EarlyExit(2, tmp_path / "nowhere" / "at" / "all")
     with pytest.raises(SettingError, match="Export the same draft"):

@@ -25,7 +25,8 @@ from ..transfer import RowNumbers
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .blocks import DraftBlocks, FindChoice
-from .partial import DraftStep, PartialDraft
+from .growing import DraftStep
+from .partial import PartialDraft
 from .reduced import check_whole_head, head_rows, shown_head, take_head
 from .source import Drafter, DraftSource, Limits, Session
 

@@ -25,7 +25,8 @@ from ..transfer import RowNumbers, upload
 from ..types import Draft, Text
 from ..verify.scoring import Scorer
 from .blocks import DraftBlocks, FindChoice
-from .partial import DraftStep, PartialDraft
+from .growing import DraftStep
+from .partial import PartialDraft
 from .source import Drafter, DraftSource, Limits, Session
 
 

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..types import Draft, Text
+
+
+@dataclass
+class DraftStep:
+    """What the part that drafts predicts after one token.
+
+    Attributes:
+        logits: ``[b, v]``.
+        state: ``[b, d]`` the state behind them, for stop rules.
+        prefix_state: ``[b, n, d]`` the states from which verification can start, ``None`` where it cannot.
+        is_sure: for each row whether it proposes a token; all do by default.
+    """
+
+    logits: torch.Tensor
+    state: torch.Tensor
+    prefix_state: torch.Tensor | None
+    is_sure: list[bool] | None = None
 
 
 class GrowingDraft:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..errors import SettingTypeError
 from ..grammar.rows import Constraint
@@ -24,33 +22,13 @@ from ..types import Draft, Text, Verdict
 from ..verify.greedy import best_tokens
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
-from .growing import GrowingDraft
+from .growing import DraftStep, GrowingDraft
 from .source import Limits, Session
 from .whole import Wanted, WholeDrafts
 
 
-@dataclass
-class DraftStep:
-    """What the part that drafts predicts after one token.
-
-    Attributes:
-        logits: ``[b, v]``.
-        state: ``[b, d]`` the state behind them, for stop rules.
-        prefix_state: ``[b, n, d]`` the states from which verification can start, ``None`` where it cannot.
-        is_sure: for each row whether it proposes a token; all do by default.
-    """
-
-    logits: torch.Tensor
-    state: torch.Tensor
-    prefix_state: torch.Tensor | None
-    is_sure: list[bool] | None = None
-
-
-class PartialDraft(CandidateGenerator):
+class PartialDraft:
     """Proposes tokens by running part of the target model.
-
-    In this package's loop :meth:`propose` is called on the shared cache. As a ``CandidateGenerator`` of transformers it
-    keeps a cache of its own and serves any loop that calls :meth:`get_candidates`.
 
     Args:
         target: the model with the cache to use.
@@ -78,7 +56,6 @@ class PartialDraft(CandidateGenerator):
         self.constraint = Constraint(scorer.grammars, limits.eos_tokens)
         self.steps = 0
         self.reuse_from = 0
-        self._seen: list[int] = []
         self._running: tuple[StopRule, RunningRule] | None = None
         fixed = target.fixed
         # All steps can be one graph where each is one forward.
@@ -335,39 +312,6 @@ class PartialDraft(CandidateGenerator):
         self.steps, self._drafted, (self.plan, self.limits, self.constraint) = steps, [], usual
         return complete
 
-    # Transformers' own loops -------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Candidates for transformers' assisted generation (one row).
-
-        Only drafts whose blocks all lie before the first altered layer (early exit) can do so: their KV is exact, and
-        kept here.
-
-        Args:
-            input_ids: ``[1, s]`` the text so far.
-
-        Returns:
-            ``[1, s + t]`` the text with the draft, and ``[1, t, v]`` the scores behind it (``None`` when greedy).
-        """
-        ids = input_ids[0].tolist()
-        known = self._seen
-        same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
-        start = min(same, len(ids) - 1)
-        limit = self.target.anatomy.position_limit
-        count = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
-        text = Text.of(input_ids, [0], count)
-        self.target.last_slots = text.last_slots()
-        with self.target.prepared():
-            if start < len(ids) - 1:
-                self.target.step(input_ids[:, start:-1], [start], self.plan)
-            draft = self.propose(text, [count])
-        t = draft.lengths[0]
-        # What the draft ran through the early layers: the text and all drafted tokens but the last.
-        self._seen = [*ids, *draft.tokens[0, : max(t - 1, 0)].tolist()]
-        scores = None if draft.q is None else draft.q.log()
-        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
-
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Tells the stop rule how the draft fared."""
         if any(self._drafted):
@@ -383,9 +327,6 @@ class PartialDraft(CandidateGenerator):
     def report(self, stats: GenerationStats) -> None:
         """Shows which blocks run."""
         stats.plan = self.plan.picture()
-
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to learn: which blocks run is fixed."""
 
 
 def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..errors import SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
+from ..model.head_rows import HeadRows
+from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..stop.rules import StopRule
+from ..types import Text
 from ..verify.scoring import Scorer
 from .early_exit import EarlyExit
 from .partial import PartialDraft
@@ -19,6 +26,53 @@ from .source import DraftSource, Limits
 _SLOTS = 1024
 
 
+class StandaloneDraft(PartialDraft, CandidateGenerator):
+    """An early exit that serves any loop which calls :meth:`get_candidates`, with a cache of its own (one row).
+
+    All its blocks lie before the first altered layer, so keys and values are exact, and kept.
+
+    Args:
+        target, plan, limits, scorer, head: see :class:`PartialDraft`.
+    """
+
+    def __init__(
+        self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, head: HeadRows | None = None
+    ) -> None:
+        super().__init__(target, plan, limits, scorer, head)
+        self._seen: list[int] = []
+
+    @torch.no_grad()
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Candidates for transformers' assisted generation.
+
+        Args:
+            input_ids: ``[1, s]`` the text so far.
+
+        Returns:
+            ``[1, s + t]`` the text with the draft, and ``[1, t, v]`` the scores behind it (``None`` when greedy).
+        """
+        ids = input_ids[0].tolist()
+        known = self._seen
+        same = next((i for i, (a, c) in enumerate(zip(known, ids, strict=False)) if a != c), min(len(known), len(ids)))
+        start = min(same, len(ids) - 1)
+        limit = self.target.anatomy.position_limit
+        count = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
+        text = Text.of(input_ids, [0], count)
+        self.target.last_slots = text.last_slots()
+        with self.target.prepared():
+            if start < len(ids) - 1:
+                self.target.step(input_ids[:, start:-1], [start], self.plan)
+            draft = self.propose(text, [count])
+        t = draft.lengths[0]
+        # What the draft ran through the early layers: the text and all drafted tokens but the last.
+        self._seen = [*ids, *draft.tokens[0, : max(t - 1, 0)].tolist()]
+        scores = None if draft.q is None else draft.q.log()
+        return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to learn: which blocks run is fixed."""
+
+
 def standalone_draft(
     source: DraftSource,
     stop: StopRule | None,
@@ -26,7 +80,7 @@ def standalone_draft(
     model: PreTrainedModel,
     processors: LogitsProcessorList | None,
     do_sample: bool,
-) -> PartialDraft:
+) -> StandaloneDraft:
     """An early exit as a ``CandidateGenerator`` with a cache of its own.
 
     Args:
@@ -53,4 +107,4 @@ def standalone_draft(
     target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS))
     scorer = Scorer(processors or LogitsProcessorList(), 1, do_sample)
     head = head_rows(source, model) if isinstance(source, EarlyExit) else None
-    return PartialDraft(target, plan, Limits(stop, max_draft), scorer.for_drafts, head)
+    return StandaloneDraft(target, plan, Limits(stop, max_draft), scorer.for_drafts, head)

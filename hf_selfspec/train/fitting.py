@@ -15,9 +15,7 @@ import torch
 import torch.nn as nn
 from accelerate import PartialState
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
 from transformers import (
-    PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -28,82 +26,15 @@ from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
 from ..model.fingerprint import Fingerprint
 from ..parts.part import Part, about
-from ..settings import check_count, check_positive
+from ..settings import check_positive
 from .backbone import Backbone, Observed
+from .blocks import Blocks
 from .checkpoints import KEPT, checkpoints_of, forget, last_checkpoint, weights_of_whole
 
 _P = TypeVar("_P", bound=Part)
-# Share of the text that is not trained on but measured, and its most blocks.
-HELD_OUT, MOST_HELD_OUT = 20, 64
 # Positions of [chunk, v] and [chunk, v] each.
 Pair = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Head = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Texts as rows of as many tokens.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        texts: strings, or rows with a ``text`` or with ``input_ids``.
-        length: tokens of a row. Texts follow each other, an end-of-text token between them where there is one; what is
-            left at the end is dropped.
-        name: what takes the texts, for messages.
-
-    Raises:
-        SettingError, SettingTypeError: there is no text, too little for one row, or something else.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[Any], length: int, name: str = "fit"
-    ) -> None:
-        check_count(f"{name}(block_size)", length)
-        if isinstance(texts, (str, bytes, Mapping)):
-            raise SettingTypeError(
-                f"{name} takes a list of texts or a dataset with a `text` column, got one {texts!r}."
-            )
-        tokens: list[int] = []
-        end = getattr(tokenizer, "eos_token_id", None)
-        for text in texts:
-            tokens += _tokens(tokenizer, text, name)
-            if end is not None:
-                tokens.append(end)
-        if not tokens:
-            raise SettingError(
-                f"{name} was given no text: the dataset is empty. Give texts that the model is used for."
-            )
-        if len(tokens) < length:
-            raise SettingError(
-                f"{name} was given {len(tokens)} tokens, fewer than one row of block_size={length}. Give more text or "
-                "a smaller block_size."
-            )
-        count = len(tokens) // length
-        self.rows = torch.tensor(tokens[: count * length]).view(count, length)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index]}
-
-    def split(self) -> tuple[Blocks, torch.Tensor]:
-        """The rows to train on, and those at the end that are held out."""
-        held = min(MOST_HELD_OUT, len(self) // HELD_OUT)
-        part = Blocks.__new__(Blocks)
-        part.rows = self.rows[: len(self) - held]
-        return part, self.rows[len(self) - held :]
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase | None, text: Any, name: str) -> list[int]:
-    if isinstance(text, Mapping):
-        if "input_ids" in text:
-            return [int(token) for token in text["input_ids"]]
-        text = text.get("text")
-    if not isinstance(text, str) or tokenizer is None:
-        raise SettingTypeError(
-            f"{name} takes strings, or rows with a `text` (and the tokenizer) or with `input_ids`; got {text!r}."
-        )
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 class Fitting(nn.Module):

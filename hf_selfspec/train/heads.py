@@ -29,10 +29,8 @@ from ..parts.heads import (
 from ..parts.part import part_of
 from ..settings import MOST_LAYERS, check_count, check_exit, check_share
 from .backbone import Backbone, Observed
+from .blocks import HELD_OUT, MOST_HELD_OUT, Blocks
 from .fitting import (
-    HELD_OUT,
-    MOST_HELD_OUT,
-    Blocks,
     Fitting,
     Pair,
     agreement,

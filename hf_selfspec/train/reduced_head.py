@@ -15,7 +15,8 @@ from ..model.head_rows import output_head
 from ..parts.part import about
 from ..parts.reduced_head import ReducedHead
 from ..settings import check_count
-from .fitting import HELD_OUT, Blocks, keep
+from .blocks import HELD_OUT, Blocks
+from .fitting import keep
 
 
 def fit_reduced_head(

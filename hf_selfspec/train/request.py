@@ -19,8 +19,9 @@ from ..parts.heads import METRICS, ExitHeads
 from ..parts.part import FILES, Part
 from ..settings import check_count, check_exit, check_positive
 from .adapter import fit_adapter, usual_exit, usual_heads
+from .blocks import Blocks
 from .checkpoints import KEPT, checkpoints_of
-from .fitting import Blocks, check_length, training_arguments
+from .fitting import check_length, training_arguments
 from .heads import chosen_layers, fit_exit_heads, split
 from .probe import check_warping, fit_probe
 from .texts import texts
