@@ -17,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import slow
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
@@ -31,6 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_selfspec
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, notices
+from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graph
 
 VOCABULARY = 97
@@ -40,6 +42,10 @@ peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpoint
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow.mark(items, is_whole=config.args == config.getini("testpaths"))
 
 
 def library(name: str) -> Any:
@@ -176,15 +182,20 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _imports_are_no_garbage() -> Iterator[None]:
-    """Collections, which tests spent an eighth of their time in, are rare and do not look through imports."""
+def _rare_collections() -> Iterator[None]:
+    """Collections of garbage, which tests spent an eighth of their time in, are rare."""
     usual = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     yield
     gc.set_threshold(*usual)
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage() -> None:
+    """Those that each training asks for do not look through what other tests have left: 2 s a test, late in a run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
@@ -231,5 +242,6 @@ def in_two_processes(script: str, folder: Path) -> subprocess.CompletedProcess[s
 
 @pytest.fixture
 def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled graphs are taken wherever there are any, however fast they are here; the choice has tests of its own."""
+    """Graphs are made and taken early, however fast they are here; the choice has tests of its own."""
+    monkeypatch.setattr(graphs, "_USES", 2)
     monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())

@@ -9,6 +9,7 @@ import torch
 from conftest import tiny_llama
 from test_compile import QUICK, same_ids, specs
 
+from hf_selfspec.model import graphs
 from hf_selfspec.model.faster import Faster
 from hf_selfspec.model.graphs import Graph, Graphs, graphs_of
 
@@ -63,8 +64,7 @@ def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCapture
         return [values * 2]
 
     def made(key: str) -> Graph | None:
-        known.find(key, double, inputs, key)
-        return known.find(key, double, inputs, key)
+        return [known.find(key, double, inputs, key) for _ in range(graphs._USES)][-1]
 
     def choose(graph: Graph | None, *seconds: float) -> None:
         two = Ways(*seconds)

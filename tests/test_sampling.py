@@ -28,6 +28,7 @@ from transformers.generation import (
 )
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graph
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.sampling import choose_sampled
@@ -158,6 +159,7 @@ def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.
         served.append(count)
         return by_graph()
 
+    monkeypatch.setattr(graphs, "_USES", 2)
     monkeypatch.setattr(Graph, "faster_of", by_graph)
     compiled = replace(SPECS[spec], compile=CompileConfig(backend="eager", mode="default"))
     sampled = sample(compiled, rows=SAMPLES // 4, calls=4, top_k=3)

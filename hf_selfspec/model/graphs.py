@@ -30,8 +30,9 @@ from .tracing import NotTraceableError, Turns, tracing
 # Tokens in a forward; fewer are filled up.
 SIZES = (1, 2, 4, 8, 16, 32)
 _FEWEST_SLOTS = 128
-# A graph is worth its compilation for what comes again and again.
-_USES = 2
+# A graph is worth its compilation for what comes again and again: not for a set of blocks that is only tried, nor for
+# the last draft of a text, cut by its end.
+_USES = 8
 # Choices against graphs, without one for them, after which no more are made.
 _LOST = 2
 # Attributes of modules with values of these types are constants of a graph.
@@ -199,6 +200,8 @@ class Graphs:
         # Imported here: it takes a second, and most programs do not compile.
         from torch.fx.experimental.proxy_tensor import make_fx
 
+        if inputs[0].device.type == "cpu":
+            function(*inputs)  # linear layers choose how they multiply so many tokens, which needs values
         with warnings.catch_warnings(), tracing():
             warnings.simplefilter("ignore")
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)

@@ -60,9 +60,25 @@ def blas_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return found if bias is None else found.add_(bias)
 
 
+def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return found
+
+
+# The same as an operation that graphs call as it is: inductor takes that of torch for weights that it has packed alone.
+_library = torch.library.Library("hf_selfspec", "FRAGMENT")
+_library.define("onednn(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("onednn", _onednn, "CPU")
+
+
+@torch.library.register_fake("hf_selfspec::onednn", lib=_library)
+def _onednn_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return input.new_empty(input.shape[0], weight.shape[0])
+
+
 def onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN's kernels for few rows, which torch uses for bfloat16 alone."""
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    found: torch.Tensor = (torch.ops.hf_selfspec.onednn if is_tracing() else _onednn)(input, weight, bias)
     return found
 
 
@@ -207,9 +223,9 @@ def _few_token_forward(
         weight, key = parameters["weight"], (size, torch.get_num_threads())
         if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
             return original(input)
-        if is_tracing():
-            return original(input)  # a graph is multiplied as its compiler does it
         way = chosen.get(key)
+        if way is None and is_tracing():
+            return original(input)  # without values there is nothing to time
         if way is None:
             way = chosen[key] = _fastest.way(size // width, weight, alike)
         if way.multiply is blas:
