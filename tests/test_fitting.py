@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,8 @@ from hf_selfspec import (
 from hf_selfspec.train import checkpoints
 from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.blocks import Blocks
-from hf_selfspec.train.fitting import cross_entropy, per_token, training_arguments
+from hf_selfspec.train.costs import FitCosts
+from hf_selfspec.train.fitting import Fitting, cross_entropy, per_token, training_arguments
 
 EXIT = 2
 
@@ -216,6 +218,51 @@ def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.Mo
     fit()
     assert max(calls) > 1
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no room goes through the model in each epoch, and the part is the same."""
+    looked: list[int] = []
+    original = Backbone._forward
+    monkeypatch.setattr(Backbone, "_forward", lambda self, ids: looked.append(ids.numel()) or original(self, ids))
+
+    def fit(room: int | None) -> tuple[Adapter, int, int]:
+        folder = tmp_path / str(room)
+        options: dict[str, Any] = {"args": arguments(tmp_path, max_steps=10), "cache_dir": folder, "cache_bytes": room}
+        looked.clear()
+        adapter = fit_adapter(tiny_llama(), None, rows(20), exit_layer=EXIT, block_size=32, **options)
+        return adapter, sum(file.stat().st_size for file in folder.rglob("*.safetensors")), sum(looked)
+
+    whole, all_states, fewest = fit(None)
+    part, some_states, more = fit(all_states // 2)
+    assert all_states // 4 < some_states <= all_states // 2
+    assert more > fewest
+    again = fit(all_states // 2)
+    assert again[1] == some_states  # what is there counts
+    for adapter in (part, again[0]):
+        assert all(torch.equal(value, whole.state_dict()[name]) for name, value in adapter.state_dict().items())
+    with pytest.raises(SettingError, match="cache_bytes must be at least 1, got 0"):
+        fit(0)
+
+
+def test_costs_are_told_before_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, text = tiny_llama(), Blocks(None, rows(40), 32)
+    backbone = Backbone(model, (EXIT,), tmp_path)
+    probe = LinearProbe(EXIT, 64, False)
+    fitting = Fitting(probe, backbone, lambda observed: probe.scores(observed.states[EXIT]).mean(), {})
+    with backbone.frozen():
+        costs = FitCosts.of(fitting, text, arguments(tmp_path, num_train_epochs=3, per_device_train_batch_size=4))
+    assert (costs.parameters, costs.memory) == (65, 65 * 16)
+    assert costs.steps == 3 * -(-len(text) // 4)
+    assert 0 < costs.seconds < 600
+    kept = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))  # of the batch that was timed
+    distinct = len({tuple(row) for row in text.rows.tolist()})
+    assert costs.disk == 3 * (distinct - 4) * 32 * 64 * 4 > kept > 0
+    assert all(parameter.grad is None for parameter in probe.parameters())
+    fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=arguments(tmp_path, max_steps=2))
+    told = [record.message for record in caplog.records if record.name == "hf_selfspec.train.costs"]
+    assert len(told) == 1
+    assert re.fullmatch(r"adapter: [\d,]+ parameters, 2 steps, about \d+ s of training, \d+ KiB of memory.*", told[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*reach none of the accuracies:UserWarning")

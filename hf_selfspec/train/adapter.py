@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..parts.adapter import Adapter
+from ..selfspec import SelfSpec
 from ..settings import check_exit
 from .backbone import Backbone, Observed
 from .fitting import (
@@ -26,6 +27,7 @@ from .fitting import (
     seeded,
     train,
 )
+from .speed import HeldOutSpeed, early_stop, tell_whether_it_pays
 
 
 def fit_adapter(
@@ -40,6 +42,8 @@ def fit_adapter(
     block_size: int = 256,
     args: TrainingArguments | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+    patience: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Adapter:
     """Fits Kangaroo's adapter (§3.1): cross entropy against the whole model's distribution, no labels needed.
@@ -56,7 +60,10 @@ def fit_adapter(
         block_size: tokens of a row.
         args: of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by default. With a
             ``save_strategy``, a fit that was stopped goes on from the last checkpoint in its ``output_dir``.
-        cache_dir: keeps the model's states for further fits, see :class:`Backbone`.
+        cache_dir: keeps the model's states for further epochs and fits, see :class:`Backbone`.
+        cache_bytes: the most that ``cache_dir`` may hold; what has no room goes through the model each time.
+        patience: ends the fit when the speed of generation on held-out text, which is looked at every 100 steps (or
+            ``args.eval_steps``), has not risen so many times; the fastest weights are kept. ``None`` for all steps.
         output_dir: folder in which the adapter is saved, with a model card. Without ``args``, checkpoints are beside it
             while the fit runs, and the same call goes on from them after it was stopped.
 
@@ -73,7 +80,7 @@ def fit_adapter(
     config = inner.config.get_text_config(decoder=True)
     chosen = usual_exit(config) if exit_layer is None else exit_layer
     check_exit(name, "exit_layer", chosen, config.num_hidden_layers)
-    backbone = Backbone(inner, (chosen,), cache_dir)
+    backbone = Backbone(inner, (chosen,), cache_dir, cache_bytes)
     width = backbone.width
     heads = num_heads or usual_heads(config.num_attention_heads, width)
     with seeded(args):
@@ -91,14 +98,15 @@ def fit_adapter(
         return per_token(what, head, hidden, whole, observed.final, config.vocab_size)
 
     recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads, "own head": own_head}
+    speed = HeldOutSpeed(inner, held_out, SelfSpec.kangaroo)
+    callbacks = early_stop(name, adapter, speed, patience)
+    fitting = Fitting(adapter, backbone, lambda observed: logits_of(cross_entropy, observed).mean(), recipe)
     with backbone.frozen():
         norm_like_the_models(adapter.norm, backbone, chosen)
-        fitted = train(
-            Fitting(adapter, backbone, lambda observed: logits_of(cross_entropy, observed).mean(), recipe),
-            rows, args, backbone.device, output_dir,
-        )  # fmt: skip
+        fitted = train(fitting, rows, args, output_dir, callbacks)
         adapter.eval()
         figures = measured(backbone, held_out, {"agreement with the whole model": lambda o: logits_of(agreement, o)})
+        figures |= tell_whether_it_pays(adapter, speed)
     return finished(adapter, inner, recipe, fitted, figures, output_dir)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from ..files import reported, written_whole
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
+from ..settings import check_count
+
+_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,21 @@ class Backbone:
     Args:
         model: a causal LM of transformers.
         layers: exit layers whose states are wanted.
-        cache_dir: where the states of each row of text are kept, so that further fits on the same text need no forward;
-            ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` numbers.
+        cache_dir: where the states of each row of text are kept, so that further epochs and fits on the same text need
+            no forward; ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` numbers.
+        cache_bytes: the most that ``cache_dir`` may hold for this model; rows for which there is no room go through the
+            model each time. ``None`` for no limit.
 
     Raises:
         SettingError, UnsupportedModelError: an exit does not exist or cannot be brought to the head.
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[int], cache_dir: str | os.PathLike[str] | None = None
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[int],
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.layers = tuple(layers)
@@ -70,11 +80,30 @@ class Backbone:
         self.exits.check("fit", layers)
         self.anatomy = self.exits.anatomy
         self.own_head = OwnHead(model, self.anatomy)
+        if cache_bytes is not None:
+            check_count("cache_bytes", cache_bytes)
         self._folder: Path | None = None
+        self._room = math.inf if cache_bytes is None else cache_bytes
         if cache_dir is not None:
             self._folder = Path(cache_dir) / _name(model, Fingerprint.of_decoder(model))
             with reported(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
+                self._room -= sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether rows that were seen need no forward."""
+        return self._folder is not None
+
+    def bytes_to_keep(self, rows: torch.Tensor) -> int:
+        """Bytes of states that the cache will take up for ``rows`` ``[n, s]`` beside what it has, as far as it may."""
+        if self._folder is None:
+            return 0
+        new = sum(not file.exists() for file in {self._file(row) for row in rows})
+        shown = self.look(rows[:1, :1])
+        numbers = (*shown.states.values(), *shown.exits.values(), shown.final)
+        each = rows.shape[1] * sum(state.shape[-1] * state.element_size() for state in numbers)
+        return int(max(0, min(new * each, self._room)))
 
     @property
     def device(self) -> torch.device:
@@ -128,18 +157,33 @@ class Backbone:
     @torch.no_grad()
     def observe(self, ids: torch.Tensor) -> Observed:
         """What the model shows of ``ids`` ``[b, s]``, from the cache where it is there."""
+        if self._folder is None:
+            return self.look(ids)
         ids = ids.to(self.device)
-        files = [] if self._folder is None else [self._folder / f"{_digest(row)}.safetensors" for row in ids]
+        files = [self._file(row) for row in ids]
         kept = [_read(file) for file in files]
-        names = [f"{what}_{layer}" for layer in self.layers for what in ("states", "exits")]
-        if kept and all(row is not None and {*names, "final"} <= row.keys() for row in kept):
+        names = [*self._names, "final"]
+        if all(row is not None and {*names} <= row.keys() for row in kept):
             if not self.own_head.has_seen:
                 self._forward(ids[:1, :1])
-            found = {name: torch.stack([row[name] for row in kept if row]).to(ids.device) for name in [*names, "final"]}
+            found = {name: torch.stack([row[name] for row in kept if row]).to(ids.device) for name in names}
         else:
             found = self._forward(ids)
             for index, (file, before) in enumerate(zip(files, kept, strict=True)):
-                _write(file, (before or {}) | {name: value[index].cpu() for name, value in found.items()})
+                self._keep(file, before or {}, {name: value[index].cpu() for name, value in found.items()})
+        return self._observed(ids, found)
+
+    @torch.no_grad()
+    def look(self, ids: torch.Tensor) -> Observed:
+        """What the model shows of ``ids`` ``[b, s]``, without the cache."""
+        ids = ids.to(self.device)
+        return self._observed(ids, self._forward(ids))
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"{what}_{layer}" for layer in self.layers for what in ("states", "exits")]
+
+    def _observed(self, ids: torch.Tensor, found: dict[str, torch.Tensor]) -> Observed:
         return Observed(
             ids=ids,
             states={layer: found[f"states_{layer}"] for layer in self.layers},
@@ -147,9 +191,20 @@ class Backbone:
             final=found["final"],
         )
 
+    def _file(self, row: torch.Tensor) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{_digest(row)}{_SUFFIX}"
+
+    def _keep(self, file: Path, before: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+        """Writes the states of a row, if there is room."""
+        size = sum(tensor.nbytes for name, tensor in found.items() if name not in before)
+        if size <= self._room:
+            _write(file, before | found)
+            self._room -= size
+
     def _forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        handles = [self.anatomy.layers[layer - 1].register_forward_hook(_keep(found, layer)) for layer in self.layers]
+        handles = [self.anatomy.layers[layer - 1].register_forward_hook(_hook(found, layer)) for layer in self.layers]
         self.exits.chosen = self.layers
         try:
             with self.own_head.seeing() as final:
@@ -190,7 +245,7 @@ def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
     return f"{fingerprint.name}-{state}"
 
 
-def _keep(found: dict[str, torch.Tensor], layer: int) -> Any:
+def _hook(found: dict[str, torch.Tensor], layer: int) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         found[f"states_{layer}"] = output[0] if isinstance(output, tuple) else output
 

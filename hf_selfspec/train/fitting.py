@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,6 +17,7 @@ from accelerate import PartialState
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -30,6 +31,7 @@ from ..settings import check_positive
 from .backbone import Backbone, Observed
 from .blocks import Blocks
 from .checkpoints import KEPT, checkpoints_of, forget, last_checkpoint, weights_of_whole
+from .costs import FitCosts, tell
 
 _P = TypeVar("_P", bound=Part)
 # Positions of [chunk, v] and [chunk, v] each.
@@ -55,10 +57,29 @@ class Fitting(nn.Module):
         self.name = f"{part.kind} {dict(recipe)} of {Fingerprint.of_decoder(backbone.model)}"
         self._seen = (backbone, loss)  # in a tuple, so that it is no submodule
 
+    @property
+    def backbone(self) -> Backbone:
+        """The frozen model."""
+        return self._seen[0]
+
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """``{"loss": ...}`` of ids ``[b, s]``."""
-        backbone, loss = self._seen
-        return {"loss": loss(backbone.observe(input_ids).to(next(self.part.parameters()).device))}
+        return {"loss": self._loss(self.backbone.observe(input_ids))}
+
+    def seconds(self, input_ids: torch.Tensor) -> tuple[float, float]:
+        """Seconds that the model takes for a batch ``[b, s]``, and those of the part's forward and backward."""
+        begun = perf_counter()
+        observed = self.backbone.observe(input_ids)
+        between = perf_counter()
+        self._loss(observed).backward()
+        if self.backbone.device.type != "cpu":
+            torch.accelerator.synchronize()
+        ended = perf_counter()
+        self.zero_grad(set_to_none=True)
+        return between - begun, ended - between
+
+    def _loss(self, observed: Observed) -> torch.Tensor:
+        return self._seen[1](observed.to(next(self.part.parameters()).device))
 
 
 def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
@@ -99,8 +120,8 @@ def train(
     fitting: Fitting,
     blocks: Blocks,
     args: TrainingArguments | None,
-    device: torch.device,
     output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Fitted:
     """Runs the Trainer; where checkpoints are kept, a fit that was stopped goes on.
 
@@ -108,12 +129,13 @@ def train(
         fitting: what is trained.
         blocks: the text.
         args: of the Trainer, ``None`` for the usual ones.
-        device: of the model.
         output_dir: where the part will be; with the usual arguments checkpoints are kept beside it until then.
+        callbacks: of the Trainer.
 
     Raises:
         SettingError: the checkpoints are of another fit.
     """
+    device = fitting.backbone.device
     with tempfile.TemporaryDirectory() as folder:
         if args is None and output_dir is None:
             args = training_arguments(folder, device)
@@ -127,7 +149,10 @@ def train(
             args=args,
             train_dataset=blocks,
             data_collator=default_data_collator,
+            callbacks=list(callbacks),
         )
+        if checkpoint is None:
+            tell(FitCosts.of(fitting, blocks, args), fitting.part.kind)
         begun = perf_counter()
         if (weights := weights_of_whole(checkpoint)) is None:
             trainer.train(resume_from_checkpoint=checkpoint)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import Fingerprint
@@ -27,6 +27,7 @@ from ..parts.heads import (
     reached,
 )
 from ..parts.part import part_of
+from ..selfspec import SelfSpec
 from ..settings import MOST_LAYERS, check_count, check_exit, check_share
 from .backbone import Backbone, Observed
 from .blocks import HELD_OUT, MOST_HELD_OUT, Blocks
@@ -44,6 +45,7 @@ from .fitting import (
     seeded,
     train,
 )
+from .speed import HeldOutSpeed, early_stop, greedily, tell_whether_it_pays
 
 # Every hundredth from a half on, and closer at the end: a draft needs all of its tokens to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
@@ -66,6 +68,8 @@ def fit_exit_heads(
     block_size: int = 256,
     args: TrainingArguments | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+    patience: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> ExitHeads:
     """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates them, see :func:`calibrate_exit_heads`.
@@ -73,7 +77,8 @@ def fit_exit_heads(
     A head learns the whole model's distribution, or the next token, or both.
 
     Args:
-        model, tokenizer, dataset, block_size, args, cache_dir, output_dir: see :func:`fit_adapter`.
+        model, tokenizer, dataset, block_size, args, cache_dir, cache_bytes, patience, output_dir: see
+            :func:`fit_adapter`.
         layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``.
         num_heads: ``K``, where no layers are given (4 in the paper).
         rank: of the heads' linear layers: ``rank (d + v)`` numbers a head instead of ``d v``; ``None`` for whole ones.
@@ -100,7 +105,7 @@ def fit_exit_heads(
     if copied and rank is not None:
         raise SettingError(f"{name}(copied=True, rank={rank}): the model's own head is a whole one, so leave rank out.")
     chosen = chosen_layers(name, config.num_hidden_layers, num_heads, layers)
-    backbone = Backbone(inner, chosen, cache_dir)
+    backbone = Backbone(inner, chosen, cache_dir, cache_bytes)
     with seeded(args):
         heads = ExitHeads(chosen, backbone.width, config.vocab_size, rank).to(backbone.device)
 
@@ -119,11 +124,18 @@ def fit_exit_heads(
             losses.append(found)
         return torch.stack(losses).mean()
 
+    def with_thresholds(part: ExitHeads) -> SelfSpec:
+        tried = copy.copy(part)
+        few = _predictions(backbone, part, held_out[:_AT_ONCE])
+        tried.about = {"calibration": calibrate(few, epsilons, metric)}
+        return SelfSpec.dssd(tried)
+
     recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
+    callbacks = early_stop(name, heads, HeldOutSpeed(inner, held_out, with_thresholds), patience)
     with backbone.frozen():
         if copied:
             _copy_own_head(heads, backbone)
-        fitted = train(Fitting(heads, backbone, loss, recipe), rows, args, backbone.device, output_dir)
+        fitted = train(Fitting(heads, backbone, loss, recipe), rows, args, output_dir, callbacks)
         heads.eval()
         figures = measured(
             backbone,
@@ -240,7 +252,10 @@ def _calibrated(
 ) -> ExitHeads:
     with backbone.frozen():
         calibration = calibrate(_predictions(backbone, heads, rows), epsilons, metric)
-    figures = (heads.about.get("figures") or {}) | figures_of(calibration)
+        figures = (heads.about.get("figures") or {}) | figures_of(calibration)
+        if reached(calibration) >= epsilons[0]:
+            heads.about = {**heads.about, "calibration": calibration}
+            figures |= tell_whether_it_pays(heads, HeldOutSpeed(backbone.model, rows, SelfSpec.dssd))
     kept = keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
     if reached(calibration) < epsilons[0]:
         warnings.warn(_unreached(name, epsilons[0], reached(calibration)), stacklevel=3)
@@ -274,25 +289,14 @@ def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor,
     """Ids of rows as the model goes on with them, and how many of these were given."""
     length, model = rows.shape[1], backbone.model
     given = max(1, length // _GIVEN)
-    usual = model.generation_config
-    ends = {usual.eos_token_id} if isinstance(usual.eos_token_id, int) else set(usual.eos_token_id or ())
     found = []
-    try:
-        # Settings of the model's own (penalties, several sequences, a time limit) would change or end the text.
-        model.generation_config = GenerationConfig(
-            max_new_tokens=length - given,
-            bos_token_id=usual.bos_token_id,
-            eos_token_id=usual.eos_token_id,
-            pad_token_id=min(ends, default=0),
-        )
+    with greedily(model, length - given) as ends:
         for some in rows.to(backbone.device).split(_AT_ONCE):
             texts = model.generate(some[:, :given], attention_mask=torch.ones_like(some[:, :given]))
             for ids in texts:
                 written = enumerate(ids[given:].tolist(), given)
                 end = next((at for at, token in written if token in ends), len(ids) - 1)
                 found.append((ids[: end + 1], given))
-    finally:
-        model.generation_config = usual
     return found
 
 

@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from ..parts.probe import LinearProbe
+from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit, check_positive, check_share
 from .backbone import Backbone, Observed
 from .fitting import Fitting, agreement, finished, measured, per_token, prepared, train
+from .speed import HeldOutSpeed, early_stop, tell_whether_it_pays
 
 
 def fit_probe(
@@ -36,6 +38,8 @@ def fit_probe(
     block_size: int = 256,
     args: TrainingArguments | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+    patience: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> LinearProbe:
     """Fits AdaSPEED's probe (§II.B): whether the token that an early exit drafts is accepted, from its state.
@@ -44,7 +48,8 @@ def fit_probe(
     the probability ``Σ min(p, q)`` with which a token drawn from the exit's distribution is accepted.
 
     Args:
-        model, tokenizer, dataset, block_size, args, cache_dir, output_dir: see :func:`fit_adapter`.
+        model, tokenizer, dataset, block_size, args, cache_dir, cache_bytes, patience, output_dir: see
+            :func:`fit_adapter`.
         exit_layer: the exit layer ``E``.
         do_sample: whether tokens are drawn, with ``temperature``, ``top_k`` and ``top_p`` as in ``generate``.
 
@@ -60,7 +65,7 @@ def fit_probe(
     rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
     check_exit(name, "exit_layer", exit_layer, config.num_hidden_layers)
-    backbone = Backbone(inner, (exit_layer,), cache_dir)
+    backbone = Backbone(inner, (exit_layer,), cache_dir, cache_bytes)
     probe = LinearProbe(exit_layer, backbone.width, do_sample).to(backbone.device)
     warpers = _warpers(temperature, top_k, top_p)
 
@@ -85,13 +90,15 @@ def fit_probe(
 
     mode = f"drawn, temperature {temperature}, top-k {top_k}, top-p {top_p}" if do_sample else "greedy"
     recipe = {"exit layer": exit_layer, "decoding": mode}
+    # Speed is found with greedy text, for which a probe of drawn tokens is not made.
+    speed = HeldOutSpeed(inner, held_out[:0] if do_sample else held_out, lambda part: SelfSpec.adaspeed(probe=part))
+    callbacks = early_stop(name, probe, speed, patience)
+    fitting = Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o)), recipe)
     with backbone.frozen():
-        fitted = train(
-            Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o)), recipe),
-            rows, args, backbone.device, output_dir,
-        )  # fmt: skip
+        fitted = train(fitting, rows, args, output_dir, callbacks)
         probe.eval()
         figures = measured(backbone, held_out, {"accuracy": right, "accepted": labels})
+        figures |= tell_whether_it_pays(probe, speed)
     return finished(probe, inner, recipe, fitted, figures, output_dir)
 
 

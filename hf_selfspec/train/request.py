@@ -44,7 +44,8 @@ class FitRequest(ABC):
         batch: rows in a step, on each device.
         learning_rate, epochs: of the Trainer.
         dtype: of the model.
-        cache: folder that keeps the model's states for further fits.
+        cache: folder that keeps the model's states for further epochs and fits.
+        cache_gib: the most that it may hold, in GiB; ``None`` for no limit.
     """
 
     kind: ClassVar[str]
@@ -60,6 +61,7 @@ class FitRequest(ABC):
     epochs: float = 1.0
     dtype: str = "auto"
     cache: str | None = None
+    cache_gib: float | None = None
 
     @property
     def name(self) -> str:
@@ -94,6 +96,10 @@ class FitRequest(ABC):
         check_folder("--out", self.out, FILES)
         if self.cache is not None:
             check_folder("--cache", self.cache)
+        if self.cache_gib is not None:
+            check_positive("--cache-gib", self.cache_gib)
+            if self.cache is None:
+                raise SettingError(f"--cache-gib {self.cache_gib} has no effect without --cache: leave it out.")
 
     def _check_config(self, config: Any) -> None:
         """Checks what the config of the model's text decoder tells, before there are weights.
@@ -117,7 +123,9 @@ class FitRequest(ABC):
         )
 
     def _common(self, training: TrainingArguments) -> dict[str, Any]:
-        return {"block_size": self.block_size, "args": training, "cache_dir": self.cache, "output_dir": self.out}
+        room = None if self.cache_gib is None else max(1, round(self.cache_gib * 2**30))
+        cache = {"cache_dir": self.cache, "cache_bytes": room}
+        return {"block_size": self.block_size, "args": training, **cache, "output_dir": self.out}
 
     def _rows(self, blocks: Blocks) -> list[dict[str, list[int]]]:
         """The text as rows of tokens, which is known to be enough."""

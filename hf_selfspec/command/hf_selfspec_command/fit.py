@@ -28,7 +28,10 @@ class FitOptions:
     learning_rate: float = 1e-3
     epochs: float = 1.0
     dtype: DtypeOption = "auto"
-    cache: Annotated[str | None, typer.Option(help="Folder that keeps the model's states for further fits.")] = None
+    cache: Annotated[
+        str | None, typer.Option(help="Folder that keeps the model's states for further epochs and fits.")
+    ] = None
+    cache_gib: Annotated[float | None, typer.Option(help="The most that the folder may hold, in GiB.")] = None
 
 
 @app.command()
