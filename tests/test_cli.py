@@ -22,6 +22,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     CLIPConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -29,7 +30,16 @@ from transformers import (
     T5Config,
 )
 
-from hf_selfspec import ExitHeads, SelfSpec, SettingError, fit_adapter, fit_exit_heads, fit_probe
+from hf_selfspec import (
+    ExitHeads,
+    ReducedHead,
+    SelfSpec,
+    SettingError,
+    fit_adapter,
+    fit_exit_heads,
+    fit_probe,
+    fit_reduced_head,
+)
 from hf_selfspec.train.fitting import training_arguments
 from hf_selfspec.train.texts import texts
 from hf_selfspec_command import main
@@ -76,6 +86,20 @@ def test_command_line(
     inputs = ragged_batch((5,))
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec(tmp_path / "out"))
     assert torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
+
+
+def test_command_line_of_a_reduced_head(saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tokens as from Python."""
+    data, out = tmp_path / "data.txt", tmp_path / "out"
+    data.write_text(TEXT)
+    common = ["--model", str(saved_model), "--data", str(data), "--out", str(out)]
+    assert main(["fit", "head", *common, "--size", "16"]) == 0
+    assert "share of held-out tokens" in capsys.readouterr().out
+    model, tokenizer = LlamaForCausalLM.from_pretrained(saved_model), AutoTokenizer.from_pretrained(saved_model)
+    head = ReducedHead.load(out)
+    assert head.about["recipe"]["tokens"] == 16
+    assert torch.equal(head.tokens, fit_reduced_head(model, tokenizer, [TEXT], size=16).tokens)
+    assert "--size must be at least 1, got 0" in refused(["fit", "head", *common, "--size", "0"], capsys)
 
 
 @pytest.mark.filterwarnings("default")
@@ -286,6 +310,9 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("heads", {"layers": [5, 3]}, "needs exit layers from 1 on that rise, got [5, 3]"),
     ("heads", {"heads": 10**9}, "fit heads(num_heads) must be at most 4096, got 1000000000"),
     ("heads", {"rank": 10**9}, "ExitHeads(rank) must be at most 4194304, got 1000000000"),
+    ("adapter", {"patience": 0}, "--patience must be at least 1, got 0"),
+    ("adapter", {"cache-gib": 2}, "--cache-gib 2.0 has no effect without --cache"),
+    ("adapter", {"cache-gib": 0, "cache": "states"}, "--cache-gib must be a finite number above 0, got 0.0"),
     ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
     ("adapter", {"heads": 3}, "heads must share the width in even parts"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),

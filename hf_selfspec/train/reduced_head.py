@@ -18,13 +18,15 @@ from ..settings import check_count
 from .blocks import HELD_OUT, Blocks
 from .fitting import keep
 
+USUAL_SIZE = 8192
+
 
 def fit_reduced_head(
     model: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     dataset: Iterable[Any],
     *,
-    size: int = 8192,
+    size: int = USUAL_SIZE,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> ReducedHead:
     """Finds the most frequent tokens of some text, and those that end one. Nothing is trained.

@@ -24,6 +24,7 @@ from .checkpoints import KEPT, checkpoints_of
 from .fitting import check_length, training_arguments
 from .heads import chosen_layers, fit_exit_heads, split
 from .probe import check_warping, fit_probe
+from .reduced_head import USUAL_SIZE, fit_reduced_head
 from .texts import texts
 
 _USUAL_HEADS, _USUAL_TEMPERATURE = 4, 1.0
@@ -40,28 +41,16 @@ class FitRequest(ABC):
         data: see :func:`.texts.texts`.
         out: folder for what is fitted.
         field: column of the text.
-        block_size: tokens of a row.
-        batch: rows in a step, on each device.
-        learning_rate, epochs: of the Trainer.
         dtype: of the model.
-        cache: folder that keeps the model's states for further epochs and fits.
-        cache_gib: the most that it may hold, in GiB; ``None`` for no limit.
     """
 
     kind: ClassVar[str]
-    least_block: ClassVar[int] = 1
 
     model: str
     data: str
     out: str
     field: str | None = None
-    block_size: int = 256
-    batch: int = 8
-    learning_rate: float = 1e-3
-    epochs: float = 1.0
     dtype: str = "auto"
-    cache: str | None = None
-    cache_gib: float | None = None
 
     @property
     def name(self) -> str:
@@ -75,16 +64,79 @@ class FitRequest(ABC):
             SettingError, SettingTypeError: something is not allowed.
         """
         self._check()
+        check_folder("--out", self.out, FILES)
         data = texts(self.data, self.field)
         named = NamedModel.find(self.model)
         self._check_config(named.config().get_text_config(decoder=True))
+        return self._made(named, data)
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Checks what can be known without the text and the model."""
+
+    @abstractmethod
+    def _check_config(self, config: Any) -> None:
+        """Checks what the config of the model's text decoder tells, before there are weights.
+
+        Raises:
+            SettingError: the model has not what is named.
+        """
+
+    @abstractmethod
+    def _made(self, named: NamedModel, data: list[str]) -> Part:
+        """Loads and fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFit(FitRequest):
+    """The tokens that drafts are made of, see :func:`fit_reduced_head`."""
+
+    kind: ClassVar[str] = "head"
+
+    size: int = USUAL_SIZE
+
+    def _check(self) -> None:
+        check_count("--size", self.size)
+
+    def _check_config(self, config: Any) -> None:
+        """All configs will do: a size beyond the vocabulary is all of it."""
+
+    def _made(self, named: NamedModel, data: list[str]) -> Part:
+        rows = Blocks(named.tokenizer(), data, 1, self.name).rows.flatten().tolist()
+        model = named.model(self.dtype, torch.device("cpu"))
+        return fit_reduced_head(model, None, [{"input_ids": rows}], size=self.size, output_dir=self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedFit(FitRequest):
+    """What every fit takes that trains.
+
+    Attributes:
+        block_size: tokens of a row.
+        batch: rows in a step, on each device.
+        learning_rate, epochs: of the Trainer.
+        cache: folder that keeps the model's states for further epochs and fits.
+        cache_gib: the most that it may hold, in GiB; ``None`` for no limit.
+        patience: looks at the speed without a gain after which the fit ends; ``None`` for all epochs.
+    """
+
+    least_block: ClassVar[int] = 1
+
+    block_size: int = 256
+    batch: int = 8
+    learning_rate: float = 1e-3
+    epochs: float = 1.0
+    cache: str | None = None
+    cache_gib: float | None = None
+    patience: int | None = None
+
+    def _made(self, named: NamedModel, data: list[str]) -> Part:
         rows = self._rows(Blocks(named.tokenizer(), data, self.block_size, self.name))
         training = self._training()
         return self._fit(named.model(self.dtype, training.device), rows, training)
 
     def _check(self) -> None:
-        """Checks what can be known without the text and the model."""
-        for name, value in {"--batch": self.batch, **self._counts()}.items():
+        for name, value in {"--batch": self.batch, "--patience": self.patience, **self._counts()}.items():
             if value is not None:
                 check_count(name, value)
         check_count("--block-size", self.block_size, least=self.least_block)
@@ -93,7 +145,6 @@ class FitRequest(ABC):
         for message in self._without_effect():
             raise SettingError(message)
         self._check_choices()
-        check_folder("--out", self.out, FILES)
         if self.cache is not None:
             check_folder("--cache", self.cache)
         if self.cache_gib is not None:
@@ -102,11 +153,6 @@ class FitRequest(ABC):
                 raise SettingError(f"--cache-gib {self.cache_gib} has no effect without --cache: leave it out.")
 
     def _check_config(self, config: Any) -> None:
-        """Checks what the config of the model's text decoder tells, before there are weights.
-
-        Raises:
-            SettingError: the model has not those layers, or not that width.
-        """
         check_length(self.name, self.block_size, max_positions(config))
         if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # else loading it will tell
             with torch.device("meta"):
@@ -125,7 +171,8 @@ class FitRequest(ABC):
     def _common(self, training: TrainingArguments) -> dict[str, Any]:
         room = None if self.cache_gib is None else max(1, round(self.cache_gib * 2**30))
         cache = {"cache_dir": self.cache, "cache_bytes": room}
-        return {"block_size": self.block_size, "args": training, **cache, "output_dir": self.out}
+        others = {"args": training, "patience": self.patience, "output_dir": self.out}
+        return {"block_size": self.block_size, **cache, **others}
 
     def _rows(self, blocks: Blocks) -> list[dict[str, list[int]]]:
         """The text as rows of tokens, which is known to be enough."""
@@ -153,7 +200,7 @@ class FitRequest(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterFit(FitRequest):
+class AdapterFit(TrainedFit):
     """Kangaroo's adapter, see :func:`fit_adapter`."""
 
     kind: ClassVar[str] = "adapter"
@@ -186,7 +233,7 @@ class AdapterFit(FitRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsFit(FitRequest):
+class HeadsFit(TrainedFit):
     """DSSD's exit heads, see :func:`fit_exit_heads`."""
 
     kind: ClassVar[str] = "heads"
@@ -233,7 +280,7 @@ class HeadsFit(FitRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeFit(FitRequest):
+class ProbeFit(TrainedFit):
     """AdaSPEED's probe, see :func:`fit_probe`."""
 
     kind: ClassVar[str] = "probe"

@@ -16,22 +16,31 @@ app = typer.Typer(help="Fits a small module to a frozen model.")
 
 
 @dataclass(frozen=True)
-class FitOptions:
+class TextOptions:
     """What every fit takes."""
 
     model: ModelOption
     data: DataOption
     out: Annotated[str, typer.Option(help="Folder for what is fitted.")]
     field: FieldOption = None
+    dtype: DtypeOption = "auto"
+
+
+@dataclass(frozen=True)
+class FitOptions(TextOptions):
+    """What every fit takes that trains."""
+
     block_size: Annotated[int, typer.Option(help="Tokens of a row.")] = 256
     batch: Annotated[int, typer.Option(help="Rows in a step, on each device.")] = 8
     learning_rate: float = 1e-3
     epochs: float = 1.0
-    dtype: DtypeOption = "auto"
     cache: Annotated[
         str | None, typer.Option(help="Folder that keeps the model's states for further epochs and fits.")
     ] = None
     cache_gib: Annotated[float | None, typer.Option(help="The most that the folder may hold, in GiB.")] = None
+    patience: Annotated[
+        int | None, typer.Option(help="Looks at the speed, every 100 steps, without a gain after which it ends.")
+    ] = None
 
 
 @app.command()
@@ -85,6 +94,15 @@ def probe(
 
     drawing: dict[str, Any] = {"sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     _fit(ProbeFit(**vars(common), exit_layer=exit_layer, **drawing))
+
+
+@app.command()
+@takes_options
+def head(common: TextOptions, size: Annotated[int, typer.Option(help="How many tokens.")] = 8192) -> None:
+    """The most frequent tokens of the text, which drafts are made of (nothing is trained)."""
+    from hf_selfspec.train.request import HeadFit
+
+    _fit(HeadFit(**vars(common), size=size))
 
 
 def _fit(request: FitRequest) -> None:
