@@ -226,12 +226,20 @@ def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "_warned", set())
 
 
-def in_two_processes(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script of this folder, which gets ``folder``, as torchrun does."""
+def in_two_processes(script: str | Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script (of this folder, unless the path is whole) with these arguments, as torchrun does."""
     here = Path(__file__).parent
     paths = (str(Path(hf_selfspec.__file__).parents[1]), str(here), os.environ.get("PYTHONPATH", ""))
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", here / script, folder],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            here / script,
+            *arguments,
+        ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES
+from conftest import EXAMPLES, in_two_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_selfspec import SelfSpec
 
 sys.path.append(str(EXAMPLES))
 
@@ -61,6 +64,28 @@ def test_quickstart_shows_marked_text_and_equal_tokens() -> None:
     assert "tokens equal to plain generate: yes" in printed
     assert "‹" in printed
     assert printed.count("tokens/s   α") == 2
+
+
+def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path) -> None:
+    prompts = [f"def {name}(path):\n" for name in ("read_text", "write_lines", "remove", "copy_file", "size_of")]
+    data, output, cache = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "cache"
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    places = ("--data", data, "--output", output, "--cache-dir", cache)
+    script, options = EXAMPLES / "batch_inference.py", ("--model", EXAMPLES / "demo_model", "--max-new-tokens", "24")
+    done = in_two_processes(script, *options, *places)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [answer["prompt"] for answer in answers] == prompts
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "demo_model")
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "demo_model")
+    for answer in (answers[0], answers[-1]):  # of the first process, and of the second
+        inputs, rounds = tokenizer(answer["prompt"], return_tensors="pt"), []
+        for folder in (None, cache):
+            spec = SelfSpec(cache_dir=folder)
+            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+            rounds.append(spec.stats.rounds)
+        assert tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) == answer["answer"]
+        assert rounds[1] < rounds[0] / 2
 
 
 def test_training_script_makes_a_model_in_two_steps(tmp_path: Path, run_here: Callable[..., str]) -> None:
