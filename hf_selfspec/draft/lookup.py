@@ -28,6 +28,8 @@ _STORED, _SUCCESSORS = 65_536, 8
 _MOST_STORED = 2**20
 # Tokens of a vocabulary whose probabilities are compared at a time.
 _STRETCH = 128
+# Nodes whose probabilities are computed at once on a CPU.
+_PIECE = 4
 # Under this name findings are kept.
 NAME = "lookup"
 
@@ -270,9 +272,16 @@ def _together(trees: Sequence[TokenTree], seeds: Sequence[int], costs: VerifyCos
 
 def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
     """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
-    # Logits that overflow (float16) tell nothing.
-    shares, tokens = _largest(logits.softmax(-1).nan_to_num(nan=0.0))
+    # Probabilities of all tokens would be as large as the logits, and a GPU launches kernels for each piece.
+    pieces = logits.split(_PIECE, dim=1) if logits.device.type == "cpu" else (logits,)
+    shares, tokens = (torch.cat(found, dim=1) for found in zip(*map(_most_probable, pieces), strict=True))
     return [list(zip(*pair, strict=True)) for pair in zip(*read(tokens, shares), strict=True)]
+
+
+def _most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of the likeliest next tokens, and these tokens."""
+    shares, tokens = _largest(logits.softmax(-1))
+    return shares.nan_to_num(nan=0.0), tokens  # logits that overflow (float16) tell nothing
 
 
 def _largest(shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
