@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -86,19 +87,19 @@ class HeldOutSpeed:
         try:
             spec = self._spec_of(part)
             with greedily(self._model, self._new):
-                plain, ours = 0.0, 0.0
                 for options in ({}, {"assistant": spec}):
-                    self._rate(self._prompts[:1], {"max_new_tokens": min(_FEW, self._new), **options})
-                for prompt in self._prompts.split(1):  # in turn, since machines are not always equally fast
-                    plain += self._rate(prompt, {})
-                    ours += self._rate(prompt, {"assistant": spec})
+                    self._seconds(self._prompts[:1], {"max_new_tokens": min(_FEW, self._new), **options})
+                # In turn, and the median, since machines are not always equally fast.
+                return median(
+                    self._seconds(prompt, {}) / self._seconds(prompt, {"assistant": spec})
+                    for prompt in self._prompts.split(1)
+                )
         except SettingError:
             return 0.0
         finally:
             part.train(was_training)
-        return plain / ours
 
-    def _rate(self, prompt: torch.Tensor, options: dict[str, Any]) -> float:
+    def _seconds(self, prompt: torch.Tensor, options: dict[str, Any]) -> float:
         """Seconds a token."""
         prompt = prompt.to(self._model.get_input_embeddings().weight.device)
         begun = perf_counter()
