@@ -134,9 +134,9 @@ class Generation:
     def _check(self, request: Request, anatomy: Anatomy) -> int | None:
         """Checks what can be known of the call at once; returns the most tokens that it can generate."""
         self.knowledge.knowledge.check(request.model)
-        check_call(
-            request.model, request.input_ids, request.generation_config, request.synced_gpus, request.model_kwargs
-        )
+        check_call(request.model, request.input_ids, request.generation_config, request.model_kwargs)
+        if request.synced_gpus:
+            self.source.check_synced()
         extra_arguments(request.model, request.model_kwargs)
         _warn_of_checkpointing(request.model)
         longest = Stopper(request.stopping_criteria).max_length
@@ -180,6 +180,7 @@ class Generation:
             max_new=max_new,
             stateful=(*stateful, *(grammar.name for grammar in scorer.grammars)),
             knowledge=self.knowledge,
+            is_synced=request.synced_gpus,
             constraint=constraint,
         )
         drafter = self.source.start(session)
@@ -196,6 +197,7 @@ class Generation:
             vocabulary=session.vocabulary,
             streamer=request.streamer,
             checks_logits=self.checks_logits,
+            waits_for=_others_are_unfinished(request.model.device) if request.synced_gpus else None,
             keeps_rows=bool(config.return_dict_in_generate) or request.has_own_cache,
         )
 
@@ -291,3 +293,14 @@ def _warn_of_checkpointing(model: PreTrainedModel) -> None:
 def _pad_token(config: GenerationConfig) -> int:
     pad = getattr(config, "_pad_token_tensor", None)
     return 0 if pad is None else int(pad)
+
+
+def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
+    """Whether any process is unfinished, given whether this one is; all have to ask together, as in plain generate."""
+
+    def ask(is_unfinished: bool) -> bool:
+        count = torch.tensor(float(is_unfinished), device=device)
+        torch.distributed.all_reduce(count)
+        return bool(count.item())
+
+    return ask

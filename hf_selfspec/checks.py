@@ -60,7 +60,6 @@ def check_call(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     config: GenerationConfig,
-    synced_gpus: bool,
     model_kwargs: dict[str, Any],
 ) -> None:
     """Checks everything about one call of ``generate`` that can be known before the first forward.
@@ -69,11 +68,6 @@ def check_call(
         UnsupportedOptionError, UnsupportedModelError, SettingError: see the message.
     """
     check_options(model, config)
-    if synced_gpus:
-        raise UnsupportedOptionError(
-            "synced_gpus (DeepSpeed ZeRO-3, FSDP over several processes) needs the same number of forwards on every "
-            "process, which drafting does not keep. Call generate without `assistant`."
-        )
     _check_prompt_learning(model)
     check_cache(given_cache(model_kwargs), model)
     check_kernels(model)

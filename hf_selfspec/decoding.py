@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -56,6 +56,8 @@ class Decoder:
         vocabulary: tokens that the model knows; logits may be of fewer.
         streamer: gets tokens as all rows have them, or ``None``.
         keeps_rows: rows that have ended stay in the forwards and the cache, which the caller wants back.
+        waits_for: given whether this process is unfinished, returns whether any is, where all processes have to run the
+            same number of forwards; ``None`` where this is the only one.
         checks_logits: NaN and infinite logits are an error; otherwise they are taken as ``generate`` takes them.
     """
 
@@ -72,6 +74,7 @@ class Decoder:
     streamer: BaseStreamer | None = None
     checks_logits: bool = True
     keeps_rows: bool = True
+    waits_for: Callable[[bool], bool] | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def __post_init__(self) -> None:
@@ -99,7 +102,9 @@ class Decoder:
         self.stats.prefill_seconds = perf_counter() - started
         self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
         with _optimized_for_decode(self.target.model):
-            while not all(self._is_done(row) for row in range(self.text.batch_size)):
+            if self.waits_for is not None:
+                self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
+            while self._goes_on():
                 self._round()
                 self.stats.timeline.append((self.stats.tokens, perf_counter() - started))
             if self.streamer is not None:
@@ -114,6 +119,17 @@ class Decoder:
         self.stats.total_seconds = perf_counter() - started
         self.draft.report(self.stats)
         return ids
+
+    def _goes_on(self) -> bool:
+        """Whether there is another round of this process; a finished one runs along with the others until they are."""
+        is_unfinished = not all(self._is_done(row) for row in range(self.text.batch_size))
+        if self.waits_for is None:
+            return is_unfinished
+        while self.waits_for(is_unfinished):
+            if is_unfinished:
+                return True
+            self._verify_pass(Draft.none(self.text))
+        return False
 
     def _round(self) -> None:
         self.target.last_slots = self.text.last_slots()

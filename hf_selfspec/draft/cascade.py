@@ -57,6 +57,11 @@ class Cascade(DraftSource):
                 raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single, lossless sources.")
         object.__setattr__(self, "sources", given)
 
+    @property
+    def takes_forwards(self) -> bool:
+        """See :attr:`DraftSource.takes_forwards`: free drafts take none."""
+        return False
+
     def part(self, kind: type[_S]) -> _S | None:
         """See :meth:`DraftSource.part`."""
         found = (source.part(kind) for source in self.sources)
@@ -86,6 +91,8 @@ class Cascade(DraftSource):
             if source is free:
                 continue
             try:
+                if session.is_synced:
+                    source.check_synced()
                 source.check(session.anatomy, session.max_new)
                 others[repr(source)] = source.start(within)
             except SelfSpecError as error:

@@ -60,6 +60,11 @@ class Lookup(DraftSource):
         """See :attr:`DraftSource.fixed_because`."""
         return "Lookup drafts as many tokens as pay by measured costs, in a tree"
 
+    @property
+    def takes_forwards(self) -> bool:
+        """See :attr:`DraftSource.takes_forwards`."""
+        return False
+
     def __post_init__(self) -> None:
         check_count("Lookup(stored_tokens)", self.stored_tokens, least=0, most=_MOST_STORED)
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])

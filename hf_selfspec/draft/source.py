@@ -154,6 +154,7 @@ class Session:
         max_new: the most tokens that it can generate, ``None`` where nothing bounds them.
         stateful: names of processors and criteria that may keep a state.
         knowledge: from earlier calls.
+        is_synced: several processes run the same forwards.
         in_cascade: other sources draft where this one does not.
         round_seconds: the cost curve as rounds of other sources were timed; empty where there are none.
         constraint: what grammars allow and force; false where there are none. What they forbid is cut from any draft.
@@ -169,6 +170,7 @@ class Session:
     max_new: int | None
     stateful: tuple[str, ...]
     knowledge: KnowledgeOfModel
+    is_synced: bool = False
     in_cascade: bool = False
     round_seconds: RoundSeconds = tuple
     constraint: Constraint = field(default_factory=Constraint)
@@ -231,6 +233,24 @@ class DraftSource:
     def fixed_because(self) -> str:
         """Why no stop rule and no tree have an effect, empty where they have one."""
         return ""
+
+    @property
+    def takes_forwards(self) -> bool:
+        """Whether all drafts take forwards of the model, or of parts of it."""
+        return True
+
+    def check_synced(self) -> None:
+        """Checks that drafts leave the forwards of several processes in step.
+
+        Raises:
+            UnsupportedOptionError: they do not.
+        """
+        if self.takes_forwards:
+            raise UnsupportedOptionError(
+                "synced_gpus (DeepSpeed ZeRO-3, FSDP over several processes) needs the same forwards on every process, "
+                f"which drafts by {self!r} do not keep. Take SelfSpec.lookup(), whose drafts take no forward, or call "
+                "generate without `assistant`."
+            )
 
     def start(self, session: Session) -> Drafter:
         """The drafter of one generation.

@@ -203,7 +203,10 @@ def few_token_forwards(
     modules: Iterable[nn.Module], is_active: Callable[[], bool]
 ) -> list[tuple[nn.Linear, Callable[..., Any]]]:
     """Forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
-    served = [module for module in modules if is_served(module)]
+    known = list(modules)
+    if any(hasattr(parameter, "device_mesh") for module in known for parameter in module.parameters(recurse=False)):
+        return []  # of sharded weights, whole ones come and go with each forward
+    served = [module for module in known if is_served(module)]
     alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
     for module in served:
         alike[module.weight.shape].append(module.weight)
