@@ -147,10 +147,6 @@ def test_custom_generate_beside_assistant(llama: LlamaForCausalLM, refused: Refu
     refused(llama, UnsupportedOptionError, ("custom_generate", "give one"), custom_generate=SelfSpec())
 
 
-def test_synced_gpus(llama: LlamaForCausalLM, refused: Refused) -> None:
-    refused(llama, UnsupportedOptionError, ("synced_gpus", "without `assistant`"), synced_gpus=True)
-
-
 def test_stop_strings_without_tokenizer(llama: LlamaForCausalLM, refused: Refused) -> None:
     refused(llama, UnsupportedOptionError, ("stop_strings='x'", "tokenizer=tokenizer"), stop_strings="x")
 
