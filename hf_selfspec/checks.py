@@ -1,4 +1,4 @@
-"""What is refused, by name and before any work."""
+"""Checks of a call of ``generate``: unsupported options are refused by name, before any work."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def check_options(model: PreTrainedModel, config: GenerationConfig) -> None:
-    """Checks that a generation config has no option that self-speculative decoding cannot serve.
+    """Checks that a generation config has no option that self-speculative decoding does not support.
 
-    ``use_cache=False`` that the model's own generation config has is served: the ids are the same.
+    ``use_cache=False`` in the model's own generation config is allowed: the ids are the same.
 
     Raises:
-        UnsupportedOptionError: it has; the message names it.
-        SettingError, SettingTypeError: ``prefill_chunk_size`` is no chunk size.
+        UnsupportedOptionError: it has such an option, which the message names.
+        SettingError, SettingTypeError: ``prefill_chunk_size`` is not a positive integer.
     """
     if config.prefill_chunk_size is not None:
         check_count("generate(prefill_chunk_size)", config.prefill_chunk_size)
@@ -94,7 +94,8 @@ def check_length(model: PreTrainedModel, anatomy: Anatomy, prompt: Prompt, max_l
 
     Raises:
         SettingError: the prompt is too long.
-        UnsupportedModelError: the frequencies change on the way, so that a block of tokens differs from single ones.
+        UnsupportedModelError: the frequencies change within the text, so that a block of tokens differs from single
+            ones.
     """
     config = model.config.get_text_config(decoder=True)
     first = max(seen + new for seen, new in zip(prompt.cursors, prompt.lengths, strict=True))
