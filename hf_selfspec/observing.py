@@ -47,7 +47,7 @@ def token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], as_prom
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[int]]) -> None:
-    """Runs the model once over each text, and keeps the texts and the most likely next token after each token.
+    """Runs the model once over each text, and keeps the texts and the most likely tokens after each token.
 
     Raises:
         UnsupportedModelError: the model keeps no key-value cache between chunks of a text.

@@ -24,13 +24,13 @@ def check_fitted_rule(
 
     Args:
         stop: the rule.
-        plan: the blocks that draft, ``None`` where that is not known yet.
+        plan: the blocks that draft, ``None`` where they are not known yet.
         source: what drafts, for the message.
-        do_sample: whether tokens are drawn; a warning is given where the probe was fitted for the other case.
-        fingerprint: gives that of the model.
+        do_sample: whether tokens are sampled; warns if the probe was fitted for the other case.
+        fingerprint: returns the model's fingerprint.
 
     Raises:
-        SettingError: it was fitted to another model or layer.
+        SettingError: the probe was fitted to another model or layer.
     """
     rule = stop.rule if isinstance(stop, AdaptiveThreshold) else stop
     probe = getattr(rule, "confidence", None)
