@@ -121,7 +121,7 @@ class Audit:
             f"{self.prompts} prompts, {self.tokens} tokens; {self.drafted} drafted, {kept:.0%} of them accepted",
         ]
         if not self.drafted:
-            head.append("nothing was drafted, so this shows little: take more tokens, or another method")
+            head.append("nothing was drafted, so this shows little: use more tokens, or another method")
         return "\n".join([*head, *(self._greedy() if self.tests is None else self._sampled())])
 
     def _greedy(self) -> list[str]:
@@ -134,7 +134,7 @@ class Audit:
         wrong = sum(not one.difference.is_near_tie for one in self.partings)
         verdict = f"{wrong} differ where rounding does not explain it: NOT exact"
         if self.passed:
-            ties = "no error found: the others part where the top two logits are within rounding of each other"
+            ties = "no error found: the others diverge where the top two logits are within rounding of each other"
             verdict = ties if self.partings else "exact"
         lines = [*lines, ""] if self.partings else [""]
         return [*lines, f"{equal} of {self.prompts} prompts have equal ids; {verdict}"]

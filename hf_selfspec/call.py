@@ -234,8 +234,9 @@ class Generation:
         if mask is None or not is_right_padded(mask):
             return ""
         warn_once(
-            "the prompts are padded on the right, so this call is left to transformers' own loop, which goes on from "
-            "the padding: nothing is drafted. For correct and faster results set the tokenizer's padding_side='left'."
+            "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
+            "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
+            "padding_side='left'."
         )
         return _PADDED_ON_THE_RIGHT
 
@@ -283,8 +284,8 @@ def _warn_of_checkpointing(model: PreTrainedModel) -> None:
     if checkpoints(model):
         warn_once(
             f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
-            "cache and generate alone sees only the last token. With `assistant` checkpointing is suspended meanwhile, "
-            "so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
+            "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
+            "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
         )
 
 

@@ -22,12 +22,12 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("penalty_alpha", (None, 0), "contrastive search re-ranks with its own forwards; leave it out"),
     ("constraints", (None,), "constrained beam search is not supported; use prefix_allowed_tokens_fn"),
     ("force_words_ids", (None,), "constrained beam search is not supported; use prefix_allowed_tokens_fn"),
-    ("dola_layers", (None,), "DoLa contrasts layers that a draft leaves out; leave it out"),
+    ("dola_layers", (None,), "DoLa contrasts layers that drafts skip; leave it out"),
     ("prompt_lookup_num_tokens", (None,), "it is another way of drafting; choose one of the two"),
     ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
     ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
-    ("cache_implementation", (None, "dynamic", "static"), "only a dynamic or static cache serves; leave it out"),
-    ("output_attentions", (None, False), "drafted blocks do not have the attentions of single steps; leave it out"),
+    ("cache_implementation", (None, "dynamic", "static"), "only a dynamic or static cache is supported; leave it out"),
+    ("output_attentions", (None, False), "drafted tokens do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
 )
 
@@ -51,7 +51,7 @@ def check_options(model: PreTrainedModel, config: GenerationConfig) -> None:
             )
     if config.use_cache is False and model.generation_config.use_cache is not False:
         raise UnsupportedOptionError(
-            "generate(use_cache=False) cannot be combined with self-speculative decoding: drafting lives on the KV "
+            "generate(use_cache=False) cannot be combined with self-speculative decoding: drafting needs the KV "
             "cache; leave it out."
         )
 
@@ -72,7 +72,7 @@ def check_call(
     if synced_gpus:
         raise UnsupportedOptionError(
             "synced_gpus (DeepSpeed ZeRO-3, FSDP over several processes) needs the same number of forwards on every "
-            "process, which drafting does not keep. Call generate without `assistant`."
+            "process, which drafting does not guarantee. Call generate without `assistant`."
         )
     _check_prompt_learning(model)
     check_cache(given_cache(model_kwargs), model)
@@ -85,7 +85,7 @@ def check_call(
         )
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise SettingError(
-            "the prompt is empty. Pass at least one token to go on from, e.g. the tokenizer's bos token."
+            "the prompt is empty. Pass at least one token to continue from, e.g. the tokenizer's bos token."
         )
 
 

@@ -141,7 +141,7 @@ def _restored(settings: str) -> SelfSpec:
         _check_parts(encoded)
         spec = SelfSpec(**saving.decode_settings(encoded))
         if not getattr(spec.draft, "lossless", True):
-            raise SettingError(f"{spec.draft!r} changes the output, which no file chooses")
+            raise SettingError(f"{spec.draft!r} changes the output, which a file must not choose")
         return spec
     except (SelfSpecError, KeyError, TypeError, AttributeError) as error:
         raise SettingError(

@@ -99,11 +99,11 @@ class Inspection:
             ("layers", f"{self.num_layers}, {self.attention} with attention or the like, {self.mlp} with an MLP"),
             ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
             ("blocks to skip", self.no_skips or self._skips()),
-            ("drafts", "trees or lines" if self.tree else "lines: it cannot take the mask of a tree"),
+            ("drafts", "trees or lines" if self.tree else "lines: it cannot take a tree mask"),
             ("batches", _BATCHES[self.ragged]),
             ("sampling", "exact, with trees as well" if self.tree else "exact"),
             ("compiled graphs", f"no: {self.no_graphs}" if self.no_graphs else "where its forward can be traced"),
-            ("recurrent states", "taken back when a draft is rejected" if self.is_recurrent else "none"),
+            ("recurrent states", "rolled back when a draft is rejected" if self.is_recurrent else "none"),
             ("exit_report, training", "possible" if self.exits else "not possible: exits cannot share the head"),
             ("positions", self._positions()),
             ("cache of a token", "unknown" if self.cache_bytes is None else f"{self.cache_bytes / 1024:,.1f} KiB"),
@@ -117,8 +117,8 @@ class Inspection:
 
     def _positions(self) -> str:
         if self.max_positions is None:
-            return "no end that the config tells"
-        return f"{self.max_positions:,}" + (", and no more" if self.position_limit else ", longer texts are only worse")
+            return "no limit given in the config"
+        return f"{self.max_positions:,}" + (", and no more" if self.position_limit else ", less accurate beyond")
 
 
 _BATCHES = {

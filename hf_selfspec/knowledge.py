@@ -224,17 +224,17 @@ class Knowledge:
                 if (now := Fingerprint.of_decoder(alive)) != self.fingerprint(alive):
                     warn_once(
                         f"the weights of {type(alive).__name__} have changed since this SelfSpec began, and files of "
-                        "cache_dir are for one model: what is found from now on stays in memory. Use `save_pretrained` "
-                        "beside the model's checkpoints, or a new SelfSpec when the weights are final."
+                        "cache_dir are for one model: findings from now on stay in memory. Use `save_pretrained` "
+                        "next to the model's checkpoints, or a new SelfSpec when the weights are final."
                     )
                 elif key.kind is None:
                     self._cache_texts(path, alive, settings, key, now)
                 else:
                     self.save(path, alive, settings, lambda one: one.kind is not None, fingerprint=now)
         except SettingError as error:
-            warn_once(f"What is found does not last: {error}")
+            warn_once(f"findings are not kept on disk: {error}")
         except OSError as error:
-            warn_once(f"{path} cannot be written ({error}), so what is found does not last.")
+            warn_once(f"{path} cannot be written ({error}), so findings are not kept on disk.")
 
     def _cache_texts(
         self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any], key: Key, now: Fingerprint

@@ -28,7 +28,7 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if not has_chats(tokenizer):
         raise SettingError(
-            "the tokenizer has no chat template, so the model cannot chat. Give a text for it to go on from, or an "
+            "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue, or an "
             "instruction-tuned model."
         )
 
@@ -69,7 +69,7 @@ def encoded(
     found = token_ids(tokenizer, prompt)
     ids = torch.tensor([found[:longest] if isinstance(prompt, str) else found], device=device)
     if not ids.numel():
-        raise SettingError("the prompt is empty. Give at least one token to go on from.")
+        raise SettingError("the prompt is empty. Give at least one token to continue from.")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

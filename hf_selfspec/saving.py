@@ -190,8 +190,8 @@ def read(path: Path) -> Saved:
     try:
         if content["format"] != _FORMAT:
             raise SettingError(
-                f"{path} has format {content['format']!r}, but this version of hf_selfspec reads format {_FORMAT}. Save "
-                "it again with this version, or install the one it was saved with."
+                f"{path} has format {content['format']!r}, but this version of hf_selfspec reads format {_FORMAT}. "
+                "Save it again with this version, or install the one it was saved with."
             )
         kept = content["fingerprint"]
         return Saved(

@@ -10,17 +10,17 @@ from statistics import median
 
 from ..lookup import Pace, VerifyCosts
 
-# Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next larger
-# one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
+# Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
+# larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
 SIZES = (0, 1, 2, 3, 7, 15, 31)
 # First guesses of the time of a forward by its number of tokens of all rows, in units of a forward over one; further
-# tokens add as much as the last ones. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward is bound by
-# reading its weights from memory, until there are many tokens.
+# tokens add as much as the last ones. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward
+# is bound by reading its weights from memory, until there are many tokens.
 _TOKENS = (1, 2, 3, 4, 8, 16, 32, 64)
 _ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2, 6.4)
 _ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15, 1.3)
 # How much more further tokens add in batches, whose rows have different lengths: on 4 rows of SmolLM2, rounds with one
-# and three drafted tokens took 1.39 to 1.88 times as long as one without a draft; their token counts predict 1.21 and 1.33.
+# and three drafted tokens took 1.39 to 1.88 times as long as one without a draft; token counts predict 1.21 and 1.33.
 _IN_BATCHES = 2.0
 # How many times are kept for each size, and rounds between two looks at them. Disturbances only make a time longer, so
 # the lower quartile counts; the first guess enters like one more measured time.
@@ -136,7 +136,7 @@ class RoundClock:
             for times, guess in zip(self._times, self._guess, strict=True)
         ]
         counts = [len(times) for times in self._times]
-        # How much slower than the guesses this machine is, by the sizes with the most times.
+        # How much slower than the guesses this machine is; sizes with more times count more.
         scale = sum(log * count for log, count in zip(logs, counts, strict=True)) / max(sum(counts), 1)
         steps = [
             guess * math.exp((count * log + scale) / (count + 1))

@@ -11,8 +11,8 @@ from ..stats import GenerationStats
 
 # Weight of the earlier rounds against the last one, and rounds after which a source's own rates are trusted.
 _MEMORY, _TRIED = 0.95, 4
-# Rounds after which a source that may be faster than free drafts is tried again, whatever its rates; twice as many after
-# each trial in vain.
+# Rounds after which a source that may be faster than free drafts is tried again, whatever its rates; twice as many
+# after each trial in vain.
 _AGAIN = 64
 
 
@@ -56,7 +56,7 @@ class SourceRates:
         """Expected tokens per second, divided by those of rounds without a draft.
 
         Args:
-            promised: what the source expects of itself, ``None`` where it does not know, 0 where it would not draft.
+            promised: the source's own estimate, ``None`` if it has none, 0 where it would not draft.
             plain: tokens per second of rounds without a draft.
         """
         if promised == 0.0:
