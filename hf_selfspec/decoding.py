@@ -226,10 +226,10 @@ class Decoder:
         self.stats.drafted += sum(draft.lengths)
         self.stats.rounds += sum(not self._is_done(row) for row in range(self.text.batch_size))
 
-    # Which rows go on ----------------------------------------------------------------------------------------------
+    # Which rows continue -------------------------------------------------------------------------------------------
 
     def _target_length(self) -> int | None:
-        """Tokens that every row gets, where rows are not padded when they end: plain ``generate`` goes on with them."""
+        """Number of tokens of every row, if rows that end are not padded: plain ``generate`` keeps generating them."""
         if self.stopper.has_eos or any(end is None for end in self._ended):
             return None
         return max(end for end in self._ended if end is not None)

@@ -159,7 +159,7 @@ def as_count(value: Any) -> int:
         TypeError: it is not a count.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TypeError(f"{value!r} is no count")
+        raise TypeError(f"{value!r} is not a count")
     return value
 
 
@@ -170,5 +170,5 @@ def as_number(value: Any) -> float:
         TypeError: it is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise TypeError(f"{value!r} is no number of at least 0")
+        raise TypeError(f"{value!r} is not a number of at least 0")
     return float(value)

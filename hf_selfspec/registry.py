@@ -37,7 +37,7 @@ def register(*places: Place) -> Callable[[_T], _T]:
     """
     if not places or not all(place in get_args(Place) for place in places):
         raise SettingError(
-            f"register(*places) takes the settings in which the class may stand, got {places!r}. Write "
+            f"register(*places) takes the settings that may hold the class, got {places!r}. Write "
             'register("draft"), register("stop") or register("tree") above the class.'
         )
 

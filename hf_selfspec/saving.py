@@ -183,7 +183,7 @@ def read(path: Path) -> Saved:
         content = read_json(path)
     except FileNotFoundError as error:
         raise SettingError(
-            f"there is no {path}. Give the folder that `spec.save_pretrained(folder)` has written."
+            f"{path} does not exist. Give the folder that `spec.save_pretrained(folder)` has written."
         ) from error
     except ValueError as error:
         raise _corrupt(path, str(error)) from error
@@ -224,7 +224,7 @@ def construct(kind: Callable[..., _T], saved: Saved) -> _T:
 def _key(one: dict[str, Any]) -> Key:
     kind, source = (one["do_sample"], one["several_rows"]), one.get("source", "")
     if not isinstance(source, str) or not (kind == (None, None) or all(isinstance(value, bool) for value in kind)):
-        raise TypeError(f"{kind!r}, {source!r} is no kind of call and source")
+        raise TypeError(f"{kind!r}, {source!r} is not a kind of call and a source")
     return Key(None if kind[0] is None else kind, source)
 
 

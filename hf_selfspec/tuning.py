@@ -261,11 +261,11 @@ class _Tuning:
         except FileNotFoundError:
             return
         except (ValueError, KeyError, TypeError) as error:
-            raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to begin anew.") from error
+            raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to start over.") from error
         if not same:
             raise SettingError(
                 f"{path} holds the steps of another search (another model, other texts or settings). Give another "
-                "folder, or delete it to begin anew."
+                "folder, or delete it to start over."
             )
         self.speeds = steps
 

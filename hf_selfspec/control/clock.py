@@ -118,7 +118,7 @@ class RoundClock:
     def restore(self, state: list[float]) -> None:
         """Starts with what :meth:`state` returned, as one time of each size."""
         if len(state) != len(SIZES) or not all(0.0 <= float(seconds) < 1e6 for seconds in state):
-            raise ValueError(f"{state!r} are no times of {len(SIZES)} sizes")
+            raise ValueError(f"{state!r} are not times of {len(SIZES)} sizes")
         for times, seconds in zip(self._times, state, strict=True):
             if seconds and not self._is_frozen:
                 times.append(float(seconds))

@@ -24,7 +24,7 @@ def check_generator(generator: CandidateGenerator) -> None:
     if getattr(generator, "requires_model_outputs", False):
         raise SettingError(
             f"SelfSpec(draft={type(generator).__name__}) is not possible: it drafts from what the model's forwards "
-            "return (requires_model_outputs), and a SelfSpec gives a generator the ids alone. Use transformers' own "
+            "return (requires_model_outputs), but a SelfSpec passes only ids to a generator. Use transformers' own "
             "loop: generate(use_mtp=True) or generate(assistant_model=...)."
         )
 

@@ -88,7 +88,7 @@ class DynamicExit(DraftSource):
             )
         if not anatomy.replay:
             raise UnsupportedModelError(
-                f"{anatomy.model_name} has layers that read what earlier ones left behind, so none can be run later: "
+                f"{anatomy.model_name} has layers that read what earlier ones have stored, so none can be run later: "
                 "exit heads cannot draft for it."
             )
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])

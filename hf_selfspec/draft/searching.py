@@ -61,7 +61,7 @@ def start_search(
     if why and session.in_cascade:
         raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
     if why:
-        warn_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
+        warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
         return PartialDraft.of(session, start, limits, name)
     check_fitted_rule(session.stop, None, name, session.scorer.do_sample, session.knowledge.fingerprint)
     auto = ratio == "auto"

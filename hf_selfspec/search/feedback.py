@@ -37,7 +37,8 @@ class Feedback:
         Args:
             drafted: number of drafted tokens.
             expected, accepted: how many of them the trials expected to be accepted, and how many were.
-            foretold, taken: seconds of its forwards by the measured costs, and of the whole round; 0 if not known.
+            foretold, taken: predicted seconds of its forwards by the measured costs, and seconds of the whole round; 0
+                if not known.
         """
         kept = max(0.0, 1 - drafted / _REMEMBERED)
         self._expected, self._accepted = self._expected * kept + expected, self._accepted * kept + accepted

@@ -117,8 +117,8 @@ def replays(
         b, n = trace.accept.shape
         lengths = np.stack([draft_lengths(trace.confidence, rule, max_draft) for rule in rules])
         ahead = (np.arange(n)[:, None] + counts[:-1]) % n
-        # [b, n, max_draft + 1]: the chance that so many tokens of a long draft are accepted; [rules, b, n, ...]: that
-        # so many and no more of these drafts are.
+        # [b, n, max_draft + 1]: the probability that at least 0, 1, ... tokens of a long draft are accepted;
+        # [rules, b, n, ...]: that exactly so many tokens of each rule's draft are.
         at_least = np.concatenate([np.ones((b, n, 1)), trace.accept[:, ahead].cumprod(-1)], -1)
         exactly = np.where(counts < lengths[..., None], at_least - np.roll(at_least, -1, -1), at_least)
         exactly *= counts <= lengths[..., None]

@@ -113,7 +113,7 @@ class Records:
 
     Args:
         rules: stop rules to compare.
-        max_draft: most tokens in a draft.
+        max_draft: maximum number of tokens in a draft.
         estimate: estimates the score of each set on average text.
         costs: measured forwards, ``None`` where matchness decides.
 
