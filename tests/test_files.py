@@ -63,7 +63,7 @@ def test_a_file_does_not_choose_where_findings_are_written(name: str, tmp_path: 
             {"draft": {"class": "SkipLayers", "search": {"class": "ClosestLayers", "folder": "/"}}},
             "it sets draft.search.folder, which a file cannot set. It may set context_window, max_steps",
         ),
-        ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which cannot"),
+        ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which is not"),
         ({"draft": {"class": "Path"}}, "draft has the class 'Path'"),
         ({"draft": {"class": ["EarlyExit"]}}, "draft has the class .'EarlyExit'., which is not allowed there"),
         ({"draft": {"layer": 3}}, "draft has the class None"),

@@ -106,7 +106,7 @@ def causal_lm(model: Any, who: str) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise SettingTypeError(
             f"{who} takes a causal LM of transformers or a PEFT model around one, got {type(inner).__name__}. Unwrap "
-            "it from other wrappers, e.g. model.module."
+            "it first, e.g. pass model.module."
         )
     return inner
 
