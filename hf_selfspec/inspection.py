@@ -96,7 +96,7 @@ class Inspection:
         if self.refused:
             return [("SelfSpec", f"not possible: {self.refused}")]
         return [
-            ("layers", f"{self.num_layers}, {self.attention} with attention or the like, {self.mlp} with an MLP"),
+            ("layers", f"{self.num_layers}, {self.attention} with attention or similar, {self.mlp} with an MLP"),
             ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
             ("blocks to skip", self.no_skips or self._skips()),
             ("drafts", "trees or lines" if self.tree else "lines: it cannot take a tree mask"),

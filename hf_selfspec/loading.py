@@ -42,7 +42,7 @@ class NamedModel:
         """
         if os.path.isdir(name):
             return cls(name)
-        why = trouble(HfApi().model_info, name) if is_name(name) else "it could have no such name"
+        why = trouble(HfApi().model_info, name) if is_name(name) else "this is not a valid name"
         if not why:
             return cls(name)
         if is_name(name) and isinstance(try_to_load_from_cache(name, _CONFIG), str):

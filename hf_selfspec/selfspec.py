@@ -158,7 +158,7 @@ class SelfSpec(Presets):
         inner = causal_lm(model, "SelfSpec.observe")
         lookup = self._source.part(Lookup)
         if lookup is None:
-            raise SettingError(f"SelfSpec.observe fills free drafts, which {self.draft!r} has none of. Add Lookup().")
+            raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:
             check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
         rows = token_rows(tokenizer, texts, max_new_tokens is not None)

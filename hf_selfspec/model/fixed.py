@@ -286,7 +286,7 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, _ADAPTED) for m in model.modules()):
         return "its adapters can be switched from call to call; merge them first"
     if torch.nn.modules.module._has_any_global_hook():
-        return "hooks of all modules are registered, which graphs would not run"
+        return "global module hooks are registered, which graphs would not run"
     if any(map(_has_hooks, model.modules())):
         return "its modules have hooks, which graphs would not run; remove them first"
     return ""

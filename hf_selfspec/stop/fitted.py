@@ -43,7 +43,7 @@ def check_fitted_rule(
             f"Draft with EarlyExit({probe.exit_layer}), or fit another probe."
         )
     if probe.do_sample != do_sample:
-        modes = {True: "drawn tokens", False: "greedy text"}
+        modes = {True: "sampled tokens", False: "greedy text"}
         warn_once(
-            f"the probe was fitted for {modes[probe.do_sample]} and is used for {modes[do_sample]}: it may mislead."
+            f"the probe was fitted for {modes[probe.do_sample]} but is used for {modes[do_sample]}: it may mislead."
         )
