@@ -1,8 +1,8 @@
-"""A chat that keeps its keys and values: each turn runs over what is new alone, and is drafted from earlier turns.
+"""A chat that keeps its keys and values: each turn processes only what is new, with drafts from earlier turns.
 
     python examples/chat.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
-An empty line, or the end of the input, ends it.
+An empty line or the end of the input ends the chat.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Chat:
         return text
 
     def common_length(self, prompt: torch.Tensor) -> int:
-        """Tokens at the beginning that are those of the last turn: a template may write its answer in other tokens."""
+        """Number of leading tokens equal to those of the last turn: a template may tokenize its answer differently."""
         both = min(prompt.shape[1], self.ids.shape[1])
         same = prompt[0, :both] == self.ids[0, :both].to(prompt.device)
         return int(same.cumprod(0).sum())

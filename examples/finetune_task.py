@@ -1,6 +1,6 @@
 """Fine-tune a model for one task with LayerSkip's recipe and generate fast: the paper's Table 11.
 
-Of the tasks of ``tasks.py``, with all weights or with LoRA, with LayerSkip's two callbacks or without them::
+The tasks are those of ``tasks.py``; all weights or LoRA, with or without LayerSkip's two callbacks::
 
     python examples/finetune_task.py --threads 2
     python examples/finetune_task.py --threads 2 --lora --output task_lora
@@ -62,7 +62,7 @@ from hf_selfspec.train import even
 
 logger = logging.getLogger("finetune_task")
 
-# So many batches are drawn together and sorted: enough for pairs of like length to meet, too few to sort an epoch.
+# Number of batches that are drawn and sorted together: enough to group similar lengths, too few to sort an epoch.
 SORTED_BATCHES = 50
 NO_LABEL = -100
 # Training pairs in which frequent tokens are counted.
@@ -86,14 +86,14 @@ class Recipe:
         task: What is learned, see ``tasks.py``.
         model: Folder (or name) of the causal LM to fine-tune.
         steps: Optimiser steps.
-        batch_size: Pairs per step; pairs of like length go together.
+        batch_size: Pairs per step; pairs of similar length go together.
         learning_rate: Peak learning rate of AdamW; linear warm-up, then a cosine down to a tenth of it.
         warmup_steps: Steps of the warm-up, at most a tenth of ``steps``.
         adam_beta2: Decay of AdamW's second moment.
         weight_decay: Decoupled weight decay of the matrices; norms have none.
-        e_scale: Weight of the early exits' losses against the last layer's; the paper takes 1.0 for this experiment.
-        p_max: Dropout rate of the last layer; the paper takes 0.2 for this experiment.
-        longest: Tokens of the longest pair, prompt and answer; longer ones are left out.
+        e_scale: Weight of the early exits' losses against the last layer's; the paper uses 1.0 for this experiment.
+        p_max: Dropout rate of the last layer; the paper uses 0.2 for this experiment.
+        longest: Maximum number of tokens in a pair, prompt and answer; longer pairs are left out.
         callbacks: Train with ``EarlyExitLoss`` and ``LayerDropout``; otherwise with neither, to compare.
         lora: Train low-rank adapters of all linear layers of attention and MLP instead of all weights.
         lora_rank: Rank of the adapters, which are scaled by 2.
@@ -127,7 +127,7 @@ class Evaluation:
         pairs: Held-out pairs for exact match and acceptance rate.
         timed: How many of these are also timed.
         tuning: Training pairs on which the stop rule of each exit is chosen.
-        head: Tokens of a reduced head, with which self-speculation is measured, too; 0 for none.
+        head: Tokens of a reduced head, with which self-speculation is also measured; 0 for none.
     """
 
     pairs: int = 200
@@ -143,7 +143,7 @@ class Pair:
     Attributes:
         prompt: Token ids of the prompt.
         answer: Token ids of the answer, and the end-of-text token.
-        expected: What a right answer says.
+        expected: The content of a right answer.
     """
 
     prompt: list[int]
@@ -160,9 +160,9 @@ class Row:
 
     Attributes:
         name: What the table calls it.
-        assistant: What goes to ``generate``, if anything.
+        assistant: The ``assistant`` argument of ``generate``, if any.
         exit_layer: Its exit layer, if it has one.
-        lossless: Whether it has to give the tokens of plain generation.
+        lossless: Whether it must produce the tokens of plain generation.
         correct: For each pair whether the answer is right.
         outputs: For each pair the token ids, shape (s,).
         drafted: Drafting steps, all pairs.
@@ -191,7 +191,7 @@ class Row:
 
 
 class TrainingPairs(Dataset[dict[str, list[int]]]):
-    """Pairs in the form the Trainer takes: only the answer, its end-of-text token included, has labels."""
+    """Pairs in the form that the Trainer takes: only the answer, including its end-of-text token, has labels."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.pairs = pairs
@@ -208,7 +208,7 @@ class TrainingPairs(Dataset[dict[str, list[int]]]):
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, task: Task, text: str) -> Pair:
-    """Encode a prompt and its answer apart from each other, so that a prompt's tokens do not depend on what follows."""
+    """Encode a prompt and its answer separately, so that a prompt's tokens do not depend on what follows."""
     example = task.example(text)
     prompt, answer = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (example.prompt, example.answer)
@@ -223,7 +223,7 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, task: Task, texts: list[str],
 
 
 def in_batches(pairs: Sequence[Pair], recipe: Recipe) -> list[Pair]:
-    """Return the pairs of all steps in order: batches of like length, so that there is little padding, shuffled."""
+    """Return the pairs of all steps in order: shuffled batches of similar length, so that there is little padding."""
     chance = random.Random(recipe.seed)
     batches: list[list[Pair]] = []
     while len(batches) < recipe.steps:
@@ -238,7 +238,7 @@ def in_batches(pairs: Sequence[Pair], recipe: Recipe) -> list[Pair]:
 
 
 def collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
-    """Return what pads a batch: padding is masked and has no label, although it is the end-of-text token."""
+    """Return a collator that pads a batch; padding is masked and has no label, although it is the end-of-text token."""
     return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=NO_LABEL)
 
 
@@ -274,11 +274,11 @@ def load(folder: str | Path) -> PreTrainedModel:
 def train_model(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], checkpoints: Path
 ) -> PreTrainedModel:
-    """Fine-tune by ``recipe``, going on from the last checkpoint if there is one; adapters are merged."""
+    """Fine-tune by ``recipe``, resuming from the last checkpoint if there is one; adapters are merged."""
     last_checkpoint = get_last_checkpoint(str(checkpoints))
     if last_checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(last_checkpoint, "trainer_state.json")))
-        if state.global_step >= recipe.steps:  # the Trainer would take one step more
+        if state.global_step >= recipe.steps:  # the Trainer would take one more step
             if not recipe.lora:
                 return load(last_checkpoint)
             return PeftModel.from_pretrained(load(recipe.model), last_checkpoint).merge_and_unload()
@@ -307,8 +307,8 @@ class Generator:
     Args:
         model: The model, in float32.
         tokenizer: Its tokenizer.
-        task: Tells what is right.
-        longest: Tokens of prompt and answer after which generation ends in any case.
+        task: The task, which decides whether an answer is right.
+        longest: Maximum number of tokens of prompt and answer, after which generation ends.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, longest: int) -> None:
@@ -328,7 +328,7 @@ class Generator:
         return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
 
     def score(self, row: Row, pair: Pair) -> None:
-        """Generate one answer and note in ``row`` how good it is."""
+        """Generate one answer and record in ``row`` how good it is."""
         output = self.model.generate(**self.inputs(pair), **self.options, **assisted_by(row))[0]  # [s]
         answer = self.tokenizer.decode(output[len(pair.prompt) :], skip_special_tokens=True)
         row.outputs.append(output)
@@ -349,12 +349,12 @@ class Generator:
 
 
 def assisted_by(row: Row) -> dict[str, SelfSpec]:
-    """Return the argument of ``generate`` that makes it generate in the way of ``row``."""
+    """Return the arguments of ``generate`` for ``row``."""
     return {} if row.assistant is None else {"assistant": row.assistant}
 
 
 def best_self_speculation(generator: Generator, exit_layer: int, pairs: Sequence[Pair]) -> Row:
-    """Return self-speculation at ``exit_layer`` with the stop rule that takes least time on ``pairs``."""
+    """Return self-speculation at ``exit_layer`` with the stop rule that takes the least time on ``pairs``."""
     rows = [
         Row(f"self-speculative, {rule_name(rule)}", SelfSpec.layerskip(exit_layer, stop=rule), exit_layer)
         for rule in STOP_RULES
@@ -366,7 +366,7 @@ def best_self_speculation(generator: Generator, exit_layer: int, pairs: Sequence
 
 
 def beside_free_drafts(assistant: SelfSpec) -> SelfSpec:
-    """Return the same self-speculation in a cascade with drafts that cost nothing."""
+    """Return the same self-speculation in a cascade with free drafts."""
     assert isinstance(assistant.draft, EarlyExit)
     return SelfSpec(Cascade([Lookup(), assistant.draft]), assistant.stop)
 
@@ -374,7 +374,7 @@ def beside_free_drafts(assistant: SelfSpec) -> SelfSpec:
 def with_reduced_head(
     generator: Generator, training: Sequence[Pair], speculative: Sequence[Row], size: int
 ) -> list[Row]:
-    """Return the same self-speculation with drafts of the tokens that are most frequent in training, and around it."""
+    """Return the same self-speculation with a head of the tokens most frequent in training, alone and in a cascade."""
     texts = [{"input_ids": pair.prompt + pair.answer} for pair in training[:HEAD_PAIRS]]
     head = fit_reduced_head(generator.model, None, texts, size=size)
     rows = []
@@ -392,7 +392,7 @@ def rule_name(rule: FixedLength | ConfidenceThreshold) -> str:
 
 
 def exit_layers(num_layers: int) -> list[int]:
-    """Return the exits of the paper's table, after a quarter, half and three quarters of the layers, and an eighth."""
+    """Return the exits of the paper's table (after 1/4, 1/2 and 3/4 of the layers), and one after 1/8 of them."""
     return sorted({max(1, num_layers * eighth // 8) for eighth in (1, 2, 4, 6)})
 
 
@@ -403,10 +403,10 @@ def evaluate(
 
     Args:
         generator: The fine-tuned model.
-        training: Pairs of which some serve to choose stop rules.
-        held_out: Pairs of which some are measured.
-        evaluation: How many.
-        seed: Decides which.
+        training: Pairs; some of them are used to choose stop rules.
+        held_out: Pairs; some of them are measured.
+        evaluation: How many are used.
+        seed: Seed for choosing them.
     """
     chance = random.Random(seed)
     chosen = chance.sample(held_out, min(evaluation.pairs, len(held_out)))
@@ -452,7 +452,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return one line that says whether self-speculation gave the tokens of plain generation."""
+    """Return one line that states whether self-speculation produced the tokens of plain generation."""
     plain = rows[0]
     compared = len(plain.outputs)
     different = sum(row.differences(plain) for row in rows[1:] if row.lossless)
@@ -495,7 +495,7 @@ def finetune(
         data: Where the task's examples are, ``None`` for its usual place.
         output: Folder for the finished model.
         checkpoints: Folder for the Trainer's checkpoints; a run found there is continued.
-        command: What repeats the run, for the results.
+        command: The command that repeats the run, for the results.
     """
     if recipe.task not in TASKS:
         raise SystemExit(f"--task {recipe.task}: there is no such task; give one of {', '.join(TASKS)}")

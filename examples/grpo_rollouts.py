@@ -1,10 +1,10 @@
-"""GRPO with TRL: the rollouts are drafted, their distribution is the policy's own at every step.
+"""GRPO with TRL and drafted rollouts, whose distribution is the policy's own at every step.
 
     pip install trl
     python examples/grpo_rollouts.py --model examples/demo_model --output policy --steps 20
 
-Drafts come from earlier rollouts, which stay in the ``SelfSpec`` over the epochs, and are verified with the weights of
-the moment. It is saved beside the policy, so that a training which goes on from there begins with what it knows.
+Drafts come from earlier rollouts, which the ``SelfSpec`` keeps over the epochs, and are verified with the current
+weights. It is saved next to the policy, so that a resumed training starts with what it knows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores of lm-eval, sooner: its harness takes no ``assistant``, so the SelfSpec is attached to the model.
+"""Faster scores with lm-eval: its harness takes no ``assistant``, so the SelfSpec is attached to the model.
 
 pip install "lm-eval[hf]"
 python examples/lm_eval_scores.py --model HuggingFaceTB/SmolLM2-135M-Instruct --tasks gsm8k --limit 20

@@ -1,11 +1,11 @@
-"""Give a pretrained model early exits with LoRA: its weights stay as they are, only adapters are trained (with TRL).
+"""Give a pretrained model early exits with LoRA: its weights do not change, only adapters are trained (with TRL).
 
     pip install trl
     python examples/lora_layerskip.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data texts.jsonl --output adapters
 
 Each line of the data is what TRL's ``SFTTrainer`` takes: a ``text``, ``messages``, or ``prompt`` and ``completion``.
-Without ``--data`` it is Python's standard library, with the split of ``train_demo_model.py``. Started again, it goes on
-from its last checkpoint. ``PeftModel.from_pretrained(model, output)`` puts the adapters on, and
+Without ``--data`` it is Python's standard library, with the split of ``train_demo_model.py``. A run that was stopped
+resumes from its last checkpoint. ``PeftModel.from_pretrained(model, output)`` loads the adapters, and
 ``model.generate(**inputs, assistant=SelfSpec.layerskip())`` drafts with them.
 """
 
@@ -28,7 +28,7 @@ from hf_selfspec.bench.corpus import read_corpus
 
 
 def read(data: str | None) -> DatasetDict:
-    """What is trained on, and what is held out as ``test``."""
+    """Returns the training texts, and the held-out ones as ``test``."""
     if data is not None:
         return load_dataset("json", data_files=data, split="train").train_test_split(0.05, seed=0)
     corpus = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a training block")
-    parser.add_argument("--held-out", type=int, default=500, help="evaluate on so many blocks at most")
+    parser.add_argument("--held-out", type=int, default=500, help="evaluate on at most this many blocks")
     args = parser.parse_args(arguments)
 
     checkpoints = args.output.with_name(args.output.name + "-checkpoints")

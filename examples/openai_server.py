@@ -4,7 +4,7 @@
     python examples/openai_server.py HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
 
 Takes the arguments of ``transformers serve``; its models are loaded with a ``SelfSpec`` attached. (With
-``--continuous-batching`` another decode loop answers, which knows nothing of it.)
+``--continuous-batching`` another decode loop answers, which does not use it.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Completes real function headers with the shipped demo model: with and without self-speculation, the same text.
+"""Completes real function headers with the shipped demo model, with and without self-speculation: the text is the same.
 
     python examples/quickstart.py
 
-Drafted tokens that the full model accepted are marked; what it chose itself is plain.
+Drafted tokens that the full model accepted are marked; tokens that it chose itself are not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def timed(
 
 
 def marked(tokenizer: PreTrainedTokenizerBase, new_ids: list[int], from_draft: list[bool], color: bool) -> str:
-    """The text with accepted draft tokens in green, or in ‹ › where there is no colour."""
+    """Returns the text with accepted draft tokens in green, or in ‹ › without colour."""
     before, after = (GREEN, PLAIN) if color else ("‹", "›")
     text, inside = "", False
     for token, drafted in zip(new_ids, from_draft, strict=False):

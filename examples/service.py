@@ -1,4 +1,4 @@
-"""A service that streams: many requests at a time on one model, each user's texts in that user's drafts alone.
+"""A streaming service: many concurrent requests on one model, with drafts from the same user's texts only.
 
 pip install fastapi uvicorn
 python examples/service.py --model examples/demo_model
@@ -29,7 +29,7 @@ class Prompt(BaseModel):
 
 
 class Cancellable(TextIteratorStreamer):
-    """Ends the generation whose reader has gone."""
+    """Ends a generation whose reader has disconnected."""
 
     cancelled = False
 
@@ -40,7 +40,7 @@ class Cancellable(TextIteratorStreamer):
 
 
 class Answer(StreamingResponse):
-    """Text as it is written, until all of it was sent or the reader has gone."""
+    """Sends text as it is generated, until all of it was sent or the reader has disconnected."""
 
     def __init__(self, events: Iterator[str], streamer: Cancellable) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -59,7 +59,7 @@ def service(model, tokenizer, threads: int = 4, users: int = 1000) -> FastAPI:
 
     def answer(request: Prompt, streamer: TextIteratorStreamer | None = None) -> list[int]:
         with lock:
-            spec = new_spec(request.user)  # drafts show what was there before, so no two users share one
+            spec = new_spec(request.user)  # drafts reveal earlier texts, so users do not share one
         inputs = tokenizer(request.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
         options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, "streamer": streamer}
         return model.generate(**inputs, **options, assistant=spec)[0, inputs["input_ids"].shape[1] :].tolist()

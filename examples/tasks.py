@@ -1,20 +1,20 @@
 """Tasks with right answers for ``finetune_task.py``: a ``def`` header's signature as JSON, and word problems.
 
-The paper (LayerSkip, Tables 6 and 11) teaches a Llama to turn requests into JSON (TOPv2). ``signature`` is like it and
-needs no download: the input is a ``def`` header of Python's standard library and the answer its signature as JSON::
+The paper (LayerSkip, Tables 6 and 11) teaches a Llama to turn requests into JSON (TOPv2). ``signature`` is similar and
+needs no download: the input is a ``def`` header of Python's standard library and the answer is its signature as JSON::
 
     def get(self,key,default=None,*args:int)->str:
     {"name":"get","args":[{"name":"self","kind":"arg"},{"name":"key","kind":"arg"},{"name":"default","kind":"arg",
     "default":"None"},{"name":"args","kind":"vararg","annotation":"int"}],"returns":"str"}
 
-The JSON is one line, and so is the header, however it was written; the spaces between its parts are taken out, because
-a tokenizer joins a space with the word after it, and a name should have the same tokens in the header and the answer.
+The JSON is one line, and so is the header, however it was written; the spaces between its parts are removed, because a
+tokenizer joins a space with the word after it, and a name should have the same tokens in the header and the answer.
 ``kind`` is the name of the field of ``ast.arguments`` that holds the argument, without its plural: ``posonly``,
 ``arg``, ``vararg``, ``kwonly`` or ``kwarg``. What a header does not have (``annotation``, ``default``, ``returns``,
 ``async``) is left out of its JSON.
 
 ``gsm8k`` is free text: a word problem and its worked answer in the data set's own format, whose last line is
-``#### 72``. Right is an answer with the same number there.
+``#### 72``. An answer is right if it has the same number there.
 """
 
 import ast
@@ -32,7 +32,7 @@ from typing import Any
 from hf_selfspec.bench.corpus import HELD_OUT_ONE_IN, Corpus, is_held_out
 
 INSTALLED_PACKAGES = {"dist-packages", "site-packages"}
-# Two headers of three take nothing but ``self``; that many would make the task one of copying names.
+# Two of three headers take nothing but ``self``; so many would turn the task into copying names.
 BARE_ONE_IN = 4
 STARS = {"vararg": "*", "kwarg": "**"}
 
@@ -45,8 +45,8 @@ class Example:
 
     Attributes:
         prompt: What the model is given.
-        answer: What it is to write.
-        expected: What a right answer says.
+        answer: What it should generate.
+        expected: The content of a right answer.
     """
 
     prompt: str
@@ -59,11 +59,11 @@ class Task:
     """What a model is fine-tuned for.
 
     Attributes:
-        title: Of the table of results.
-        data: Where examples come from unless another place is named, ``None`` where one has to be.
-        read: Reads a place; gives each example as one string, split into training and held-out ones.
-        example: Makes an example of such a string.
-        is_right: Whether what was written says what was expected.
+        title: Title of the table of results.
+        data: Default place of the examples, ``None`` if there is no default.
+        read: Reads a place; returns each example as one string, split into training and held-out ones.
+        example: Makes an example from such a string.
+        is_right: Whether a generated text has the expected content.
     """
 
     title: str
@@ -77,7 +77,7 @@ class Task:
 
 
 def signature_of(function: Function) -> dict[str, Any]:
-    """Return what a function's header says, in the form of the answer's JSON."""
+    """Return the content of a function's header, in the form of the answer's JSON."""
     arguments = function.args
     by_position = [("posonly", arg) for arg in arguments.posonlyargs] + [("arg", arg) for arg in arguments.args]
     required = len(by_position) - len(arguments.defaults)
@@ -127,14 +127,14 @@ def header_of(signature: dict[str, Any]) -> str:
 
 
 def parse_header(header: str) -> dict[str, Any]:
-    """Return the signature that :func:`header_of` made a header from."""
+    """Return the signature of a header that :func:`header_of` has made."""
     function = ast.parse(f"{header} pass").body[0]
     assert isinstance(function, Function)
     return signature_of(function)
 
 
 def headers_in(source: bytes) -> Iterator[str]:
-    """Yield the headers of all functions in a file: methods and nested functions too; none if it does not parse."""
+    """Yield the headers of all functions in a file, including methods and nested ones; none if it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in old sources
@@ -153,7 +153,7 @@ def answer_text(signature: dict[str, Any]) -> str:
 
 
 def is_right(text: str, signature: dict[str, Any]) -> bool:
-    """Whether ``text`` is JSON that says the same as ``signature``, however it is written."""
+    """Whether ``text`` is JSON with the same content as ``signature``, however it is written."""
     try:
         return bool(json.loads(text) == signature)
     except ValueError:
@@ -161,7 +161,7 @@ def is_right(text: str, signature: dict[str, Any]) -> bool:
 
 
 def is_kept(header: str) -> bool:
-    """Whether a header takes part: all that take something, and one in ``BARE_ONE_IN`` of the others."""
+    """Whether a header is used: all with arguments are, and one in ``BARE_ONE_IN`` of the others."""
     takes_nothing = header.endswith(("():", "(self):"))
     return not takes_nothing or zlib.crc32(header.encode()) % BARE_ONE_IN == 0
 
@@ -169,8 +169,8 @@ def is_kept(header: str) -> bool:
 def read_headers(library: Path) -> Corpus:
     """Read the headers of all sources below ``library``, tests included, each once.
 
-    The split is by file and the same as that of the demo model's training, so that neither stage saw a held-out file.
-    A header that is in a held-out file is not trained on even if it is in other files too.
+    The split is by file and is that of the demo model's training, so that neither stage has seen a held-out file. A
+    header in a held-out file is not trained on, even if it is also in other files.
     """
     training: dict[str, None] = {}
     held_out: dict[str, None] = {}
@@ -209,13 +209,13 @@ def problem_example(line: str) -> Example:
 
 
 def result_of(answer: str) -> str | None:
-    """Return the number behind ``####``, ``None`` where there is none."""
+    """Return the number after ``####``, ``None`` if there is none."""
     found = re.search(r"####\s*(-?[\d,.]*\d)", answer)
     return None if found is None else found[1].replace(",", "")
 
 
 def has_result(text: str, expected: str) -> bool:
-    """Whether an answer ends with a number."""
+    """Whether an answer ends with the expected number."""
     return result_of(text) == expected
 
 

@@ -2,7 +2,7 @@
 
 The corpus is the ``*.py`` source of the standard library of the interpreter that runs this script, so nothing is
 downloaded. A byte-level BPE is trained on it, then a ``LlamaForCausalLM`` from a config, with the stock ``Trainer`` and
-the callbacks that make its early layers predict (LayerSkip)::
+the callbacks that train its early layers to predict tokens (LayerSkip)::
 
     python examples/train_demo_model.py --plain --output twin          # the same model without the callbacks
     python examples/train_demo_model.py --twin twin                    # the shipped model, compared with its twin
@@ -70,14 +70,14 @@ class Recipe:
         vocabulary: Size of the byte-level BPE vocabulary, the end-of-text token included.
         context: Tokens per training sequence and longest supported position.
         initializer_range: Standard deviation of the initial matrices, near one over the root of ``width``.
-        batch_size: Sequences per step; a corpus this small is learnt best in many small steps.
+        batch_size: Sequences per step; a corpus this small is learned best in many small steps.
         learning_rate: Peak learning rate of AdamW; linear warm-up, then a cosine down to a tenth of it.
         warmup_steps: Steps of the warm-up, at most a tenth of ``steps``.
         adam_beta2: Decay of AdamW's second moment; near 1 because single batches are small.
         weight_decay: Decoupled weight decay of the matrices; norms have none.
         seed: Seed of the initial weights and of the order of the sequences.
         fp32: Compute in float32 rather than in bfloat16 autocast.
-        exit_layers: Exits of the early-exit loss, which weighs them and the last layer alike. The first is to draft.
+        exit_layers: Exits of the early-exit loss, which weights them and the last layer equally. The first one drafts.
         layer_dropout: ``p_max`` of the layer dropout.
         plain: Train without early-exit loss and layer dropout.
     """
@@ -131,7 +131,7 @@ class HeldOut:
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Token blocks of one length, in the form the Trainer takes.
+    """Token blocks of one length, in the form that the Trainer takes.
 
     Args:
         blocks: Token ids, shape (number of blocks, s).
@@ -149,7 +149,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
-    """Train a byte-level BPE; any text can be encoded, and decoding gives the same text back."""
+    """Train a byte-level BPE; any text can be encoded, and decoding returns the same text."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -164,7 +164,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 
 
 def load_or_train_tokenizer(file: Path, texts: list[str], recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Return the tokenizer an earlier run left in ``file``, else train one and leave it there."""
+    """Return the tokenizer that an earlier run has saved in ``file``, else train one and save it there."""
     if file.exists():
         tokenizer = Tokenizer.from_file(str(file))
     else:
@@ -238,7 +238,7 @@ def training_arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
 
 
 def callbacks(recipe: Recipe) -> list[TrainerCallback]:
-    """What makes early layers predict."""
+    """Return the callbacks that train early layers to predict tokens."""
     if recipe.plain:
         return []
     return [
@@ -250,7 +250,7 @@ def callbacks(recipe: Recipe) -> list[TrainerCallback]:
 def train_model(
     recipe: Recipe, end_of_text: int, training_blocks: torch.Tensor, held_out_blocks: torch.Tensor, checkpoints: Path
 ) -> LlamaForCausalLM:
-    """Train a model by ``recipe``, going on from the last checkpoint if there is one.
+    """Train a model by ``recipe``, resuming from the last checkpoint if there is one.
 
     Args:
         recipe: What to train.
@@ -262,7 +262,7 @@ def train_model(
     last_checkpoint = get_last_checkpoint(str(checkpoints))
     if last_checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(last_checkpoint, "trainer_state.json")))
-        if state.global_step >= recipe.steps:  # the Trainer would take one step more
+        if state.global_step >= recipe.steps:  # the Trainer would take one more step
             return LlamaForCausalLM.from_pretrained(last_checkpoint)
     set_seed(recipe.seed)
     model = build_model(recipe, end_of_text)
@@ -280,7 +280,7 @@ def train_model(
 
 
 def check_same_run(checkpoints: Path, recipe: Recipe, corpus: Corpus) -> None:
-    """Record in ``checkpoints`` what the run is, or refuse to continue one that is something else.
+    """Record the settings of the run in ``checkpoints``, or refuse to continue a run with other settings.
 
     Raises:
         SystemExit: The folder holds a run with another recipe or corpus.
@@ -390,7 +390,7 @@ steps, without early-exit loss and layer dropout; it is not shipped."""
 
 
 def exit_table(report: ExitReport, twin: ExitReport | None) -> str:
-    """Return loss and agreement at every exit as a Markdown table, with the twin's beside them."""
+    """Return loss and agreement at every exit as a Markdown table, next to the twin's."""
     columns = ["exit", "loss", "agreement"] + ([] if twin is None else ["twin's loss", "twin's agreement"])
     rows = [columns, ["---"] * len(columns)]
     for layer, cells in enumerate(zip(report.loss, report.agreement, strict=True)):
@@ -453,7 +453,7 @@ def parse_arguments(arguments: list[str]) -> tuple[Recipe, argparse.Namespace]:
     parser.add_argument("--output", type=Path, default=default_output, help="folder for the model")
     parser.add_argument("--checkpoints", type=Path, help="folder to resume from (default: OUTPUT-checkpoints)")
     parser.add_argument("--twin", type=Path, help="folder of a finished model to compare with in the card")
-    parser.add_argument("--held-out-blocks", type=int, help="evaluate on the first of the held-out blocks alone")
+    parser.add_argument("--held-out-blocks", type=int, help="evaluate only on the first held-out blocks")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     recipe, options = parser.parse_args_into_dataclasses(arguments)
     options.checkpoints = options.checkpoints or options.output.with_name(options.output.name + "-checkpoints")

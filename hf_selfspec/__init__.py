@@ -1,7 +1,7 @@
-"""Any causal language model of transformers, generating faster with itself.
+"""Self-speculative decoding: any causal language model of transformers generates faster, without a second model.
 
 ``model.generate(**inputs, assistant=SelfSpec())``: part of the model drafts tokens, the whole model verifies them, and
-the output is what it would have been.
+the output stays the same.
 """
 
 from .attached import attach, detach

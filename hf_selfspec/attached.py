@@ -1,4 +1,4 @@
-"""Models whose every ``generate`` uses a ``SelfSpec``, for callers that cannot be given an argument."""
+"""Attaching a ``SelfSpec`` to a model, so that every ``generate`` uses it: for callers that cannot pass an argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Attachment:
     """What :func:`attach` returns: a context manager that ends the attachment.
 
     Attributes:
-        spec: what was attached; ``with`` gives it, too.
+        spec: the attached ``SelfSpec``; ``with ... as`` binds it, too.
     """
 
     def __init__(self, model: PreTrainedModel, spec: SelfSpec) -> None:
@@ -45,12 +45,12 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
 
     A call that chooses for itself is not changed: ``assistant=`` with another ``SelfSpec``, ``assistant=False`` for
     plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
-    whose generation config has an ``assistant``. What ``spec`` cannot serve (beam search, ``output_attentions``, an
-    encoder-decoder model) is generated plainly, and a warning gives the reason once.
+    whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
+    an encoder-decoder model) use plain ``generate``, and a warning gives the reason once.
 
-    The attachment belongs to the model object, in all threads. Nothing is written on the model: copies and pickles of
-    it have none. It stays until :func:`detach`, or until the end of a ``with`` block, which restores what was attached
-    before::
+    The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
+    of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
+    was attached before::
 
         hf_selfspec.attach(model, SelfSpec())
 
@@ -60,13 +60,13 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
 
     Args:
         model: a model of transformers or a PEFT model around one; may be wrapped by PEFT or accelerate later.
-        spec: replaces one that was attached before.
+        spec: the ``SelfSpec`` to use; it replaces one that was attached before.
 
     Returns:
-        A context manager, which need not be used as one.
+        A context manager; using it as one is optional.
 
     Raises:
-        SettingTypeError: ``model`` is no such model, or ``spec`` no ``SelfSpec``.
+        SettingTypeError: ``model`` is not such a model, or ``spec`` is not a ``SelfSpec``.
     """
     if not isinstance(spec, SelfSpec):
         raise SettingTypeError(
@@ -77,7 +77,7 @@ def attach(model: Any, spec: SelfSpec) -> Attachment:
 
 
 def detach(model: Any) -> None:
-    """Takes :func:`attach` back; a model that has nothing attached is left as it is.
+    """Undoes :func:`attach`; a model that has nothing attached is left as it is.
 
     Args:
         model: the model that was given to :func:`attach`, or the PEFT model around it, or the one inside.
@@ -89,7 +89,7 @@ def detach(model: Any) -> None:
 
 
 def attached(model: PreTrainedModel) -> SelfSpec | None:
-    """What is attached to ``model``, ``None`` if nothing is."""
+    """Returns what is attached to ``model``, ``None`` if nothing is."""
     with _lock:
         return _specs.get(model)
 

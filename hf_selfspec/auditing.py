@@ -1,4 +1,4 @@
-"""Whether a ``SelfSpec`` keeps its promise on one's own model, dtype and prompts."""
+"""Audits: whether a ``SelfSpec`` leaves the output unchanged on a given model, dtype and set of prompts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .selfspec import SelfSpec
 from .settings import check_count, check_positive
 from .streaming import sampling
 
-# Of drawn texts only the beginning can be counted. The first token comes with the prompt, so that there is room for
-# drafts of two tokens, then of one.
+# Only the beginning of sampled texts can be counted. The first token comes from the prefill, which leaves room for a
+# draft of two tokens, then of one.
 _STEPS, _SHORT_PROMPT = 4, 16
-# A right implementation falls below this once in ten thousand audits.
+# A correct implementation falls below this p-value once in ten thousand audits.
 _SIGNIFICANCE = 1e-4
 _GREEDY = "{:>6} {:>6} {:>16} {:>16} {:>10} {:>10}  {}"
 _SAMPLED = "{:>6} {:>7} {:>9} {:>8} {:>9}"
@@ -31,12 +31,12 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class SampleTest:
-    """How drawn tokens are tested.
+    """How sampled tokens are tested.
 
     Args:
-        temperature: with which tokens are drawn.
-        top_p: share of the probability from which they are; the generation config's by default.
-        draws: for each prompt.
+        temperature: sampling temperature.
+        top_p: share of the probability to sample from (nucleus sampling); the generation config's by default.
+        draws: number of sampled continuations for each prompt.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -52,17 +52,17 @@ class SampleTest:
         self.options()
 
     def options(self) -> dict[str, Any]:
-        """Of ``generate``."""
+        """The options of ``generate`` for such sampling."""
         return sampling("SampleTest", self.temperature, self.top_p)
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the text with a ``SelfSpec`` parts from that of plain ``generate``.
+    """Where the text with a ``SelfSpec`` diverges from that of plain ``generate``.
 
     Attributes:
-        prompt: its number, from 0 on.
-        token: the number of the generated token, from 0 on.
+        prompt: index of the prompt.
+        token: index of the generated token.
         expected, got: the two tokens as text; ``None`` where a text has ended.
         difference: the top-two gap there, and whether rounding explains it.
     """
@@ -79,14 +79,14 @@ class Audit:
     """How texts with a ``SelfSpec`` compare with those of plain ``generate``; ``str`` of it is a table.
 
     Attributes:
-        method: what was audited.
-        model_name, dtype, device: of the model.
-        prompts: how many.
-        tokens: generated with the ``SelfSpec``.
-        drafted, accepted: drafted tokens, and those of them that were kept. Where nothing is drafted an audit shows
-            little.
-        partings: of greedy texts, one for each that parts.
-        tests: of drawn texts, one for each prompt; ``None`` where texts are greedy.
+        method: name of what was audited.
+        model_name, dtype, device: the model's.
+        prompts: number of prompts.
+        tokens: number of tokens generated with the ``SelfSpec``.
+        drafted, accepted: numbers of drafted tokens and of those that were kept. Where nothing is drafted, an audit
+            shows little.
+        partings: for greedy texts, one for each text that diverges.
+        tests: for sampled texts, one for each prompt; ``None`` where texts are greedy.
     """
 
     method: str
@@ -102,12 +102,12 @@ class Audit:
 
     @property
     def test(self) -> ChiSquared | None:
-        """That of all prompts together, of drawn texts."""
+        """The test of all prompts together, for sampled texts."""
         return None if self.tests is None else sum(self.tests, ChiSquared())
 
     @property
     def passed(self) -> bool:
-        """Whether texts part at near ties alone, or drawn ones have the distribution of plain ``generate``."""
+        """Whether texts diverge only at near ties, or sampled ones have the distribution of plain ``generate``."""
         test = self.test
         if test is not None:
             return test.p_value > _SIGNIFICANCE
@@ -121,7 +121,7 @@ class Audit:
             f"{self.prompts} prompts, {self.tokens} tokens; {self.drafted} drafted, {kept:.0%} of them accepted",
         ]
         if not self.drafted:
-            head.append("nothing was drafted, so this shows little: take more tokens, or another method")
+            head.append("nothing was drafted, so this shows little: use more tokens, or another method")
         return "\n".join([*head, *(self._greedy() if self.tests is None else self._sampled())])
 
     def _greedy(self) -> list[str]:
@@ -134,7 +134,7 @@ class Audit:
         wrong = sum(not one.difference.is_near_tie for one in self.partings)
         verdict = f"{wrong} differ where rounding does not explain it: NOT exact"
         if self.passed:
-            ties = "no error found: the others part where the top two logits are within rounding of each other"
+            ties = "no error found: the others diverge where the top two logits are within rounding of each other"
             verdict = ties if self.partings else "exact"
         lines = [*lines, ""] if self.partings else [""]
         return [*lines, f"{equal} of {self.prompts} prompts have equal ids; {verdict}"]
@@ -170,24 +170,27 @@ def audit(
     name: str = "",
     after_prompt: Callable[[], None] | None = None,
 ) -> Audit:
-    """Compares texts with a ``SelfSpec`` to those of plain ``generate``.
+    """Compares texts generated with a ``SelfSpec`` with those of plain ``generate``.
 
-    Greedy texts have to have equal ids, except where the full model's top two logits are within rounding of each other.
-    Of drawn texts the first tokens have to have the distribution of plain ``generate``, by a chi-squared test.
+    Greedy texts must have equal ids, except where the full model's top two logits are within rounding of each other.
+    The first tokens of sampled texts must have the distribution of plain ``generate``, by a chi-squared test.
 
     Args:
         model: a causal LM of transformers, or a PEFT model around one, in the dtype and on the device of interest.
         tokenizer: the model's tokenizer.
         texts: prompts, as strings or as chats (lists of messages).
         spec: what is audited, ``SelfSpec()`` by default.
-        max_new_tokens: tokens to generate for each prompt; drawn texts have 4.
-        max_prompt_tokens: tokens of a prompt that is a string, the first ones; at most 16 where texts are drawn.
-        sample: how drawn tokens are tested, ``None`` for greedy ones.
-        name: of the method in the table, the settings of ``spec`` by default.
-        after_prompt: is called after each prompt, for a progress bar.
+        max_new_tokens: tokens to generate for each prompt; sampled texts have 4.
+        max_prompt_tokens: a prompt that is a string is cut after this many tokens, at most 16 for sampled texts.
+        sample: how sampled tokens are tested, ``None`` for greedy texts.
+        name: name of the method in the table, the settings of ``spec`` by default.
+        after_prompt: called after each prompt, for a progress bar.
+
+    Returns:
+        The comparison; ``passed`` is the verdict.
 
     Raises:
-        SettingError, SettingTypeError: no prompts, or a setting that is not allowed.
+        SettingError, SettingTypeError: there are no prompts, or a setting is not allowed.
     """
     inner, prompts = causal_lm(model, "audit"), list(texts) if not isinstance(texts, str) else []
     if not prompts:
@@ -271,7 +274,7 @@ class _Run:
         return self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, **options)
 
     def _compared(self, prompt: int, ids: torch.Tensor, plain: list[int], ours: list[int]) -> list[Parting]:
-        """Where two texts part, with the scores of plain ``generate``, processors included."""
+        """Where two texts diverge, with the scores of plain ``generate``, processors included."""
         if plain == ours:
             return []
         width, longest = ids.shape[1], max(len(plain), len(ours))

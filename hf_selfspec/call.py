@@ -44,7 +44,7 @@ from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree
 
-# Slots to begin with where it is not known how long the text will be.
+# Initial cache slots where the final length of the text is not known.
 FIRST_SLOTS = 1024
 # Why a call is left to plain ``generate``.
 _NO_DRAFT_PAYS, _PADDED_ON_THE_RIGHT = "no draft pays", "its prompts are padded on the right"
@@ -65,12 +65,12 @@ class Request:
 
     @property
     def do_sample(self) -> bool:
-        """Whether tokens are drawn."""
+        """Whether tokens are sampled."""
         return bool(self.generation_config.do_sample)
 
     @property
     def past(self) -> Any:
-        """The cache that ``generate`` passes."""
+        """The cache that ``generate`` passes on."""
         return given_cache(self.model_kwargs)
 
     @property
@@ -79,7 +79,7 @@ class Request:
         return bool(getattr(self.past, "_is_user_defined", False))
 
     def with_cache(self) -> Request:
-        """The same where the model's own configuration does not switch the cache off: the ids are the same."""
+        """The request with the cache on, also where the model's own config switches it off: the ids are the same."""
         given = self.past
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
@@ -92,9 +92,9 @@ class Generation:
     Attributes:
         source: what drafts.
         stop, tree, max_draft: see ``SelfSpec``.
-        knowledge: what is known for such a call.
+        knowledge: what is known of the model for this kind of call.
         checks_logits: see :class:`Decoder`.
-        compile_config: how forwards are compiled, ``None`` for not at all.
+        compile_config: how forwards are compiled, ``None`` to not compile them.
     """
 
     source: DraftSource
@@ -106,10 +106,10 @@ class Generation:
     compile_config: CompileConfig | None = None
 
     def ready(self, request: Request) -> Callable[[], Any]:
-        """Checks the call and prepares it; what is returned generates and returns what ``generate`` does.
+        """Checks the call and prepares it; returns a function that generates and returns what ``generate`` does.
 
         Raises:
-            SelfSpecError: the call cannot be served. Nothing was generated yet, so another loop can do it.
+            SelfSpecError: the call cannot be served. Nothing was generated yet, so another loop can serve it.
         """
         anatomy = Anatomy.of(request.model)
         has_cache = request.model_kwargs.get("use_cache") is not False
@@ -132,7 +132,7 @@ class Generation:
         return partial(self._decode, decoder, cache, returned, request.has_own_cache)
 
     def _check(self, request: Request, anatomy: Anatomy) -> int | None:
-        """Checks what can be known of the call at once; returns the most tokens that it can generate."""
+        """Checks what can be checked in advance; returns the maximum number of new tokens, ``None`` if unlimited."""
         self.knowledge.knowledge.check(request.model)
         check_call(request.model, request.input_ids, request.generation_config, request.model_kwargs)
         if request.synced_gpus:
@@ -205,10 +205,10 @@ class Generation:
         """Generates.
 
         Args:
-            decoder: the generation.
-            cache: is filled where somebody will see it, ``None`` where there is nothing to fill it with.
-            returned: whether the output is to hold more than ids.
-            own_cache: ``cache`` is the caller's.
+            decoder: the decode loop.
+            cache: filled at the end if the caller will see it; ``None`` where there is nothing to fill it with.
+            returned: whether the output holds more than ids.
+            own_cache: whether ``cache`` is the caller's.
         """
         with decoder.target.prepared():
             ids = decoder.run()
@@ -221,7 +221,7 @@ class Generation:
     def _left_to_generate(self, request: Request) -> str:
         """Why the call is left to transformers' own loop, empty where it is not.
 
-        Where no draft pays ours is as fast, and faster where linear layers are (float32 on a CPU).
+        Where no draft pays, our loop is as fast as theirs, and faster with faster linear layers (float32 on a CPU).
         """
         if not self.source.lossless:
             return ""
@@ -236,13 +236,14 @@ class Generation:
         if mask is None or not is_right_padded(mask):
             return ""
         warn_once(
-            "the prompts are padded on the right, so this call is left to transformers' own loop, which goes on from "
-            "the padding: nothing is drafted. For correct and faster results set the tokenizer's padding_side='left'."
+            "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
+            "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
+            "padding_side='left'."
         )
         return _PADDED_ON_THE_RIGHT
 
     def _plain(self, why: str, request: Request) -> Any:
-        """The loop of transformers, without any part of ours; what is known of the model learns of the call."""
+        """Runs transformers' own loop, without any part of ours, and records the call in what is known of the model."""
         options: dict[str, Any] = {
             "logits_processor": request.logits_processor,
             "stopping_criteria": request.stopping_criteria,
@@ -275,7 +276,7 @@ class Generation:
 
 
 def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:
-    """Transformers' reminder, where it has one, that the text is longer than the model was made for."""
+    """Issues transformers' warning, where it has one, that the text is longer than the model was made for."""
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
             criterion(ids[:, :-1], None)
@@ -285,8 +286,8 @@ def _warn_of_checkpointing(model: PreTrainedModel) -> None:
     if checkpoints(model):
         warn_once(
             f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
-            "cache and generate alone sees only the last token. With `assistant` checkpointing is suspended meanwhile, "
-            "so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
+            "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
+            "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is refused, by name and before any work."""
+"""Checks of a call of ``generate``: unsupported options are refused by name, before any work."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("penalty_alpha", (None, 0), "contrastive search re-ranks with its own forwards; leave it out"),
     ("constraints", (None,), "constrained beam search is not supported; use prefix_allowed_tokens_fn"),
     ("force_words_ids", (None,), "constrained beam search is not supported; use prefix_allowed_tokens_fn"),
-    ("dola_layers", (None,), "DoLa contrasts layers that a draft leaves out; leave it out"),
+    ("dola_layers", (None,), "DoLa contrasts layers that drafts skip; leave it out"),
     ("prompt_lookup_num_tokens", (None,), "it is another way of drafting; choose one of the two"),
     ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
     ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
-    ("cache_implementation", (None, "dynamic", "static"), "only a dynamic or static cache serves; leave it out"),
-    ("output_attentions", (None, False), "drafted blocks do not have the attentions of single steps; leave it out"),
+    ("cache_implementation", (None, "dynamic", "static"), "only a dynamic or static cache is supported; leave it out"),
+    ("output_attentions", (None, False), "drafted tokens do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
 )
 
 
 def check_options(model: PreTrainedModel, config: GenerationConfig) -> None:
-    """Checks that a generation config has no option that self-speculative decoding cannot serve.
+    """Checks that a generation config has no option that self-speculative decoding does not support.
 
-    ``use_cache=False`` that the model's own generation config has is served: the ids are the same.
+    ``use_cache=False`` in the model's own generation config is allowed: the ids are the same.
 
     Raises:
-        UnsupportedOptionError: it has; the message names it.
-        SettingError, SettingTypeError: ``prefill_chunk_size`` is no chunk size.
+        UnsupportedOptionError: it has such an option, which the message names.
+        SettingError, SettingTypeError: ``prefill_chunk_size`` is not a positive integer.
     """
     if config.prefill_chunk_size is not None:
         check_count("generate(prefill_chunk_size)", config.prefill_chunk_size)
@@ -51,7 +51,7 @@ def check_options(model: PreTrainedModel, config: GenerationConfig) -> None:
             )
     if config.use_cache is False and model.generation_config.use_cache is not False:
         raise UnsupportedOptionError(
-            "generate(use_cache=False) cannot be combined with self-speculative decoding: drafting lives on the KV "
+            "generate(use_cache=False) cannot be combined with self-speculative decoding: drafting needs the KV "
             "cache; leave it out."
         )
 
@@ -79,7 +79,7 @@ def check_call(
         )
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise SettingError(
-            "the prompt is empty. Pass at least one token to go on from, e.g. the tokenizer's bos token."
+            "the prompt is empty. Pass at least one token to continue from, e.g. the tokenizer's bos token."
         )
 
 
@@ -88,7 +88,8 @@ def check_length(model: PreTrainedModel, anatomy: Anatomy, prompt: Prompt, max_l
 
     Raises:
         SettingError: the prompt is too long.
-        UnsupportedModelError: the frequencies change on the way, so that a block of tokens differs from single ones.
+        UnsupportedModelError: the frequencies change within the text, so that a block of tokens differs from single
+            ones.
     """
     config = model.config.get_text_config(decoder=True)
     first = max(seen + new for seen, new in zip(prompt.cursors, prompt.lengths, strict=True))

@@ -17,12 +17,12 @@ from .errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOp
 from .notices import warn_once
 from .selfspec import CONFIG_KEY, SelfSpec
 
-# Options of a call or a generation config that choose another way to decode than an assistant that is set elsewhere.
+# Options of a call or generation config that choose another way of decoding, and so override one set elsewhere.
 _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _ALLOWED = "a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), or False for none"
 # Where a generation config may hold a SelfSpec, as in a call.
 CONFIG_NAMES = ("custom_generate", "assistant")
-# SelfSpecs of saved configs that are kept.
+# How many SelfSpecs of saved configs are kept.
 _RESTORED = 64
 
 
@@ -32,8 +32,8 @@ class Chosen:
 
     Attributes:
         spec: the settings.
-        default_of: where ``spec`` stands if the call itself does not ask for it; a call that it cannot serve is then
-            served by plain ``generate``. Empty where such a call is an error.
+        default_of: where ``spec`` was set, if not in the call itself; plain ``generate`` then serves the calls that
+            ``spec`` cannot serve. Empty where such a call is an error.
     """
 
     spec: SelfSpec
@@ -41,10 +41,10 @@ class Chosen:
 
 
 def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None:
-    """What serves a call: its own arguments, its generation config, the model's, or what is attached, in this order.
+    """Chooses what serves a call: its arguments, its generation config, the model's, or the attached, in this order.
 
     Args:
-        model: whose ``generate`` is called.
+        model: the model whose ``generate`` is called.
         assistant: the argument of that name.
         call: the other arguments of the call by name.
 
@@ -52,8 +52,8 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None
         The choice, ``None`` for transformers' own decoding.
 
     Raises:
-        SettingTypeError: ``assistant`` is something else than a ``SelfSpec``.
-        UnsupportedOptionError: the call has another way of drafting beside it.
+        SettingTypeError: ``assistant`` is not a ``SelfSpec``.
+        UnsupportedOptionError: the call also chooses another way of drafting.
     """
     passed, own = call.get("generation_config"), getattr(model, "generation_config", None)
     if assistant is not None or isinstance(call.get("custom_generate"), SelfSpec):
@@ -64,7 +64,7 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None
     in_passed, in_own = _in_config(passed), _in_own_config(own)
     default_of = f"in the generation config of this {type(model).__name__}"
     if in_passed is not None:
-        # Pipelines and servers pass a copy of the model's config, whose SelfSpec their caller did not ask for.
+        # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
         return Chosen(in_passed, default_of if in_passed == in_own else "") if in_passed else None
     if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
         return None
@@ -108,13 +108,13 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
     """The ``assistant`` of a generation config, ``False`` where it is switched off.
 
     Raises:
-        SettingTypeError, SettingError: it is something else.
+        SettingTypeError, SettingError: it is neither a ``SelfSpec`` nor ``False``.
     """
     custom, assistant = (getattr(config, name, None) for name in CONFIG_NAMES)
     if assistant is None and isinstance(custom, SelfSpec):
         return custom
     if isinstance(assistant, Mapping) and CONFIG_KEY in assistant:
-        # The object takes the place of what the file holds, so that its statistics can be seen.
+        # The object replaces the settings read from the file, so that its statistics can be seen.
         config.assistant = assistant = _restored(json.dumps(assistant[CONFIG_KEY], sort_keys=True))
     if assistant is None or assistant is False or isinstance(assistant, SelfSpec):
         return assistant
@@ -123,13 +123,13 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
 
 @lru_cache(maxsize=_RESTORED)
 def _restored(settings: str) -> SelfSpec:
-    """The ``SelfSpec`` of a saved config, the same for the same settings: what it learns carries over to other calls.
+    """The ``SelfSpec`` of a saved config, one object for equal settings, so that what it learns carries over to calls.
 
     Args:
         settings: JSON, see ``SelfSpec.to_dict``.
 
     Raises:
-        SettingError: they are not settings of this version, or were not saved.
+        SettingError: they are not settings of this version, or could not be saved.
     """
     encoded = json.loads(settings)
     if isinstance(encoded, str):
@@ -141,7 +141,7 @@ def _restored(settings: str) -> SelfSpec:
         _check_parts(encoded)
         spec = SelfSpec(**saving.decode_settings(encoded))
         if not getattr(spec.draft, "lossless", True):
-            raise SettingError(f"{spec.draft!r} changes the output, which no file chooses")
+            raise SettingError(f"{spec.draft!r} changes the output, which a file must not choose")
         return spec
     except (SelfSpecError, KeyError, TypeError, AttributeError) as error:
         raise SettingError(
@@ -151,7 +151,7 @@ def _restored(settings: str) -> SelfSpec:
 
 
 def _check_parts(settings: Any) -> None:
-    """Checks that a config names adapters and heads by folders that are there: nobody asked to download them.
+    """Checks that a config names adapters and heads by existing folders, since a config must not start downloads.
 
     Raises:
         SettingError: it names something else.
@@ -168,7 +168,7 @@ def _check_parts(settings: Any) -> None:
 
 
 def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:
-    """The same for the model's own config, where a caller can do nothing about what is wrong."""
+    """:func:`_in_config` of the model's own config, where an error becomes a warning: the caller did not write it."""
     try:
         return _in_config(config)
     except (SettingError, SettingTypeError) as error:

@@ -29,13 +29,13 @@ from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper
 from .verify.walk import verify
 
-# Devices on which graphs are slow to find the largest of many numbers.
+# Devices on which an argmax over a vocabulary is slow inside compiled graphs.
 SLOW_CHOICES = ("cpu",)
 
 
 def _optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """What transformers' own loop decodes in after the prefill: off the CPU it batches the experts of a mixture."""
-    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)  # versions before it have nothing of the kind
+    """The context in which transformers' own loop decodes after the prefill: off the CPU it batches MoE experts."""
+    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)  # missing in earlier versions
     return optimized()
 
 
@@ -51,14 +51,14 @@ class Decoder:
         draft: proposes tokens.
         scorer: logits processors.
         stopper: stopping criteria.
-        record: what is to be returned beside the ids.
+        record: what is returned besides the ids.
         pad_token: id for rows that have ended.
-        vocabulary: tokens that the model knows; logits may be of fewer.
-        streamer: gets tokens as all rows have them, or ``None``.
-        keeps_rows: rows that have ended stay in the forwards and the cache, which the caller wants back.
+        vocabulary: number of tokens that the model knows; logits may cover fewer.
+        streamer: receives each token once all rows have it, or ``None``.
+        keeps_rows: rows that have ended stay in the forwards and the cache, since the caller gets the cache back.
         waits_for: given whether this process is unfinished, returns whether any is, where all processes have to run the
-            same number of forwards; ``None`` where this is the only one.
-        checks_logits: NaN and infinite logits are an error; otherwise they are taken as ``generate`` takes them.
+            same number of forwards; ``None`` if there are no others.
+        checks_logits: NaN and infinite logits are an error; otherwise they are treated as in plain ``generate``.
     """
 
     target: Target
@@ -83,7 +83,7 @@ class Decoder:
         self._streamed = 0
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
         self._in_step = bool(stateful)
-        # Whether tokens follow from logits alone, and what the last forward over a draft has found of them.
+        # Whether tokens are a plain argmax of the logits, and the argmax that the last forward over a draft returned.
         self._is_greedy = self.scorer.is_greedy and not stateful and self.record.scores is None
         self._best: Best | None = None
         if b > 1:
@@ -154,12 +154,12 @@ class Decoder:
     def _verify_pass(self, draft: Draft) -> torch.Tensor:
         """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""
         text, target = self.text, self.target
-        # A CPU does so faster outside of graphs: 49 µs against 247 for 8 x 49,152 logits (one thread of an AMD EPYC).
+        # Faster outside of graphs on a CPU: 49 µs against 247 for 8 x 49,152 logits (one thread of an AMD EPYC).
         chooses = self._is_greedy and text.ids.device.type not in SLOW_CHOICES
         nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
         tokens = torch.cat([text.last_tokens(), _on_device(draft, nodes, text.ids.device)], dim=1)
         roots = text.last_slots()
-        # A sibling would have to find what its ancestors fed into recurrent states below, in another forward.
+        # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
             step = target.step(tokens, roots, nodes=nodes, chooses=chooses)
         else:
@@ -196,7 +196,7 @@ class Decoder:
 
     def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         together = self._in_step or self.target.padding is not None
-        # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is drawn
+        # Where rows cannot be at different lengths, all advance by the shortest acceptance; what is cut off is sampled
         # again, so this is exact too.
         shortest = min((len(v.tokens) for row, v in enumerate(verdicts) if not self._is_done(row)), default=0)
         moves: list[tuple[int, int, int]] = []
@@ -242,10 +242,10 @@ class Decoder:
         self.stats.drafted += sum(draft.lengths)
         self.stats.rounds += sum(not self._is_done(row) for row in range(self.text.batch_size))
 
-    # Which rows go on ----------------------------------------------------------------------------------------------
+    # Which rows continue -------------------------------------------------------------------------------------------
 
     def _target_length(self) -> int | None:
-        """Tokens that every row gets, where rows are not padded when they end: plain ``generate`` goes on with them."""
+        """Number of tokens of every row, if rows that end are not padded: plain ``generate`` keeps generating them."""
         if self.stopper.has_eos or any(end is None for end in self._ended):
             return None
         return max(end for end in self._ended if end is not None)
@@ -262,7 +262,7 @@ class Decoder:
         return at_most or (length is not None and generated >= length)
 
     def _max_new(self, row: int) -> int:
-        """Tokens worth drafting: what the row may still get, less the one that verification adds."""
+        """Tokens worth drafting: those that the row may still get, minus the one that verification adds."""
         if self._is_done(row):
             return 0
         count = self.stopper.max_new(self.text, row) - 1
@@ -297,7 +297,7 @@ class Decoder:
             self._streamed += 1
 
     def _seen_by_processors(self, ids: torch.Tensor) -> list[list[int]]:
-        """Of each row of the output the new tokens that processors get to see, which the last one is not."""
+        """For each row of the output the new tokens that processors get to see: all but the last one."""
         last, start = ids.shape[1] - 1, self.text.prompt_width
         return [
             ids[row, start : min(start + self.generated(row), last)].tolist() for row in range(self.text.batch_size)
@@ -322,12 +322,12 @@ class Decoder:
         )
 
     def hand_back(self, cache: Any, ids: torch.Tensor) -> None:
-        """Fills the cache that ``generate`` returns: everything but the last token."""
+        """Fills the cache that ``generate`` returns, with everything but the last token."""
         total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
         counts = [self.generated(row) for row in range(self.text.batch_size)]
         ends: Sequence[int] = self.text.last_slots()
         if min(counts) < max(counts) and self.target.padding is None:
-            # The last token of a row that ended before others belongs to the cache too; it has not been run yet.
+            # The last token of a row that ended before the others belongs in the cache too, but was not run yet.
             self.target.step(
                 self.text.last_tokens(), self.text.last_slots(), head=False, capture=self.target.anatomy.num_layers
             )
@@ -336,7 +336,7 @@ class Decoder:
 
 
 def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> torch.Tensor:
-    """``[b, t]`` the draft's tokens; those that the host knows come together with their layout."""
+    """The draft's tokens ``[b, t]``; those that the host knows are uploaded together with their layout."""
     if draft.listed is None or not draft.size or draft.tokens.device == device:
         return draft.tokens.to(device)
     return upload(draft.listed, device) if nodes is None else nodes.tokens(device)

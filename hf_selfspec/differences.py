@@ -1,4 +1,4 @@
-"""Where two greedy texts of one model part, and whether rounding explains it."""
+"""Where two greedy texts of one model diverge, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .errors import SettingError
 
-# Rounding errors add up over the layers; eight units in the last place of the largest logit bound what is seen.
+# Rounding errors add up over the layers; eight units in the last place of the largest logit bound the observed ones.
 _UNITS = 8
 
 
@@ -21,8 +21,8 @@ class Difference:
         row, column: where.
         expected, token: the two tokens.
         margin: difference of the full model's top two logits there.
-        tolerance: differences up to here can be rounding, given the dtype and the size of the logits.
-        are_top_two: the two tokens are the model's top two.
+        tolerance: the largest margin that rounding can explain, given the dtype and the size of the logits.
+        are_top_two: whether the two tokens are the model's top two.
     """
 
     row: int
@@ -46,13 +46,13 @@ def first_differences(
     tokens: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
 ) -> list[Difference]:
-    """Compares two greedy texts row by row and looks at the full model's logits where they part.
+    """Compares two greedy texts row by row and looks at the full model's logits where they diverge.
 
-    In bfloat16 and float16 a forward over one token and one over several round differently, so texts may part where
+    In bfloat16 and float16 a forward over one token and one over several round differently, so texts may diverge where
     the top two logits are almost equal, and only there.
 
     Args:
-        model: the model that wrote both, without logits processors.
+        model: the model that generated both, without logits processors.
         expected: ``[b, s]`` ids of plain ``generate``, prompt included.
         tokens: ``[b, s']`` ids to compare.
         attention_mask: ``[b, p]`` of the prompts where they are padded on the left.
@@ -61,7 +61,7 @@ def first_differences(
         One :class:`Difference` for each row that differs; empty if none does.
 
     Raises:
-        SettingError: the batch sizes differ, or one text only goes on where the other ends.
+        SettingError: the batch sizes differ, or one text is a prefix of the other.
     """
     if expected.shape[0] != tokens.shape[0]:
         raise SettingError(
@@ -91,7 +91,7 @@ def first_differences(
 def difference_at(
     row: int, column: int, expected: int, token: int, scores: torch.Tensor, dtype: torch.dtype
 ) -> Difference:
-    """The difference between two tokens that were chosen from ``scores`` ``[v]`` of a model of this dtype."""
+    """Returns the difference between two tokens chosen from ``scores`` ``[v]`` of a model of this dtype."""
     scores = scores.float()
     top = scores.topk(2)
     largest = float(scores[scores.isfinite()].abs().max())  # processors forbid tokens with infinite scores

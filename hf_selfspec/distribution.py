@@ -1,7 +1,7 @@
-"""Whether drawn tokens have the distribution of plain ``generate``: a chi-squared test of the first few of them.
+"""Whether sampled tokens have the distribution of plain ``generate``: a chi-squared test of the first few of them.
 
 The probability of every continuation that is likely enough to be counted is computed exactly, by plain ``generate``
-with all its processors and warpers, one token behind each likely beginning at a time; the others are pooled.
+with all its processors and warpers, one token after each likely beginning at a time; the others are pooled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class ChiSquared:
     """A test of counts against their expectations; the sum of two is the test of both together.
 
     Attributes:
-        statistic: Pearson's.
+        statistic: Pearson's chi-squared statistic.
         freedom: degrees of freedom.
-        draws: how many.
-        impossible: draws of what has no probability at all.
+        draws: number of draws.
+        impossible: number of draws of continuations whose probability is 0.
     """
 
     statistic: float = 0.0
@@ -39,7 +39,7 @@ class ChiSquared:
 
     @classmethod
     def of(cls, observed: Iterable[int], expected: Iterable[float], impossible: int) -> ChiSquared:
-        """The test of counts, those of all cells."""
+        """The test of the observed counts of all cells against the expected ones."""
         counts, means = list(observed), list(expected)
         statistic = sum((count - mean) ** 2 / mean for count, mean in zip(counts, means, strict=True))
         return cls(statistic, len(counts) - 1, sum(counts) + impossible, impossible)
@@ -54,7 +54,7 @@ class ChiSquared:
 
     @property
     def p_value(self) -> float:
-        """How often draws of the right distribution differ as much; 0 where one was impossible."""
+        """How often draws from the expected distribution differ as much; 0 if an impossible one was drawn."""
         if self.impossible:
             return 0.0
         if not self.freedom:
@@ -69,7 +69,7 @@ class Expected:
 
     Attributes:
         cells: probability of each likely continuation.
-        known: what may follow each beginning that was looked at, ``[v]``.
+        known: for each beginning that was looked at, the probabilities ``[v]`` of its next token.
     """
 
     cells: dict[Beginning, float]
@@ -79,15 +79,15 @@ class Expected:
     def of(
         cls, model: PreTrainedModel, ids: torch.Tensor, steps: int, draws: int, ends: frozenset[int], options: Any
     ) -> Expected:
-        """Looks at everything that is expected to be drawn often enough.
+        """Computes the probabilities of all continuations that are expected to be drawn often enough.
 
         Args:
             model: the model.
             ids: ``[1, s]`` the prompt.
             steps: tokens of a continuation.
-            draws: how many there will be.
+            draws: number of draws to expect.
             ends: tokens that end a text.
-            options: of ``generate``, for sampling.
+            options: sampling options of ``generate``.
         """
         alive: dict[Beginning, float] = {(): 1.0}
         cells: dict[Beginning, float] = {}
@@ -104,7 +104,7 @@ class Expected:
         return cls(cells, known)
 
     def test(self, drawn: Iterable[Beginning]) -> ChiSquared:
-        """The test of continuations that were drawn; what is in no cell of its own is in one for all the others."""
+        """Tests drawn continuations; those without a cell of their own are counted in one common cell."""
         counts = Counter(drawn)
         total = counts.total()
         impossible = sum(count for text, count in counts.items() if self._is_impossible(text))
@@ -112,7 +112,7 @@ class Expected:
         pairs = sorted((share * total, counts[text]) for text, share in self.cells.items())
         left = max(0.0, total - sum(mean for mean, _ in pairs))
         pairs.insert(0, (left, others))
-        # A cell of the others that is too small joins the smallest of the rest.
+        # A common cell that is too small is merged with the smallest of the rest.
         while len(pairs) > 1 and pairs[0][0] < _LEAST:
             (mean, count), (next_mean, next_count), *rest = pairs
             pairs = [(mean + next_mean, count + next_count), *rest]
@@ -126,7 +126,10 @@ class Expected:
 def _next_tokens(
     model: PreTrainedModel, ids: torch.Tensor, begun: list[Beginning], options: Any
 ) -> Iterable[tuple[Beginning, torch.Tensor]]:
-    """What may follow each beginning ``[v]``, all of one length, as plain ``generate`` draws it."""
+    """The probabilities ``[v]`` with which plain ``generate`` samples the next token of each of ``begun``.
+
+    All beginnings have the same length.
+    """
     for start in range(0, len(begun), _ROWS):
         some = begun[start : start + _ROWS]
         rows = torch.cat([ids.expand(len(some), -1), torch.tensor(some, dtype=ids.dtype, device=ids.device)], dim=1)
@@ -151,12 +154,12 @@ def draw(
     options: Any,
     after_call: Callable[[], None],
 ) -> list[Beginning]:
-    """Continuations of a prompt ``[1, s]`` that are drawn with ``options``, up to their end.
+    """Samples continuations of a prompt with ``options``, up to their end.
 
     Args:
         model, ids, steps, draws, ends: see :meth:`Expected.of`.
-        options: of ``generate``, the assistant among them.
-        after_call: is called after each ``generate``.
+        options: options of ``generate``, including the assistant.
+        after_call: called after each ``generate``.
     """
     found: list[Beginning] = []
     while len(found) < draws:

@@ -1,19 +1,19 @@
-"""What this package raises when a user can do something about it.
+"""The errors that this package raises when a user can do something about them.
 
 ``SelfSpecError``
  ├── ``SettingError``           a setting has a value that is not allowed (also a ``ValueError``)
  ├── ``SettingTypeError``       a setting has the wrong type (also a ``TypeError``)
  ├── ``UnsupportedModelError``  the model's structure does not allow it (also a ``ValueError``)
- ├── ``UnsupportedOptionError`` an option of ``generate`` has no meaning here (also a ``ValueError``)
+ ├── ``UnsupportedOptionError`` an option of ``generate`` cannot be used here (also a ``ValueError``)
  └── ``NumericalError``         the model returned NaN or infinite logits (also a ``RuntimeError``)
 """
 
-# Characters of a library's message that one of ours repeats; some list hundreds of classes.
+# How many characters of a library's message ours repeat; some messages list hundreds of classes.
 _SHOWN = 200
 
 
 class SelfSpecError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class SettingError(SelfSpecError, ValueError):
@@ -37,6 +37,6 @@ class NumericalError(SelfSpecError, RuntimeError):
 
 
 def brief(error: Exception) -> str:
-    """What a library has raised, as one short line."""
+    """Returns a library's error as one short line."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."

@@ -1,4 +1,4 @@
-"""Files that are read with care, and written whole or not at all."""
+"""Reading files that may be damaged, and writing files whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from .errors import SettingError
 from .settings import LARGEST
 
-# How deep what is read may be nested; what this package writes is at most 9 deep.
+# How deep JSON that is read may be nested; the files that this package writes are at most 9 deep.
 _DEEPEST = 32
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Gives a name beside ``path``; what was written there takes its place, unless something was raised."""
+    """Yields a name next to ``path``; the file written there replaces ``path``, unless an error was raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(_fresh_name())
     try:
@@ -36,7 +36,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_written_whole(folder: Path) -> Iterator[Path]:
-    """Gives a folder inside ``folder``; the files that were written there move up, unless something was raised."""
+    """Yields a folder inside ``folder``; the files written there move to ``folder``, unless an error was raised."""
     inside = folder / _fresh_name()
     inside.mkdir(parents=True)
     try:
@@ -53,7 +53,7 @@ def _fresh_name() -> str:
 
 @contextmanager
 def reported(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns what the system reports about a file into an error for the user.
+    """Turns an ``OSError`` about a file into an error for the user.
 
     Raises:
         SettingError: something at ``path`` cannot be written.
@@ -67,15 +67,15 @@ def reported(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str] = ()) -> None:
-    """Checks that ``folder`` is one, or can be made, and that files can be made in it.
+    """Checks that ``folder`` is a folder or can be created, and that files can be created in it.
 
     Args:
-        name: what it is called in messages.
-        folder: see there.
-        files: names of those that are to be written.
+        name: what the folder is called in messages.
+        folder: the folder.
+        files: names of the files that will be written.
 
     Raises:
-        SettingError: it cannot.
+        SettingError: the folder or a file cannot be created.
     """
     if not os.fspath(folder):
         raise SettingError(f"{name} is empty. Name a folder; the current one is `.`.")
@@ -90,7 +90,7 @@ def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str]
             raise SettingError(f"{name} {folder}: this cannot be a folder ({_reason(error)}).") from error
     if not at.is_dir():
         raise SettingError(f"{name} {folder}: {at} is a file. Name a folder.")
-    try:  # what os.access allows, a file system can still refuse
+    try:  # a file system can still refuse what os.access allows
         trial = at / _fresh_name()
         trial.mkdir()
         trial.rmdir()
@@ -102,7 +102,7 @@ def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str]
 
 
 def read_text(path: Path) -> str:
-    """What a text file holds.
+    """Returns the content of a text file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -120,11 +120,11 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Returns the content of a JSON file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, is no JSON, is nested too deeply, or has numbers that are too large or none.
+        ValueError: it cannot be read, is not JSON, is nested too deeply, or has numbers too large or not finite.
     """
     try:
         content = json.loads(read_text(path))
@@ -153,22 +153,22 @@ def _reason(error: Exception) -> str:
 
 
 def as_count(value: Any) -> int:
-    """A count that was read from a file.
+    """Returns a count that was read from a file.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is not a count.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TypeError(f"{value!r} is no count")
+        raise TypeError(f"{value!r} is not a count")
     return value
 
 
 def as_number(value: Any) -> float:
-    """A number of at least 0 that was read from a file.
+    """Returns a number of at least 0 that was read from a file.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise TypeError(f"{value!r} is no number of at least 0")
+        raise TypeError(f"{value!r} is not a number of at least 0")
     return float(value)

@@ -12,17 +12,17 @@ class Findings(Protocol):
     """What is known of one model for one kind of call.
 
     Attributes:
-        changed: is called when more is known, ``None`` where nobody wants to know.
+        changed: called when there is something new to save, or ``None``.
     """
 
     changed: Callable[[], None] | None
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next call need neither draft nor look at its text."""
+        """Whether the next call can skip drafting and does not need to look at its text."""
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Takes in a call that did neither."""
+        """Records a call that did neither."""
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what is known to the statistics of a call."""
@@ -34,14 +34,14 @@ class Findings(Protocol):
 
 @runtime_checkable
 class TextFindings(Findings, Protocol):
-    """Findings that hold texts of users, which can be forgotten, and which processes that share a file put together."""
+    """Findings that hold users' texts: they can be forgotten, and processes that share a file merge them."""
 
     def forget(self) -> None:
         """Drops the texts and what follows from them."""
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Takes in what another process knows, as :meth:`state` returned it there.
+        """Adds what another process knows, as :meth:`state` returned it there.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else; nothing is changed then.
+            KeyError, TypeError, ValueError: ``state`` is not such a state; nothing is changed then.
         """

@@ -1,4 +1,4 @@
-"""Names of repositories on the Hub, and whether one is there, known within seconds."""
+"""Names of repositories on the Hub, and a quick check of whether one exists."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from huggingface_hub.errors import HfHubHTTPError
 from .errors import brief
 
 _NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
-# What no answer is. A base of the Hub's own errors is that of its HTTP library, which differs between its versions.
+# Errors that mean that the Hub did not answer. The Hub's errors derive from those of its HTTP library, which differs
+# between versions.
 NO_ANSWER: tuple[type[Exception], ...] = (
     OSError,
     *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
 )
-# Seconds that the Hub has to answer. Downloads try again for half a minute before they give up.
+# Seconds within which the Hub has to answer. Downloads retry for half a minute before they give up.
 _PATIENCE = 10.0
 
 
 def is_name(text: str) -> bool:
-    """Whether a repository can have this name."""
+    """Returns whether a repository can have this name."""
     return re.fullmatch(_NAME, text) is not None
 
 
 def trouble(ask: Callable[..., object], name: str) -> str:
-    """Why a repository cannot be loaded from the Hub; empty where it can, or where the Hub must not be contacted.
+    """Returns why a repository cannot be loaded from the Hub; empty where it can be, or in offline mode.
 
     Args:
         ask: ``dataset_info`` or ``model_info`` of ``HfApi``.
-        name: of the repository.
+        name: the name of the repository.
     """
     if constants.HF_HUB_OFFLINE:
         return ""

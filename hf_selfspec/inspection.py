@@ -1,4 +1,4 @@
-"""What a model is made of, and what can be done with it, known from its config alone."""
+"""The structure of a model and what it supports, found from its config alone."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Share:
     """One part of a model.
 
     Attributes:
-        name: what it is.
-        parameters: its numbers; those that two parts share count in the first one.
-        bytes: of them in memory.
+        name: what the part is.
+        parameters: number of its parameters; those that two parts share count in the first one.
+        bytes: memory that they take.
     """
 
     name: str
@@ -37,25 +37,26 @@ class Share:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model is made of, and what can be done with it; ``str`` of it is a table.
+    """The structure of a model and what it supports; ``str`` of it is a table.
 
     Attributes:
         model_name, model_type: class and type of the model.
         refused: why it cannot be used with a ``SelfSpec``, empty where it can be. Then only the shares are known.
         num_layers: decoder layers.
-        attention, mlp: layers in which an attention block (or another mixer of tokens) and an MLP block was found.
-        skippable: for each layer which of its blocks a search may leave out: ``attention``, ``mlp``, ``layer``.
+        attention, mlp: number of layers in which an attention block (or another token mixer) and an MLP block was
+            found.
+        skippable: for each layer the blocks that a search may leave out: ``attention``, ``mlp``, ``layer``.
         no_skips: why no search for blocks to skip is possible, empty where it is.
         tree: drafts can be trees, otherwise lines.
         ragged: the rows of a batch advance at their own pace, otherwise by the shortest acceptance.
-        replay: a verification can begin at the states that a draft has left behind.
-        exits: the states of several exits go through the head together (``exit_report``, training of exits).
+        replay: verification can start from the hidden states that a draft has computed.
+        exits: the states of several exits can go through the head together (``exit_report``, training of exits).
         no_graphs: why forwards cannot be compiled graphs, empty where they can be.
-        is_recurrent: it has states beside keys and values, which are taken back when a draft is rejected.
-        max_positions: tokens that the model was made for, ``None`` where its config does not tell.
-        position_limit: whether there are no more positions than these.
+        is_recurrent: it has recurrent states besides keys and values, which are restored when a draft is rejected.
+        max_positions: number of tokens that the model was made for, ``None`` if its config does not give it.
+        position_limit: whether the model cannot go beyond ``max_positions``.
         shares: parameters by part: embeddings, layers, output head and the rest.
-        cache_bytes: keys and values of one token in all layers, ``None`` where the config does not tell.
+        cache_bytes: bytes of one token's keys and values in all layers, ``None`` if the config does not give it.
     """
 
     model_name: str
@@ -79,7 +80,7 @@ class Inspection:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(share.parameters for share in self.shares)
 
     def __str__(self) -> str:
@@ -95,29 +96,29 @@ class Inspection:
         if self.refused:
             return [("SelfSpec", f"not possible: {self.refused}")]
         return [
-            ("layers", f"{self.num_layers}, {self.attention} with attention or the like, {self.mlp} with an MLP"),
+            ("layers", f"{self.num_layers}, {self.attention} with attention or similar, {self.mlp} with an MLP"),
             ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
             ("blocks to skip", self.no_skips or self._skips()),
-            ("drafts", "trees or lines" if self.tree else "lines: it cannot take the mask of a tree"),
+            ("drafts", "trees or lines" if self.tree else "lines: it cannot take a tree mask"),
             ("batches", _BATCHES[self.ragged]),
             ("sampling", "exact, with trees as well" if self.tree else "exact"),
             ("compiled graphs", f"no: {self.no_graphs}" if self.no_graphs else "where its forward can be traced"),
-            ("recurrent states", "taken back when a draft is rejected" if self.is_recurrent else "none"),
+            ("recurrent states", "rolled back when a draft is rejected" if self.is_recurrent else "none"),
             ("exit_report, training", "possible" if self.exits else "not possible: exits cannot share the head"),
             ("positions", self._positions()),
             ("cache of a token", "unknown" if self.cache_bytes is None else f"{self.cache_bytes / 1024:,.1f} KiB"),
         ]
 
     def _skips(self) -> str:
-        """The layers in whole, then blocks alone."""
+        """The layers that can be skipped whole, then those of which single blocks can."""
         blocks = sum(map(len, self.skippable))
         layers = [index for index, names in enumerate(self.skippable) if names]
         return f"{blocks} in layers {_ranges(layers)} (counted from 0)" if layers else "none"
 
     def _positions(self) -> str:
         if self.max_positions is None:
-            return "no end that the config tells"
-        return f"{self.max_positions:,}" + (", and no more" if self.position_limit else ", longer texts are only worse")
+            return "no limit given in the config"
+        return f"{self.max_positions:,}" + (", and no more" if self.position_limit else ", less accurate beyond")
 
 
 _BATCHES = {
@@ -127,14 +128,14 @@ _BATCHES = {
 
 
 def inspect_model(model: Any) -> Inspection:
-    """Tells what a model is made of, and what can be done with it.
+    """Inspects the structure of a model and what it supports.
 
     Args:
-        model: a causal LM of transformers, a PEFT model around one, or a config, of which a model without weights is
-            made.
+        model: a causal LM of transformers, a PEFT model around one, or a config, from which a model without weights is
+            built.
 
     Raises:
-        SettingTypeError: it is none of these.
+        SettingTypeError: ``model`` is none of these.
         UnsupportedModelError: transformers has no causal LM for the config.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -189,7 +190,7 @@ def _inspected(model: PreTrainedModel) -> Inspection:
 
 
 def _skippable(anatomy: Anatomy) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """For each layer the blocks that a search may leave out, and why there are none."""
+    """For each layer the blocks that a search may leave out, and the reason if there are none."""
     try:
         space = SkipSpace.of(anatomy)
     except SelfSpecError as error:
@@ -223,7 +224,7 @@ def _shares(model: PreTrainedModel, layers: Iterable[nn.Module]) -> tuple[Share,
 
 
 def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
-    """Keys and values of a token, for models that keep them by heads in all layers."""
+    """Bytes of a token's keys and values, for models that have them by head in all layers."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     width = getattr(config, "head_dim", None)
     if width is None and heads and getattr(config, "hidden_size", None):
@@ -237,7 +238,7 @@ def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``1-3, 5`` of 1, 2, 3, 5."""
+    """Numbers as ranges: ``1-3, 5`` for 1, 2, 3, 5."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""The one seam with transformers: ``generate`` with a ``SelfSpec``, and callbacks that change a model in training."""
+"""The one place that hooks into transformers: ``generate`` with a ``SelfSpec``, and callbacks for training."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from .pipelines import PIPELINES, with_assistant
 from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
-# What generate itself takes; the rest is for its config or the model.
+# The parameters of generate itself; other arguments are for its config or the model.
 _OWN_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameters)
 
 
 def install() -> None:
     """Gives ``generate`` of all transformers models the argument ``assistant``, and ``Trainer`` our training callbacks.
 
-    Pipelines pass the argument on, those for images too.
+    Pipelines pass the argument on, including those for images.
 
-    Done when the package is imported. Calls and trainings that use neither are passed on untouched. Calling this again
-    changes nothing; :func:`uninstall` takes it back.
+    Runs when the package is imported. Calls and trainings that use neither are not affected. Calling this again
+    changes nothing; :func:`uninstall` undoes it.
     """
     for owner, name, wrap in _SEAMS:
         original = getattr(owner, name)
@@ -54,10 +54,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes :func:`install` back.
+    """Undoes :func:`install`.
 
-    ``generate(custom_generate=SelfSpec())`` goes on working; callbacks, and what is attached or in a generation config,
-    have no effect until the next :func:`install`.
+    ``generate(custom_generate=SelfSpec())`` still works; callbacks, and a ``SelfSpec`` that is attached or in a
+    generation config, have no effect until the next :func:`install`.
     """
     for owner, name, _ in _SEAMS:
         original = getattr(getattr(owner, name), _ORIGINAL, None)
@@ -70,7 +70,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
-        # Arguments by name, whatever the caller's style, so that those which callables do not get can be taken out.
+        # All arguments by name, so that those which callables do not get can be removed.
         given = signature.bind(self, *args, **kwargs).arguments
         named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
         named.update(given.get("kwargs", {}))
@@ -90,10 +90,10 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with which ``generate`` decodes with a ``SelfSpec``.
+    """The arguments that make ``generate`` decode with a ``SelfSpec``.
 
     Raises:
-        SelfSpecError: it cannot serve this call.
+        SelfSpecError: the ``SelfSpec`` cannot serve this call.
     """
     Anatomy.of(model)
     named = {**named, "generation_config": _without_assistant(named.get("generation_config"))}
@@ -127,9 +127,9 @@ def _decode_or_plain(
     streamer: BaseStreamer | None,
     **model_kwargs: Any,
 ) -> Any:
-    """The same as calling the ``SelfSpec``, and transformers' own loop where it cannot serve what was prepared.
+    """Decodes with the ``SelfSpec``, and with transformers' own loop where it cannot serve the call.
 
-    Whoever called did not ask for a ``SelfSpec``, so that invalid logits are no error either.
+    The caller did not request the ``SelfSpec``, so invalid logits are not an error either.
     """
     prepared: dict[str, Any] = {
         "logits_processor": logits_processor,
@@ -155,7 +155,7 @@ def _warn_of_plain(chosen: Chosen, error: SelfSpecError) -> None:
 
 
 def _without_assistant(config: Any) -> Any:
-    """A passed generation config that ``generate`` copies without the ``SelfSpec`` in it."""
+    """Returns a copy of a passed generation config without the ``SelfSpec`` in it."""
     if not isinstance(config, GenerationConfig):
         return config
     kept = copy.copy(config)
@@ -172,7 +172,7 @@ _SEAMS = (
 
 
 def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
-    """What ``generate`` makes of ``synced_gpus``, which it does not hand to callables."""
+    """The value that ``generate`` resolves ``synced_gpus`` to, which it does not pass to callables."""
     if synced_gpus is not None:
         return synced_gpus
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -182,7 +182,7 @@ def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
 
 
 def _serve_stop_strings(named: dict[str, Any], stop_strings: str | list[str]) -> None:
-    """Transformers does not look for the tokenizer when a callable decodes, so the criterion is built here."""
+    """Builds the criterion for stop strings, since transformers drops the tokenizer when a callable decodes."""
     tokenizer = named.get("tokenizer")
     if tokenizer is None:
         raise UnsupportedOptionError(

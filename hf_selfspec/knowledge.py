@@ -1,4 +1,4 @@
-"""What a ``SelfSpec`` learns from call to call, and where it lasts."""
+"""What a ``SelfSpec`` learns from call to call, and where it is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .stats import GenerationStats
 from .stop.rules import Memory
 from .text_file import TextFile
 
-# Calls that are kept for pictures.
+# How many calls are kept for plots.
 _LOGGED, _POINTS = 4096, 256
 
 
@@ -34,12 +34,12 @@ _F = TypeVar("_F", bound=Findings)
 
 
 class Knowledge:
-    """What changes from call to call, shared by threads and by copies; a pickle begins with what was read from a file.
+    """What changes from call to call, shared by threads and copies; a pickle restarts from what was read from a file.
 
     Attributes:
-        stats: of the last call.
-        calls: of the last calls, in order, without what belongs to single tokens.
-        models: for each model the findings by kind of call and source, those that were used last at the end.
+        stats: statistics of the last call.
+        calls: statistics of the last calls, in order, without the lists that have an entry for each token.
+        models: for each model the findings by kind of call and source, the most recently used ones last.
         saved: what was read from a file, for the model that has its fingerprint.
     """
 
@@ -51,7 +51,7 @@ class Knowledge:
         self._cached: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, saving.Saved]] = weakref.WeakKeyDictionary()
         self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
         self._text_files: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, TextFile]] = weakref.WeakKeyDictionary()
-        # Those that this process has used, also of models that are gone.
+        # The files that this process has used, including those of models that no longer exist.
         self._with_texts: set[Path] = set()
         self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
@@ -60,14 +60,14 @@ class Knowledge:
         return Knowledge, (self.saved,)
 
     def add_call(self, stats: GenerationStats) -> None:
-        """Takes in a finished call."""
+        """Records a finished call."""
         with self._lock:
             self.stats = stats
             thinned = stats.timeline[:: max(1, len(stats.timeline) // _POINTS)]
             self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
 
     def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
-        """Those findings about ``model`` that were used last, of those that are wanted; ``None`` if there are none."""
+        """The most recently used findings about ``model`` that are ``wanted``; ``None`` if there are none."""
         with self._lock:
             return next((found for found in reversed(self.models.get(model, {}).values()) if wanted(found)), None)
 
@@ -82,7 +82,7 @@ class Knowledge:
             return self._memories.setdefault(model, {}).setdefault(kind, Memory())
 
     def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
-        """The fingerprint that the model had when it was first taken: in training a model stays the same one."""
+        """The fingerprint that the model had at its first use: a model that is being trained keeps it."""
         with self._lock:
             if model not in self._fingerprints:
                 self._fingerprints[model] = Fingerprint.of_decoder(model)
@@ -92,7 +92,7 @@ class Knowledge:
         """Checks that what was read from a file belongs to ``model``.
 
         Raises:
-            SettingError: it does not.
+            SettingError: it belongs to another model.
         """
         saved = self.saved
         if saved is None or saved.fingerprint is None:
@@ -111,14 +111,14 @@ class Knowledge:
         cache: Path | None,
         settings: Mapping[str, Any],
     ) -> _F:
-        """Findings of one source for one kind of call, or all kinds.
+        """Findings of one source for one kind of call, or for all kinds.
 
         Args:
-            model: that they are about.
+            model: the model that they are about.
             key: kind and source.
-            make: makes those with which a new kind begins, given another kind's or ``None``.
-            cache: a file in which they last, ``None`` for none.
-            settings: to write beside them.
+            make: creates the findings with which a new kind starts, given another kind's or ``None``.
+            cache: a file in which they are kept, ``None`` for none.
+            settings: the settings to write to that file.
         """
         with self._lock:
             known = self.models.setdefault(model, {})
@@ -143,7 +143,7 @@ class Knowledge:
             if key.kind in states:
                 found.restore(states[key.kind])
             elif states and other is None:
-                # What another kind of call found is a better start than none.
+                # What another kind of call has found is a better start than nothing.
                 first = make(None)
                 first.restore(next(iter(states.values())))
                 return make(first)
@@ -172,9 +172,9 @@ class Knowledge:
         text_id: str = "",
         fingerprint: Fingerprint | None = None,
     ) -> None:
-        """Writes settings and what is known of ``model``, or the wanted part of it.
+        """Writes settings and what is known of ``model``, or the ``wanted`` part of it.
 
-        The file is for the weights that the model has now, whose ``fingerprint`` is taken if it is not given.
+        The file is for the weights that the model has now; their ``fingerprint`` is computed if it is not given.
         """
         with self._lock:
             saved = self.saved if model is None else self._cached.get(model, {}).get(path, self.saved)
@@ -183,19 +183,19 @@ class Knowledge:
             if model is not None:
                 self.check(model)
                 fingerprint = fingerprint or Fingerprint.of_decoder(model)
-            # What was read and not used yet is kept.
+            # What was read but not used yet is kept.
             findings = {} if saved is None else dict(saved.findings)
             if model is not None:
                 known = self.models.get(model, {})
                 used = {key.source for key in known}
-                # Files of earlier versions do not name the source, which there is one of.
+                # Files of earlier versions do not name the source, of which they have only one.
                 findings = {key: state for key, state in findings.items() if key.source or not used}
                 findings.update({key: found.state() for key, found in known.items()})
             chosen = {key: state for key, state in findings.items() if wanted(key)}
             saving.write(path, settings, fingerprint, chosen, text_id)
 
     def forget_texts(self) -> None:
-        """Drops what findings keep of texts, also from the files in which they last.
+        """Drops what findings keep of texts, also from the files in which they are kept.
 
         Raises:
             SettingError: a file cannot be removed.
@@ -224,22 +224,22 @@ class Knowledge:
                 if (now := Fingerprint.of_decoder(alive)) != self.fingerprint(alive):
                     warn_once(
                         f"the weights of {type(alive).__name__} have changed since this SelfSpec began, and files of "
-                        "cache_dir are for one model: what is found from now on stays in memory. Use `save_pretrained` "
-                        "beside the model's checkpoints, or a new SelfSpec when the weights are final."
+                        "cache_dir are for one model: findings from now on stay in memory. Use `save_pretrained` "
+                        "next to the model's checkpoints, or a new SelfSpec when the weights are final."
                     )
                 elif key.kind is None:
                     self._cache_texts(path, alive, settings, key, now)
                 else:
                     self.save(path, alive, settings, lambda one: one.kind is not None, fingerprint=now)
         except SettingError as error:
-            warn_once(f"What is found does not last: {error}")
+            warn_once(f"findings are not kept on disk: {error}")
         except OSError as error:
-            warn_once(f"{path} cannot be written ({error}), so what is found does not last.")
+            warn_once(f"{path} cannot be written ({error}), so findings are not kept on disk.")
 
     def _cache_texts(
         self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any], key: Key, now: Fingerprint
     ) -> None:
-        """Writes what is known of texts, together with what other processes have written since."""
+        """Writes what is known of texts, merged with what other processes have written since."""
         file = self._text_file(model, path)
         with file.locked():
             if isinstance(found := self.models[model][key], TextFindings):
@@ -253,11 +253,11 @@ class KnowledgeOfCall:
     """What is known of one model for one kind of call, see :class:`.draft.source.KnowledgeOfModel`.
 
     Attributes:
-        knowledge: of the ``SelfSpec``.
+        knowledge: all knowledge of the ``SelfSpec``.
         model: the model.
-        kind: of the call.
-        cache_dir, task: where it lasts, see ``SelfSpec``.
-        settings: what is written beside it.
+        kind: the kind of call.
+        cache_dir, task: where it is kept, see ``SelfSpec``.
+        settings: the settings that are written to the file.
     """
 
     knowledge: Knowledge
@@ -277,7 +277,7 @@ class KnowledgeOfCall:
         return self.knowledge.of(self.model, Key(None, name), make, file, self.settings)
 
     def all_findings(self) -> list[Findings]:
-        """All that is known for this kind of call, nothing before the first such call."""
+        """All findings for this kind of call, none before the first such call."""
         return self.knowledge.of_kind(self.model, self.kind)
 
     def memory(self) -> Memory:
@@ -290,7 +290,7 @@ class KnowledgeOfCall:
 
     @property
     def file(self) -> Path | None:
-        """Where findings for single kinds of calls last, ``None`` for nowhere."""
+        """The file with the findings for single kinds of calls, ``None`` if there is none."""
         return self._file("")
 
     def _file(self, ending: str) -> Path | None:
@@ -302,5 +302,5 @@ class KnowledgeOfCall:
 
 
 def _without_texts(saved: saving.Saved) -> saving.Saved:
-    """The same without what belongs to all kinds of calls, where texts are."""
+    """The file's content without the findings for all kinds of calls, which hold the texts."""
     return replace(saved, findings={key: state for key, state in saved.findings.items() if key.kind is not None})

@@ -1,4 +1,4 @@
-"""Models by the folder or the name on the Hub that a command line gives, with one line for whatever is wrong."""
+"""Loads the models that a command line names, by folder or name on the Hub; every failure is a one-line error."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on th
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A causal LM of which nothing is loaded yet.
+    """A causal LM that is not loaded yet.
 
     Attributes:
         name: folder or name on the Hub.
-        local_files_only: the Hub does not answer, so that what was downloaded before has to do.
+        local_files_only: the Hub does not answer, so only what was downloaded before is used.
     """
 
     name: str
@@ -35,14 +35,14 @@ class NamedModel:
 
     @classmethod
     def find(cls, name: str) -> NamedModel:
-        """Looks for a folder, then on the Hub, then among what was downloaded.
+        """Looks for a folder, then on the Hub, then in the cache of downloads.
 
         Raises:
-            SettingError: it is nowhere.
+            SettingError: the model is in none of them.
         """
         if os.path.isdir(name):
             return cls(name)
-        why = trouble(HfApi().model_info, name) if is_name(name) else "it could have no such name"
+        why = trouble(HfApi().model_info, name) if is_name(name) else "this is not a valid name"
         if not why:
             return cls(name)
         if is_name(name) and isinstance(try_to_load_from_cache(name, _CONFIG), str):
@@ -55,7 +55,7 @@ class NamedModel:
         """The config.
 
         Raises:
-            SettingError: there is none, or not of a model that transformers knows.
+            SettingError: there is none, or it is of a model that transformers does not know.
         """
         return self._load("config", AutoConfig.from_pretrained)
 
@@ -72,8 +72,8 @@ class NamedModel:
         """The model with its weights, in evaluation mode.
 
         Args:
-            dtype: of the weights, ``auto`` for that of the file.
-            device: where to, ``None`` for the CPU.
+            dtype: dtype of the weights, ``auto`` for that of the file.
+            device: where the model goes, ``None`` for the CPU.
 
         Raises:
             SettingError: there is none.
@@ -84,14 +84,14 @@ class NamedModel:
         return found
 
     def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
-        """Code that is not of transformers itself does not run."""
+        """Loads a part of the model; code from its repository is not run."""
         if self.local_files_only:
             options["local_files_only"] = True
         try:
             return load(self.name, trust_remote_code=False, **options)
         except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception as error:  # what transformers and the libraries below it raise for damaged files has no base
+        except Exception as error:  # errors for damaged files come from many libraries and share no other base class
             raise SettingError(
                 f"--model {self.name}: its {what} cannot be loaded ({brief(error)}). {_GIVE_MODEL}"
             ) from error
@@ -99,12 +99,12 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A model by the words of a command line.
+    """A model as the options of a command line describe it.
 
     Attributes:
         model: folder or name on the Hub.
         dtype, device: see :meth:`NamedModel.model` and :func:`device_named`.
-        threads: of torch on the CPU, ``None`` to leave them.
+        threads: torch's threads on the CPU, ``None`` to leave their number unchanged.
     """
 
     model: str
@@ -113,12 +113,12 @@ class ModelRequest:
     threads: int | None = None
 
     def find(self) -> NamedModel:
-        """Checks everything and the config; nothing else of the model is loaded yet. Sets up the process for a command.
+        """Checks the options, loads the model's config alone, and sets up the process for a command.
 
         Raises:
             SettingError: there is no such model or device.
         """
-        logging.set_verbosity_error()  # what is wrong with a call is told by hf_selfspec, in one line
+        logging.set_verbosity_error()  # hf_selfspec reports what is wrong with a call, in one line
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
         device_named(self.device)
@@ -129,7 +129,7 @@ class ModelRequest:
         return named
 
     def load(self, named: NamedModel) -> PreTrainedModel:
-        """The model that :meth:`find` has found.
+        """Loads the model that :meth:`find` has found.
 
         Raises:
             SettingError: its weights cannot be loaded.
@@ -138,7 +138,7 @@ class ModelRequest:
 
 
 def device_named(name: str | None) -> torch.device:
-    """A device of this machine; without a name the accelerator, and the CPU where there is none.
+    """Returns a device of this machine; without a name the accelerator, or the CPU if there is none.
 
     Raises:
         SettingError: the machine has no such device.

@@ -1,4 +1,4 @@
-"""Warnings that are issued once in a process."""
+"""Warnings that are issued once per process."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-# Folders of the files between the user's line and a warning.
+# Folders of the code that may lie between the user's line and a warning.
 _INSIDE = tuple(str(Path(found).parent) for found in (__file__, transformers.__file__, torch.__file__))
 _warned: set[str] = set()
 
@@ -27,7 +27,7 @@ def warn_once_ignoring_numbers(message: str) -> None:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """No warnings, for a trial whose result the user does not see; none counts as issued."""
+    """Suppresses warnings, for a trial whose result the user does not see; they do not count as issued."""
     issued = set(_warned)
     try:
         with warnings.catch_warnings():
@@ -44,7 +44,7 @@ def _warn(message: str, key: str) -> None:
 
 
 def _levels_inside() -> int:
-    """Returns the number of calls from the one that warns up to the user's own line."""
+    """Returns the number of stack frames between the warning and the user's own line."""
     frame, levels = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, levels = frame.f_back, levels + 1

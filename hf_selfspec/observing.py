@@ -1,4 +1,4 @@
-"""Texts that free drafts know before the first call."""
+"""Shows texts to free drafts before the first call."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .draft.lookup import likeliest
 from .errors import SettingTypeError, UnsupportedModelError
 from .lookup import LookupRow
 
-# Tokens of a text whose logits exist at a time.
+# Tokens of a text whose logits are in memory at a time.
 _CHUNK = 256
 
 
 def token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], as_prompts: bool) -> list[list[int]]:
-    """The ids of texts or chats.
+    """Returns the ids of texts or chats.
 
     Args:
         tokenizer: the model's tokenizer.
         texts: strings, or chats as lists of messages.
-        as_prompts: an answer follows.
+        as_prompts: whether the model will answer them.
 
     Raises:
-        SettingTypeError: they are something else.
+        SettingTypeError: ``texts`` are something else.
     """
     given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
     rows: list[list[int]] = []
@@ -47,7 +47,7 @@ def token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], as_prom
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[int]]) -> None:
-    """Runs the model once over each text, and keeps the texts and the likeliest successors.
+    """Runs the model once over each text, and keeps the texts and the most likely tokens after each token.
 
     Raises:
         UnsupportedModelError: the model keeps no key-value cache between chunks of a text.

@@ -1,4 +1,4 @@
-"""Pictures of what a ``SelfSpec`` did: the skipped blocks, matchness and speed, and where the time went."""
+"""Plots of what a ``SelfSpec`` did: the skipped blocks, matchness and speed, and where the time went."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MODULES = ("prefill", "draft", "verify", "search", "other")
-# Tokens over which speed is taken.
+# Tokens over which speed is averaged.
 _SPAN = 64
 _DPI = 120
 
 
 def new_figure(what: str, width: float, height: float) -> Figure:
-    """A figure that no window shows and pyplot does not know.
+    """Returns a figure that no window shows and that is not registered with pyplot.
 
     Raises:
         SettingError: matplotlib is not installed.
@@ -44,7 +44,7 @@ def save(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
     """Saves a figure in the format that the suffix of ``path`` names, PNG where it has none.
 
     Raises:
-        SettingError, SettingTypeError: there is no such format, ``path`` is no path, or it cannot be written.
+        SettingError, SettingTypeError: there is no such format, ``path`` is not a path, or it cannot be written.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise SettingTypeError(f"{what}(path) must be a path or None, got {path!r}.")
@@ -65,9 +65,12 @@ def plot(
     over generated tokens (Figure 6), and the share of time by module (Figure 8).
 
     Args:
-        calls: what calls of ``generate`` did, in order.
+        calls: statistics of calls of ``generate``, in order.
         search: the search for blocks to skip; without one there are two panels.
         path: where to save the picture, in the format that its suffix names.
+
+    Returns:
+        The figure.
 
     Raises:
         SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.

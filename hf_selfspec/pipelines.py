@@ -1,4 +1,4 @@
-"""``assistant=`` for pipelines that take the arguments of ``generate`` in ``generate_kwargs`` alone."""
+"""``assistant=`` for pipelines that take the arguments of ``generate`` only in ``generate_kwargs``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import AnyToAnyPipeline, ImageTextToTextPipeline
 
-# Other arguments of theirs go to the processor, which leaves out what it does not know.
+# Their other arguments go to the processor, which ignores those that it does not know.
 PIPELINES = (ImageTextToTextPipeline, AnyToAnyPipeline)
 
 
 def with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``_sanitize_parameters`` of a pipeline: ``assistant`` goes into its ``generate_kwargs``.
 
-    One that the constructor was given stays for calls with ``generate_kwargs`` of their own.
+    An ``assistant`` given to the constructor also holds for calls with ``generate_kwargs`` of their own.
     """
 
     @functools.wraps(original)

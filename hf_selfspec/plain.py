@@ -23,8 +23,8 @@ def decode_plainly(
 
     Args:
         model: the model.
-        input_ids: ``[b, s]``.
-        options: everything else that a ``custom_generate`` callable gets.
+        input_ids: ``[b, s]`` the prompts.
+        options: all other arguments that a ``custom_generate`` callable gets.
 
     Returns:
         What ``generate`` returns, and the statistics.
@@ -51,7 +51,7 @@ def decode_plainly(
 
 
 def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
-    """How many tokens of a row were generated: up to its end-of-text token, or to the padding behind its end."""
+    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding after it."""
     for index, token in enumerate(row, start=1):
         if token in eos_tokens:
             return index

@@ -24,23 +24,23 @@ SelfSpecT = TypeVar("SelfSpecT", bound="Presets")
 
 
 class Presets:
-    """What ``SelfSpec`` inherits: each method returns a ``SelfSpec``, or its subclass, with the settings of a paper."""
+    """Base class of ``SelfSpec``: each method returns an instance of the class with the settings of a paper."""
 
     if TYPE_CHECKING:
-        # That of ``SelfSpec``, which checks what it is given.
+        # The constructor of ``SelfSpec``, which checks its arguments.
         def __init__(
             self, draft: Any, stop: StopRule | None = None, tree: Tree | None = None, max_draft: int = ...
         ) -> None: ...
 
     @classmethod
     def lookup(cls: type[SelfSpecT], stored_tokens: int = 65_536) -> SelfSpecT:
-        """Free drafts alone: nothing but what the texts and the model's own logits give, for any model.
+        """Free drafts only, from the text, earlier texts and the model's own logits; for any model.
 
         Args:
-            stored_tokens: tokens of earlier texts that are kept, see :class:`Lookup`; 0 for none.
+            stored_tokens: tokens of earlier texts to keep, see :class:`Lookup`; 0 for none.
 
         Raises:
-            SettingError, SettingTypeError: it is no such number.
+            SettingError, SettingTypeError: ``stored_tokens`` is not such a number.
         """
         return cls(draft=Lookup(stored_tokens))
 
@@ -54,16 +54,16 @@ class Presets:
     ) -> SelfSpecT:
         """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
 
-        What is not given is chosen for each model by a measured probe on the first 1,024 tokens that it generates: the
-        exit layer and the draft length or threshold with the most expected tokens per second (no draft at all where
-        none pays). Greedy and sampled, single and batched calls choose for themselves. :meth:`choice` tells what was
-        found.
+        Settings that are not given are chosen for each model by a timed probe on the first 1,024 tokens that it
+        generates: the exit layer and the draft length or threshold with the most expected tokens per second (no draft
+        at all where none pays). The choice is made separately for greedy and sampled, single and batched calls.
+        :meth:`choice` returns it.
 
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``.
             num_draft: tokens in a draft (LayerSkip §4.3).
-            stop: another stop rule, in the place of ``num_draft``.
-            max_draft: most tokens in a draft (12 in the paper).
+            stop: another stop rule, in place of ``num_draft``.
+            max_draft: maximum number of tokens in a draft (12 in the paper).
 
         Raises:
             SettingError, SettingTypeError: a setting is not allowed, or both ``num_draft`` and ``stop`` are given.
@@ -88,15 +88,15 @@ class Presets:
         tree: Tree | None = None,
         max_draft: int = 25,
     ) -> SelfSpecT:
-        """SWIFT: nothing trained, nothing prepared; which blocks are skipped is found while text is generated.
+        """SWIFT: needs no training and no preparation; the blocks to skip are found while text is generated.
 
         Args:
             ratio: share of the blocks that are skipped, see :class:`SkipLayers`.
-            search: when sets are tried and when that ends, by default as in the paper, see :class:`OnTheFlySearch`;
-                or :class:`ClosestLayers`.
-            stop: when a draft ends, confidence below 0.8 by default.
+            search: when sets are tried and when the search ends, by default as in the paper, see
+                :class:`OnTheFlySearch`; or :class:`ClosestLayers`.
+            stop: when a draft ends, at a confidence below 0.8 by default.
             tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
-            max_draft: most tokens in a draft (25 in the paper).
+            max_draft: maximum number of tokens in a draft (25 in the paper).
 
         Raises:
             SettingError, SettingTypeError: a setting is not allowed.
@@ -116,12 +116,12 @@ class Presets:
         As in the paper the threshold begins at 0.8 and follows the acceptance rate (its appendix A).
 
         Args:
-            exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without one for the
-                fastest, see :meth:`layerskip`. Or a probe, in the place of both.
-            probe: what ``fit_probe`` gave, or the folder or Hub repository that holds it; or a function that
-                returns the probability that a drafted token is accepted, from its logits ``[b, v]`` and the state
-                ``[b, d]`` behind them. ``None`` for the top-1 probability.
-            max_draft: most tokens in a draft.
+            exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without a probe for the
+                fastest, see :meth:`layerskip`. Or a probe, in place of both arguments.
+            probe: what ``fit_probe`` returned, or the folder or Hub repository that holds it; or a function that
+                returns the probability that a drafted token is accepted, from its logits ``[b, v]`` and the hidden
+                state ``[b, d]`` they were computed from. ``None`` for the top-1 probability.
+            max_draft: maximum number of tokens in a draft.
 
         Raises:
             SettingError, SettingTypeError: a setting is not allowed.
@@ -148,12 +148,12 @@ class Presets:
         stop: StopRule | None = None,
         max_draft: int = 6,
     ) -> SelfSpecT:
-        """Kangaroo: a shallow exit and an adapter behind it, until the confidence falls below 0.6.
+        """Kangaroo: a shallow exit followed by an adapter, until the confidence falls below 0.6.
 
         Args:
-            adapter: what ``fit_adapter`` gave, or the folder or Hub repository that holds it.
-            stop: when a draft ends, confidence below 0.6 by default.
-            max_draft: most tokens in a draft (6 in the paper).
+            adapter: what ``fit_adapter`` returned, or the folder or Hub repository that holds it.
+            stop: when a draft ends, at a confidence below 0.6 by default.
+            max_draft: maximum number of tokens in a draft (6 in the paper).
 
         Raises:
             SettingError, SettingTypeError: there is no such adapter, or a setting is not allowed.
@@ -172,12 +172,12 @@ class Presets:
         """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
 
         Args:
-            heads: what ``fit_exit_heads`` gave, or the folder or Hub repository that holds it.
-            epsilon: the share of drafted tokens that is to be accepted, estimated by the heads' calibration with
-                drafts of at most 32 tokens; can be another one for each ``SelfSpec`` without calibrating again. (DSSD's
-                is how often single heads are right; of a draft, less is accepted.)
+            heads: what ``fit_exit_heads`` returned, or the folder or Hub repository that holds it.
+            epsilon: the target share of drafted tokens that are accepted, estimated by the heads' calibration with
+                drafts of at most 32 tokens; each ``SelfSpec`` can have its own without a new calibration. (In the
+                paper it is how often single heads are right; of a whole draft, less is accepted.)
             metric: how confidence is measured, see ``calibrate_exit_heads``; that of the heads by default.
-            max_draft: most tokens in a draft (32 in the paper).
+            max_draft: maximum number of tokens in a draft (32 in the paper).
 
         Raises:
             SettingError, SettingTypeError: there are no such heads, they do not reach ``epsilon``, or a setting is not
@@ -196,19 +196,20 @@ class Presets:
         metric: str | None = None,
         max_draft: int = 32,
     ) -> SelfSpecT:
-        """Generation with a part of the model alone. **The output is not the model's own.**
+        """Generates with a part of the model, without verification. **The output is not the model's own.**
 
-        Papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the first
-        exit head that is sure enough, and from the whole model where none is (DSSD §3.4.2).
+        The papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the
+        first exit head that is sure enough, and from the whole model where none is (DSSD §3.4.2).
 
         Args:
             layer: the exit layer ``E``.
-            heads, metric, max_draft: in the place of a layer, see :meth:`dssd`; the whole model runs over what was
-                taken early at the next token that is its own, and after ``max_draft`` tokens at the latest.
-            epsilon: how often each head is to be right where it is believed (DSSD §3.4).
+            heads, metric, max_draft: in place of a layer, see :meth:`dssd`; the whole model processes the tokens of
+                early exits together with the next token of its own, and after ``max_draft`` tokens at the latest.
+            epsilon: how often each head has to be right where its token is taken (DSSD §3.4).
 
         Raises:
-            SettingError, SettingTypeError: both or neither is given, or one is not allowed.
+            SettingError, SettingTypeError: both or neither of ``layer`` and ``heads`` are given, or a setting is not
+                allowed.
         """
         if (layer is None) == (heads is None):
             raise SettingError(

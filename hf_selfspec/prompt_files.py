@@ -1,4 +1,4 @@
-"""The prompts of a file, or of a dataset of the Hub, the same for every command that takes prompts."""
+"""Reads the prompts of a file or of a dataset on the Hub, for every command that takes prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import SettingError
 from .prompts import Prompt
 from .train.texts import check_unicode, content, rows
 
-# Columns in which a prompt is looked for, the first one that is there.
+# Columns in which a prompt is looked for; the first one that exists counts.
 COLUMNS = ("messages", "prompt", "text", "question", "instruction")
 # Column of a file without columns, and the one that examples have.
 _LINE, _EXAMPLE = "text", "prompt"
@@ -23,21 +23,21 @@ class Row:
     """A line of a file, or a row of a dataset.
 
     Attributes:
-        place: for messages.
-        columns: what it holds.
+        place: where the row is, for messages.
+        columns: its values by column.
     """
 
     place: str
     columns: Mapping[str, Any]
 
     def prompt(self, field: str | None = None) -> Prompt:
-        """The text or the chat.
+        """Returns the text or the chat of the row.
 
         Args:
-            field: column that holds it, ``None`` for the first one of ``COLUMNS`` that is there.
+            field: column that holds it, ``None`` for the first one of ``COLUMNS`` that exists.
 
         Raises:
-            SettingError: there is none.
+            SettingError: the row has no text and no chat there.
         """
         names = COLUMNS if field is None else (field,)
         found: Any = next((self.columns[name] for name in names if self.columns.get(name)), None)
@@ -53,11 +53,11 @@ class Row:
 
 
 def read_rows(data: str, field: str | None = None) -> list[Row]:
-    """All rows, at least one.
+    """Returns all rows, at least one.
 
     Args:
         data: a ``.txt`` file with a prompt in each line; a ``.jsonl`` or ``.json`` file with an object in each line; or
-            the name of a dataset, whose rows for training count.
+            the name of a dataset, whose training split is read.
         field: column of the prompt.
 
     Raises:
@@ -78,7 +78,7 @@ def read_rows(data: str, field: str | None = None) -> list[Row]:
 
 
 def read_prompts(data: str, field: str | None = None) -> list[Prompt]:
-    """The texts and chats of all rows, see :func:`read_rows`.
+    """Returns the texts and chats of all rows, see :func:`read_rows`.
 
     Raises:
         SettingError: as there, or a row has no prompt.

@@ -1,4 +1,4 @@
-"""Prompts, as texts or as chats, as a model takes them."""
+"""Turns prompts, texts or chats, into a model's inputs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from .errors import SettingError, SettingTypeError
 
-# A text to go on from, or the messages of a chat that is to be answered.
+# A text to continue, or the messages of a chat to answer.
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
 _SHOWN = 60
 
 
 def has_chats(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer knows how chats are written."""
+    """Returns whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -28,18 +28,18 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if not has_chats(tokenizer):
         raise SettingError(
-            "the tokenizer has no chat template, so the model cannot chat. Give a text for it to go on from, or an "
+            "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue, or an "
             "instruction-tuned model."
         )
 
 
 def as_prompts(tokenizer: PreTrainedTokenizerBase, given: Iterable[Prompt], chat: bool | None = None) -> list[Prompt]:
-    """Texts as prompts; chats stay as they are.
+    """Turns texts into prompts; chats stay as they are.
 
     Args:
         tokenizer: the model's tokenizer.
         given: texts and chats.
-        chat: whether a text is the first message of a chat; ``None`` where the tokenizer has a chat template.
+        chat: whether a text becomes the first message of a chat; ``None`` for yes if the tokenizer has a chat template.
 
     Raises:
         SettingError: there is a chat, and the tokenizer has no chat template.
@@ -54,31 +54,31 @@ def as_prompts(tokenizer: PreTrainedTokenizerBase, given: Iterable[Prompt], chat
 def encoded(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device, longest: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Inputs of ``generate``, one row.
+    """Returns the inputs of ``generate`` for one prompt: tensors ``[1, s]``.
 
     Args:
         tokenizer: the model's tokenizer.
         prompt: a text, or a chat as a list of messages.
-        device: the model's.
-        longest: tokens of a text that count, the first ones; chats are taken whole.
+        device: the model's device.
+        longest: a text is cut after this many tokens; chats are never cut.
 
     Raises:
-        SettingError: it is empty, or a chat and the tokenizer has no chat template.
-        SettingTypeError: it is neither.
+        SettingError: the prompt is empty, or it is a chat and the tokenizer has no chat template.
+        SettingTypeError: the prompt is neither a text nor a chat.
     """
     found = token_ids(tokenizer, prompt)
     ids = torch.tensor([found[:longest] if isinstance(prompt, str) else found], device=device)
     if not ids.numel():
-        raise SettingError("the prompt is empty. Give at least one token to go on from.")
+        raise SettingError("the prompt is empty. Give at least one token to continue from.")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Tokens of a text, or of a chat up to where the answer begins.
+    """Returns the tokens of a text, or of a chat up to where the answer begins.
 
     Raises:
-        SettingError: it is a chat, and the tokenizer has no chat template.
-        SettingTypeError: it is neither.
+        SettingError: the prompt is a chat, and the tokenizer has no chat template.
+        SettingTypeError: the prompt is neither a text nor a chat.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])

@@ -10,12 +10,12 @@ from transformers import GenerationConfig
 
 @dataclass
 class Record:
-    """Scores and logits, where ``generate`` was asked to return them.
+    """Scores and logits, where ``generate`` has to return them.
 
     Attributes:
-        scores: of each row and token ``[v]``.
-        steps: scores ``[b, v]`` of each token of all rows, in the place of ``scores`` where rows advance together.
-        logits: of each row and token ``[v]``.
+        scores: for each row and token the scores ``[v]``; ``None`` if not requested.
+        steps: for each token the scores ``[b, v]`` of all rows, in place of ``scores`` where rows advance together.
+        logits: for each row and token the logits ``[v]``; ``None`` if not requested.
     """
 
     scores: list[list[torch.Tensor]] | None
@@ -35,7 +35,7 @@ class Record:
 
 
 def by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
-    """For each step ``[b, ...]`` of what rows have for their tokens, zeros behind a row's end."""
+    """For each step one tensor ``[b, ...]`` of what the rows have for their tokens; zeros after a row's end."""
     if rows is None:
         return None
     empty = torch.zeros_like(rows[0][0])

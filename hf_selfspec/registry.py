@@ -1,4 +1,4 @@
-"""Classes of settings that files may name: drafts, stop rules, trees and searches, a user's own among them."""
+"""Classes of settings that files may name: drafts, stop rules, trees and searches, including a user's own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal, TypeVar, get_args
 
 from .errors import SettingError, SettingTypeError
 
-# What a setting may hold, by its name in a file. ``rule`` is the rule inside another rule.
+# The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
 Place = Literal["draft", "stop", "rule", "tree", "search"]
-# Settings that hold several of a place's classes.
+# Settings that hold a list of a place's classes.
 _LISTS: dict[str, Place] = {"sources": "draft"}
 
 _places: dict[str, dict[str, type]] = {}
@@ -29,7 +29,7 @@ def register(*places: Place) -> Callable[[_T], _T]:
         class MyDraft(hf_selfspec.DraftSource): ...
 
     Args:
-        places: the settings in which it may stand: ``"draft"``, ``"stop"``, ``"tree"``.
+        places: the settings that may hold it: ``"draft"``, ``"stop"``, ``"tree"``.
 
     Raises:
         SettingTypeError: the class is not a dataclass.
@@ -37,7 +37,7 @@ def register(*places: Place) -> Callable[[_T], _T]:
     """
     if not places or not all(place in get_args(Place) for place in places):
         raise SettingError(
-            f"register(*places) takes the settings in which the class may stand, got {places!r}. Write "
+            f"register(*places) takes the settings that may hold the class, got {places!r}. Write "
             'register("draft"), register("stop") or register("tree") above the class.'
         )
 
@@ -51,23 +51,23 @@ def register(*places: Place) -> Callable[[_T], _T]:
                     f"{kind.__module__}.{kind.__qualname__} cannot be registered: {known.__module__}."
                     f"{known.__qualname__} has this name already. Give your class another name."
                 )
-            _places[place][kind.__name__] = kind  # a module that is loaded again defines its class anew
+            _places[place][kind.__name__] = kind  # a module that is reloaded defines its class again
         return kind
 
     return add
 
 
 def is_registered(kind: type) -> bool:
-    """Whether settings of exactly this class can be saved."""
+    """Returns whether settings of exactly this class can be saved."""
     return any(kinds.get(kind.__name__) is kind for kinds in _places.values())
 
 
 def class_named(name: str) -> type | None:
-    """The registered class of that name, whatever setting may hold it; ``None`` if there is none."""
+    """Returns the registered class of that name, for any setting; ``None`` if there is none."""
     return next((kinds[name] for kinds in _places.values() if name in kinds), None)
 
 
 def registered(setting: str, name: object) -> type | None:
-    """The class of that name that the setting may hold, ``None`` if there is none."""
+    """Returns the class of that name that the setting may hold, ``None`` if there is none."""
     kinds = _places.get(_LISTS.get(setting, setting), {})
     return kinds.get(name) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""How well each layer of a model predicts the next token, when its state goes straight to the output head."""
+"""Measures how well each layer predicts the next token if its hidden state goes straight to the output head."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _DEFAULT_LENGTH = 2048
 
 @dataclass(frozen=True)
 class ExitReport:
-    """What the exits of one model predict on the same texts; the exit after the first ``E`` layers is at ``[E - 1]``.
+    """How well the exits of one model predict the same texts; the exit after the first ``E`` layers is at ``[E - 1]``.
 
-    ``str`` of it is a table, :meth:`plot` a picture. Training that includes the exits brings the losses of the earlier
+    ``str`` of it is a table, :meth:`plot` draws it. Training that includes the exits brings the losses of the earlier
     ones towards that of the last (LayerSkip, Figures 6 and 11, which show task scores and perplexities; the perplexity
     is ``exp(loss)``).
 
     Attributes:
         loss: mean cross entropy in nats per token.
         accuracy: share of tokens to which the exit gives the highest probability.
-        agreement: share of tokens for which the exit's first choice is the last layer's: how often a token that is
-            drafted there greedily would be accepted, on a text that the model did not write itself.
-        tokens: predicted tokens: those of all texts but the first of each.
-        model_name: name or path that the model was loaded from, its class where there is none.
+        agreement: share of tokens for which the exit and the last layer have the same first choice: how often a token
+            drafted greedily at this exit would be accepted, on a text that the model did not generate itself.
+        tokens: number of predicted tokens: all tokens of all texts except the first of each.
+        model_name: name or path that the model was loaded from, or its class.
     """
 
     loss: tuple[float, ...]
@@ -63,10 +63,10 @@ class ExitReport:
 
         Args:
             path: where to save the picture, in the format that its suffix names, e.g. ``exits.png``.
-            others: reports to draw beside this one, by the name that the legend gives them.
+            others: reports to draw next to this one, by their names in the legend.
 
         Returns:
-            The figure, which no window shows and pyplot does not know.
+            The figure, which no window shows and which is not registered with pyplot.
 
         Raises:
             SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
@@ -98,36 +98,37 @@ class ExitReport:
 def exit_report(
     model: Any, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, max_length: int | None = None
 ) -> ExitReport:
-    """Measures what every exit of a model predicts on given texts (LayerSkip, Figures 6 and 11).
+    """Measures how well every exit of a model predicts given texts (LayerSkip, Figures 6 and 11).
 
-    Exit ``E`` is the state after the first ``E`` layers, brought to the model's own final norm and output head. Each
-    text goes through the model once, alone, without dropout; logits exist for a chunk of tokens of one exit at a time.
-    The states of all exits exist for a whole text, ``L s d`` numbers: a smaller ``max_length`` needs less memory.
+    Exit ``E`` is the state after the first ``E`` layers, put through the model's own final norm and output head. Each
+    text goes through the model once, alone, without dropout; logits are computed for a chunk of tokens of one exit at a
+    time. The states of all exits are kept for a whole text, ``L s d`` numbers: a smaller ``max_length`` needs less
+    memory.
 
     Args:
-        model: a causal LM of transformers, or a PEFT model around one, with the adapters that are active.
+        model: a causal LM of transformers, or a PEFT model around one, with its active adapters.
         tokenizer: the model's tokenizer.
-        texts: what to predict, at least two tokens each. A text's first token is only a context, which is the
+        texts: what to predict, at least two tokens each. A text's first token is only context; it is the
             beginning-of-text token where the tokenizer adds one.
-        max_length: tokens of a text that count, the first ones; at least 2. ``None`` for as many as the model has
-            positions, and 2048 where its config names no number.
+        max_length: a text is cut after this many tokens, at least 2. ``None`` for as many as the model has positions,
+            or 2048 if its config does not give their number.
 
     Returns:
         Losses, accuracies and agreements of all exits, over the tokens of all texts together.
 
     Raises:
-        SettingError, SettingTypeError: no texts, a text that is too short, or not what is described above.
-        UnsupportedModelError: the model's layers were not found, or its exits cannot go to its head.
+        SettingError, SettingTypeError: there are no texts, a text is too short, or an argument is not allowed.
+        UnsupportedModelError: the model's layers were not found, or its exits cannot use its head.
     """
     inner = _causal_lm(model)
     exits = Exits(inner)
     rows = _token_rows(tokenizer, texts, _length(max_length, exits.anatomy.max_positions))
     embeddings = inner.get_input_embeddings().weight
-    # Offloaded weights are elsewhere; accelerate's hooks then move what goes in.
+    # Offloaded weights are on another device; accelerate's hooks then move the inputs.
     device = torch.device("cpu") if embeddings.is_meta else embeddings.device
     chunk = max(1, LOGIT_ELEMENTS // inner.config.get_text_config(decoder=True).vocab_size)
     sums = torch.zeros(exits.anatomy.num_layers, 3, dtype=torch.float64)
-    # Not inference_mode: what a module keeps from a forward has to serve later training, too.
+    # Not inference_mode: tensors that a module keeps from this forward must be usable in later training.
     with torch.no_grad(), _measuring(inner, exits):
         for row in rows:
             ids = torch.tensor([row], device=device)
@@ -144,17 +145,17 @@ def exit_report(
 def _text_sums(
     head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, targets: torch.Tensor, chunk: int
 ) -> torch.Tensor:
-    """Sums over a text's predictions.
+    """Returns sums over a text's predictions.
 
     Args:
-        head: ``[n, d]`` states to ``[n, v]`` logits.
+        head: maps states ``[n, d]`` to logits ``[n, v]``.
         states: ``[L, n, d]``.
         targets: ``[n]`` the tokens that come next.
-        chunk: predictions whose logits may exist together.
+        chunk: predictions whose logits may be in memory together.
 
     Returns:
-        ``[L, 3]`` on the CPU: cross entropy in nats, tokens that are the exit's first choice, and tokens for which
-        that is the last layer's.
+        ``[L, 3]`` on the CPU: cross entropy in nats, number of tokens that are the exit's first choice, and number of
+        tokens for which the exit and the last layer have the same first choice.
     """
     sums = torch.zeros(len(states), 3, dtype=torch.float64)
     for start in range(0, len(targets), chunk):
@@ -181,7 +182,7 @@ def _predict(
 
 @contextmanager
 def _measuring(model: PreTrainedModel, exits: Exits) -> Iterator[None]:
-    """The model in evaluation mode with all exits on, and as it was afterwards."""
+    """Puts the model in evaluation mode with all exits on, and restores it afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         exits.attach()
@@ -228,7 +229,7 @@ def _token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length
         raise SettingTypeError(f"exit_report(texts) must be a list of strings, got {repr(texts)[:100]}.")
     if not given:
         raise SettingError("exit_report(texts) is empty. Give at least one text of two tokens.")
-    # Cut here and not in the tokenizer, which would cut at its own side and put an end-of-text token at the cut.
+    # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
     rows = [list(tokenizer(text, verbose=False)["input_ids"])[:length] for text in given]
     for index, row in enumerate(rows):
         if len(row) < 2:

@@ -1,4 +1,4 @@
-"""Files in which settings and findings last: one JSON file, written whole or not at all."""
+"""Saving settings and findings: one JSON file, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .registry import is_registered, registered
 
 FILE_NAME = "selfspec.json"
 _FORMAT = 1
-# What a file may set; the registry knows the classes that may stand there. Where a SelfSpec keeps its findings
-# (``cache_dir``, ``task``) is not part of it: a file from elsewhere does not choose where this machine writes.
+# The settings in a file; the registry has the classes that they may hold. Where a SelfSpec keeps its findings
+# (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft")
-# Settings that name the folder or repository from which a part is loaded, and whether they may be left out.
+# Settings that name the folder or repository to load a part from, and whether they may be left out.
 PARTS = {"adapter": False, "head": True, "heads": False}
 
 
 _T = TypeVar("_T")
-# Whether tokens are drawn, and whether there are several rows.
+# Whether tokens are sampled, and whether there are several rows.
 Kind = tuple[bool, bool]
 
 
@@ -34,8 +34,8 @@ class Key:
     """What findings are about.
 
     Attributes:
-        kind: of calls, ``None`` for all.
-        source: of drafts that keeps them; empty in files of earlier versions.
+        kind: kind of calls, ``None`` for all.
+        source: name of the draft source that keeps them; empty in files of earlier versions.
     """
 
     kind: Kind | None
@@ -44,14 +44,14 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         settings: arguments of ``SelfSpec``.
-        fingerprint: of the model that the findings, and the settings, belong to; ``None`` for any model.
+        fingerprint: fingerprint of the model that findings and settings belong to; ``None`` for any model.
         findings: states of searches, probes and tables.
         path: the file.
-        text_id: of a file with texts, see :class:`.text_file.TextFile`.
+        text_id: id of a file with texts, see :class:`.text_file.TextFile`.
     """
 
     settings: dict[str, Any]
@@ -66,10 +66,10 @@ class Saved:
 
 
 def encode(value: Any, name: str) -> Any:
-    """Settings as JSON has them.
+    """Returns settings as JSON values.
 
     Raises:
-        SettingError: they hold an object of the user's own.
+        SettingError: they hold an object of a class that is not registered.
     """
     if dataclasses.is_dataclass(value) and is_registered(type(value)):
         fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
@@ -85,10 +85,10 @@ def encode(value: Any, name: str) -> Any:
 
 
 def decode_settings(settings: Any) -> dict[str, Any]:
-    """The arguments of ``SelfSpec`` that a file may set.
+    """Returns the arguments of ``SelfSpec`` from a file's settings.
 
     Raises:
-        SettingError, TypeError: they are something else.
+        SettingError, TypeError: they are not settings that a file may have.
     """
     if not isinstance(settings, dict):
         raise TypeError(f"its settings are {settings!r}")
@@ -97,22 +97,22 @@ def decode_settings(settings: Any) -> dict[str, Any]:
 
 
 def decode(value: Any, name: str) -> Any:
-    """The reverse of :func:`encode`, for the settings that a file may hold.
+    """The inverse of :func:`encode`, for the settings that a file may have.
 
     Args:
-        value: as JSON has it.
-        name: of the setting, with those around it, e.g. ``draft.search``.
+        value: the JSON value.
+        name: name of the setting, with those that contain it, e.g. ``draft.search``.
 
     Raises:
-        SettingError: it is none of ours, or not where it belongs.
+        SettingError: its class is not registered for this setting.
     """
     setting = name.rpartition(".")[2]
     if isinstance(value, dict):
         kind = registered(setting, value.get("class"))
         if kind is None:
             raise SettingError(
-                f"{name} has the class {value.get('class')!r}, which cannot stand there. If it is your own, import the "
-                "module that registers it (hf_selfspec.register) before loading."
+                f"{name} has the class {value.get('class')!r}, which is not allowed there. If it is your own, import "
+                "the module that registers it (hf_selfspec.register) before loading."
             )
         given = {field: one for field, one in value.items() if field != "class"}
         _check_names(f"{name}.", given, [field.name for field in dataclasses.fields(kind)])
@@ -125,14 +125,14 @@ def decode(value: Any, name: str) -> Any:
 def _check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot. What it may set is {', '.join(known)}.")
+        raise SettingError(f"it sets {where}{unknown[0]}, which a file cannot set. It may set {', '.join(known)}.")
 
 
 def _check_place(name: str, value: Any) -> None:
-    """A folder by its whole path, or a repository of the Hub by its name, as they are written.
+    """Checks that a place is the absolute path of a folder or the name of a repository on the Hub.
 
-    Windows signs in at the machine that a path names behind two slashes of either kind, so these are not for a file to
-    choose.
+    Windows logs in to the machine that a path names after two slashes of either kind, so a file must not choose such
+    paths.
     """
     is_usual = isinstance(value, str) and not re.match(r"[\\/]{2}", value)
     if not is_usual or not (Path(value).is_absolute() or is_name(value)):
@@ -148,7 +148,7 @@ def write(
     findings: Mapping[Key, dict[str, Any]],
     text_id: str = "",
 ) -> None:
-    """Writes a file beside its place and moves it there, so that whatever happens, one of the two versions is whole."""
+    """Writes a temporary file and moves it to ``path``, so that a crash leaves the old file or the new one, whole."""
     content = {
         "format": _FORMAT,
         "settings": {name: encode(value, name) for name, value in settings.items()},
@@ -168,7 +168,7 @@ def write(
 
 
 def replace(path: Path, content: Any) -> None:
-    """Writes JSON beside a file and moves it there."""
+    """Writes JSON to a temporary file and moves it to ``path``."""
     with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
         json.dump(content, file)
 
@@ -177,21 +177,21 @@ def read(path: Path) -> Saved:
     """Reads a file.
 
     Raises:
-        SettingError: it does not exist, is not one of ours, was cut short or changed.
+        SettingError: it does not exist, is not a saved ``SelfSpec``, or was cut short or changed.
     """
     try:
         content = read_json(path)
     except FileNotFoundError as error:
         raise SettingError(
-            f"there is no {path}. Give the folder that `spec.save_pretrained(folder)` has written."
+            f"{path} does not exist. Give the folder that `spec.save_pretrained(folder)` has written."
         ) from error
     except ValueError as error:
         raise _corrupt(path, str(error)) from error
     try:
         if content["format"] != _FORMAT:
             raise SettingError(
-                f"{path} has format {content['format']!r}, this version of hf_selfspec reads format {_FORMAT}. Save it "
-                "again with this version, or install the one it was saved with."
+                f"{path} has format {content['format']!r}, but this version of hf_selfspec reads format {_FORMAT}. "
+                "Save it again with this version, or install the one it was saved with."
             )
         kept = content["fingerprint"]
         return Saved(
@@ -208,10 +208,10 @@ def read(path: Path) -> Saved:
 
 
 def construct(kind: Callable[..., _T], saved: Saved) -> _T:
-    """An object of the settings in a file.
+    """Builds an object from the settings in a file.
 
     Raises:
-        SettingError: they are not its settings.
+        SettingError: they are not settings of ``kind``.
     """
     try:
         return kind(**saved.settings)
@@ -224,7 +224,7 @@ def construct(kind: Callable[..., _T], saved: Saved) -> _T:
 def _key(one: dict[str, Any]) -> Key:
     kind, source = (one["do_sample"], one["several_rows"]), one.get("source", "")
     if not isinstance(source, str) or not (kind == (None, None) or all(isinstance(value, bool) for value in kind)):
-        raise TypeError(f"{kind!r}, {source!r} is no kind of call and source")
+        raise TypeError(f"{kind!r}, {source!r} is not a kind of call and a source")
     return Key(None if kind[0] is None else kind, source)
 
 
@@ -235,5 +235,5 @@ def _corrupt(path: Path, why: str) -> SettingError:
 
 
 def corrupt_findings(path: Path, error: Exception) -> SettingError:
-    """What to raise where findings cannot be used."""
+    """Returns the error to raise where findings cannot be used."""
     return _corrupt(path, repr(error))

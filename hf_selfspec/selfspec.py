@@ -52,7 +52,7 @@ from .verify.tree import Tree
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Under this name a saved generation config holds the settings of its ``assistant``.
+# The name under which a saved generation config holds the settings of its ``assistant``.
 CONFIG_KEY = "hf_selfspec"
 
 
@@ -60,9 +60,9 @@ CONFIG_KEY = "hf_selfspec"
 class SelfSpec(Presets):
     """Self-speculative decoding: part of a model drafts, the whole model verifies.
 
-    ``model.generate(**inputs, assistant=SelfSpec())`` gives the tokens of plain ``generate``, faster. A ``SelfSpec``
-    holds settings and can be used again, with other models and by several threads. Copies, deep ones too, share what
-    was learned: tools such as lm-eval copy their arguments for every batch. A new ``SelfSpec`` begins anew.
+    ``model.generate(**inputs, assistant=SelfSpec())`` returns the tokens of plain ``generate``, faster. A ``SelfSpec``
+    holds settings and can be reused, with other models and by several threads. Copies, including deep ones, share what
+    was learned: tools such as lm-eval copy their arguments for every batch. A new ``SelfSpec`` starts from scratch.
 
     Args:
         draft: what drafts: :class:`Lookup`, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter`,
@@ -71,21 +71,21 @@ class SelfSpec(Presets):
             copy of it, which shares its modules). By default free drafts, and layers to skip that are found while
             generating, see :class:`ClosestLayers`. :class:`EarlyExitOnly` generates with the first layers alone, which
             changes the output (and returns no cache).
-        stop: when a draft ends, :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
+        stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
-            that returns a ``BoolTensor [b]``. ``None``:
-            what is fastest, as the probe of an early exit or the search for layers to skip finds, and a confidence
-            below 0.8 for a given set. A ``CandidateGenerator`` and :class:`EarlyExitOnly` take none.
-        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not for those two.
-        max_draft: most tokens in a draft, 1,024 at most.
-        cache_dir: folder in which what is found about models lasts, so that the next process starts with it. Files are
+            that returns a ``BoolTensor [b]``. With ``None``, the probe of an early exit or the search for layers to
+            skip chooses the fastest rule; for a given set of layers it is a confidence below 0.8. Not allowed with a
+            ``CandidateGenerator`` or :class:`EarlyExitOnly`.
+        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with those two either.
+        max_draft: maximum number of tokens in a draft, at most 1,024.
+        cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
             for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.
-        task: name of what the model is used for; another kind of text is another task.
-        compile: forwards over drafts become compiled graphs, each when it comes for the second time: ``True``, or how,
-            as for transformers' static cache (``fullgraph`` and ``dynamic`` make no difference: graphs are whole, and
-            of fixed shapes). A whole draft of a small model becomes one graph where rounds show that to be faster. For
-            long texts and services: compiling takes up to a minute for each of some graphs, once in a process. A
-            call with ``cache_implementation="static"`` compiles as well.
+        task: name of what the model is used for; use another name for another kind of text.
+        compile: whether forwards over drafts become compiled graphs, each when it is needed for the second time:
+            ``True``, or a config as for transformers' static cache (``fullgraph`` and ``dynamic`` make no difference:
+            graphs are whole, with fixed shapes). A whole draft of a small model becomes one graph where timings show
+            that it is faster. For long texts and services: compiling takes up to a minute for some graphs, once per
+            process. A call with ``cache_implementation="static"`` compiles as well.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -118,15 +118,15 @@ class SelfSpec(Presets):
         return copy.copy(self)
 
     def choice(self, model: Any) -> ExitChoice | SkipChoice | None:
-        """What a probe or a search has chosen for the last kind of call of ``model``, ``None`` before that.
+        """Returns what a probe or a search has chosen for the last kind of call of ``model``, ``None`` before that.
 
-        A choice holds for a model object, whatever adapters are active: take a new ``SelfSpec`` after changing them.
+        A choice holds for a model object, whatever adapters are active: create a new ``SelfSpec`` after changing them.
 
         Args:
             model: a causal LM of transformers, or a PEFT model around one.
 
         Raises:
-            SettingTypeError: it is neither.
+            SettingTypeError: ``model`` is neither.
         """
         inner = causal_lm(model, "SelfSpec.choice")
         found = self._knowledge.latest(inner, lambda found: hasattr(found, "choice"))
@@ -140,7 +140,7 @@ class SelfSpec(Presets):
         *,
         max_new_tokens: int | None = None,
     ) -> None:
-        """Lets free drafts know given texts, so that the first call is drafted as well as later ones.
+        """Shows texts to free drafts, so that the first call is drafted as well as later ones.
 
         The model runs once over each text, or answers each as a prompt. What follows is kept as after a call, see
         :class:`Lookup`: in the memory of this process, in ``cache_dir`` and by :meth:`save_pretrained`.
@@ -149,16 +149,16 @@ class SelfSpec(Presets):
             model: a causal LM of transformers, or a PEFT model around one.
             tokenizer: the model's tokenizer.
             texts: strings, or chats as lists of messages, like those that the model will read and write.
-            max_new_tokens: tokens of the model's own answer to each text; ``None`` to read the texts alone.
+            max_new_tokens: tokens of the model's own answer to each text; ``None`` to only read the texts.
 
         Raises:
-            SettingError, SettingTypeError: no texts, no free drafts in this ``SelfSpec``, or not what is described
-                above.
+            SettingError, SettingTypeError: there are no texts, this ``SelfSpec`` has no free drafts, or an argument is
+                not allowed.
         """
         inner = causal_lm(model, "SelfSpec.observe")
         lookup = self._source.part(Lookup)
         if lookup is None:
-            raise SettingError(f"SelfSpec.observe fills free drafts, which {self.draft!r} has none of. Add Lookup().")
+            raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:
             check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
         rows = token_rows(tokenizer, texts, max_new_tokens is not None)
@@ -175,8 +175,8 @@ class SelfSpec(Presets):
     def forget(self) -> None:
         """Drops the texts of earlier calls, and what was kept of the model's logits on them.
 
-        In the memory of this process, for all models, and in the files of ``cache_dir`` that it has used. What was
-        found about layers, and the times of forwards, stay.
+        They are dropped from the memory of this process, for all models, and from the files of ``cache_dir`` that it
+        has used. Findings about layers, and the times of forwards, stay.
         """
         self._knowledge.forget_texts()
 
@@ -184,13 +184,13 @@ class SelfSpec(Presets):
         """Writes settings and findings to ``folder/selfspec.json``, whole or not at all.
 
         Args:
-            folder: made if it does not exist; a file from before is replaced.
-            model: the model whose findings to keep and to which the file will belong, a causal LM of transformers or a
-                PEFT model around one. It can be left out where only one was used, or none.
+            folder: created if it does not exist; an earlier file in it is replaced.
+            model: the model whose findings are saved and to which the file will belong, a causal LM of transformers or
+                a PEFT model around one. It can be left out if at most one model was used.
 
         Raises:
             SettingError, SettingTypeError: the settings hold a function or generator of your own, several models were
-                used and none is named, ``model`` is no model, or the file cannot be written.
+                used and none is given, ``model`` is not a model, or the file cannot be written.
         """
         inner = self._only_model("SelfSpec.save_pretrained", model)
         settings, path = self._settings(checked=True), Path(folder) / saving.FILE_NAME
@@ -199,13 +199,13 @@ class SelfSpec(Presets):
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> SelfSpec:
-        """What :meth:`save_pretrained` has written; another model than it was saved for is refused when it is used.
+        """Loads what :meth:`save_pretrained` has written; using it with another model raises an error.
 
         A file sets ``draft``, ``stop``, ``tree`` and ``max_draft``, never ``cache_dir`` or ``task``. Where it names an
         adapter or exit heads, these are loaded from that folder or repository of the Hub.
 
         Raises:
-            SettingError: there is no such file, it was cut short or changed, or is of another format.
+            SettingError: there is no such file, it was cut short or changed, or it has another format.
         """
         saved = saving.read(Path(folder) / saving.FILE_NAME)
         spec = saving.construct(cls, saved)
@@ -215,15 +215,15 @@ class SelfSpec(Presets):
     def export_draft(
         self, folder: str | os.PathLike[str], model: Any, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
-        """Writes what drafts as a checkpoint for other engines, see :func:`hf_selfspec.export.export_draft`."""
+        """Writes the draft as a checkpoint for other engines, see :func:`hf_selfspec.export.export_draft`."""
         export_draft(self, folder, model, tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON has them, with which a ``GenerationConfig`` that holds this ``SelfSpec`` is saved.
+        """Returns the settings as JSON values, for saving a ``GenerationConfig`` that holds this ``SelfSpec``.
 
-        A loaded config has them again, except for ``cache_dir`` and ``task``: no file chooses where this machine
-        writes. What was learned is not among them, see :meth:`save_pretrained`. A function or generator of your own
-        cannot be saved, which one warning reports.
+        A loaded config restores them, except for ``cache_dir`` and ``task``: a file must not choose where this machine
+        writes. What was learned is not included, see :meth:`save_pretrained`. A function or generator of your own
+        cannot be saved; a warning reports it once.
         """
         try:
             settings = self._settings().items()
@@ -238,18 +238,18 @@ class SelfSpec(Presets):
         return self._knowledge.stats
 
     def plot(self, path: str | os.PathLike[str] | None = None, model: Any = None) -> Figure:
-        """Draws what the calls so far did; see :func:`hf_selfspec.pictures.plot`.
+        """Plots what the calls so far did; see :func:`hf_selfspec.pictures.plot`.
 
         Args:
             path: where to save the picture, in the format that its suffix names, e.g. ``search.png``.
-            model: the model whose search to draw; it can be left out where only one was used.
+            model: the model whose search to plot; it can be left out if only one was used.
 
         Returns:
-            The figure, which no window shows and pyplot does not know.
+            The figure, which no window shows and which is not registered with pyplot.
 
         Raises:
             SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
-                and none is named, or ``path`` cannot be written.
+                and none is given, or ``path`` cannot be written.
         """
         if not self._knowledge.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
@@ -258,7 +258,7 @@ class SelfSpec(Presets):
         return pictures.plot(list(self._knowledge.calls), found, path)
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
-        """The model that is meant, of those with findings."""
+        """The given model, or the only one with findings."""
         if model is not None:
             return causal_lm(model, name)
         used = list(self._knowledge.models)
@@ -274,12 +274,12 @@ class SelfSpec(Presets):
         logits_processor: LogitsProcessorList | None = None,
         do_sample: bool = False,
     ) -> PartialDraft:
-        """The draft as a ``CandidateGenerator`` for transformers' own assisted generation (one row).
+        """Returns the draft as a ``CandidateGenerator`` for transformers' own assisted generation (one row).
 
         Args:
             model: the model to draft with.
             logits_processor: processors of the generation.
-            do_sample: whether tokens are drawn.
+            do_sample: whether tokens are sampled.
 
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
@@ -297,7 +297,7 @@ class SelfSpec(Presets):
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decodes; called by ``generate`` with everything prepared (``custom_generate``)."""
+        """Decodes a call; ``generate`` calls it with everything prepared (``custom_generate``)."""
         request = Request(
             model,
             input_ids,
@@ -311,17 +311,17 @@ class SelfSpec(Presets):
         return self.generation(request).ready(request)()
 
     def generation(self, request: Request, checks_logits: bool = True) -> Generation:
-        """What decodes one call, for the package's own use."""
+        """Returns what decodes one call, for the package's own use."""
         knowledge = self._known(request.model, (request.do_sample, len(request.input_ids) > 1))
         config = request.generation_config.compile_config
         if self.compile is not False:
             config = CompileConfig() if self.compile is True else self.compile
         elif config is not None and request.input_ids.device.type == "cpu" and not config._compile_all_devices:
-            config = None  # as transformers
+            config = None  # as in transformers
         return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits, config)
 
     def _known(self, model: PreTrainedModel, kind: Kind) -> KnowledgeOfCall:
-        # Processes of one model may have different folders, and would draft differently.
+        # The processes of one model may have different folders, and would then draft differently.
         folder = None if is_tensor_parallel(model) else self.cache_dir
         return KnowledgeOfCall(
             knowledge=self._knowledge,
@@ -337,7 +337,7 @@ class SelfSpec(Presets):
         return self.draft if isinstance(self.draft, DraftSource) else Candidates(self.draft)
 
     def _settings(self, checked: bool = False) -> dict[str, Any]:
-        """What is saved of the settings; ``checked`` for an error where they cannot be."""
+        """The settings that are saved; with ``checked``, raises an error if they cannot be."""
         settings = {"draft": self.draft, "stop": self.stop, "tree": self.tree, "max_draft": self.max_draft}
         if checked:
             for name, value in settings.items():

@@ -6,17 +6,17 @@ import math
 
 from .errors import SettingError, SettingTypeError
 
-# What 64 bits hold; a larger number counts nothing.
+# The largest number that 64 bits hold; no count needs more.
 LARGEST = 2**63 - 1
-# Most tokens of a draft. The papers' drafts have at most 32. For each stop rule and token of its text, a probe replays
-# with as many numbers, which is 20 MB in all at this length.
+# Maximum number of tokens in a draft. The papers' drafts have at most 32. A probe's replay holds this many numbers for
+# each stop rule and token of its text, 20 MB in all at this length.
 MOST_DRAFT = 1024
-# Most layers of a model, and most numbers of a state or words of a vocabulary: ten times what the largest models have.
+# Maximum number of layers, and maximum hidden or vocabulary size: ten times those of the largest models.
 MOST_LAYERS = 4096
 MOST_WIDTH = 2**22
-# Most tokens on which a search tries a set, for which each call reserves memory: 64 times what the papers need at most.
+# Maximum number of tokens on which a search tries a set; each call reserves memory for them. 64 times the papers' most.
 MOST_WINDOW = 4096
-# Most candidates at one depth of a tree, each of which the whole model runs over. SWIFT's tree has at most 10 of them.
+# Maximum number of candidates at one depth of a tree; the whole model runs over each. SWIFT's tree has at most 10.
 MOST_CANDIDATES = 256
 
 
@@ -35,10 +35,10 @@ def check_count(name: str, value: object, least: int = 1, most: int = LARGEST) -
 
 
 def check_exit(who: str, setting: str, layer: int, layers: int, model: str = "the model") -> None:
-    """Checks that a model of as many layers has that exit layer.
+    """Checks that a model with ``layers`` layers has the exit layer ``layer``.
 
     Raises:
-        SettingError, SettingTypeError: it has not.
+        SettingError, SettingTypeError: it does not.
     """
     check_count(f"{who}({setting})", layer)
     if layer >= layers:
@@ -91,5 +91,5 @@ def check_flag(name: str, value: object) -> None:
 
 
 def _shown(value: float) -> str:
-    """A number in a message; Python does not write whole numbers of thousands of digits."""
+    """Returns a number as text for a message; Python refuses to print integers of thousands of digits."""
     return f"{value!r}" if isinstance(value, float) or abs(value) <= LARGEST else "a number that 64 bits do not hold"

@@ -13,15 +13,15 @@ from .errors import SettingError, SettingTypeError
 from .stop.rules import RememberingRule
 from .verify.tree import Tree
 
-# Characters in the name of a task: of four bytes each, with the rest of its file's name, they are what a folder takes.
+# Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
 _LONGEST_TASK = 50
 
 
 def check_parts(draft: Any, stop: Any, tree: Any) -> None:
-    """Checks that a draft, a stop rule and a tree are such.
+    """Checks the types of a draft, a stop rule and a tree.
 
     Raises:
-        SettingTypeError: one is not.
+        SettingTypeError: one has another type.
     """
     if not isinstance(draft, (DraftSource, CandidateGenerator)):
         raise SettingTypeError(
@@ -40,7 +40,7 @@ def check_parts(draft: Any, stop: Any, tree: Any) -> None:
 
 
 def check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
-    """Checks drafts whose tokens come all at once, or not at all: nothing ends them early or branches.
+    """Checks that drafts whose tokens come all at once have no stop rule and no tree, which would have no effect.
 
     Raises:
         SettingError: a setting would have no effect.
@@ -52,10 +52,10 @@ def check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
 
 
 def check_folder_and_task(folder: Any, task: Any) -> None:
-    """Checks where findings last, and under which name.
+    """Checks where findings are kept, and under which name.
 
     Raises:
-        SettingError, SettingTypeError: the folder is no path, or the task no name of a file.
+        SettingError, SettingTypeError: the folder is not a path, or the task cannot be a file name.
     """
     if folder is not None and not isinstance(folder, (str, os.PathLike)):
         raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {folder!r}.")

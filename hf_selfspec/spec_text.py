@@ -1,4 +1,4 @@
-"""A ``SelfSpec`` as a command line gives it: a preset's name, a folder, or an expression such as one of Python."""
+"""A ``SelfSpec`` from a command line: a preset's name, a folder, or a Python expression."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .registry import class_named
 from .saving import FILE_NAME
 from .selfspec import SelfSpec
 
-# What needs no further argument, by the names of the table of methods.
+# The presets that need no further argument, by their names in the table of methods.
 PRESETS: dict[str, Callable[[], SelfSpec]] = {
     "adaspeed": SelfSpec.adaspeed,
     "layerskip": SelfSpec.layerskip,
@@ -25,7 +25,7 @@ PRESETS: dict[str, Callable[[], SelfSpec]] = {
 }
 # Methods of SelfSpec that an expression may call.
 _CONSTRUCTORS = ("adaspeed", "dssd", "early_exit_only", "from_pretrained", "kangaroo", "layerskip", "lookup", "swift")
-# A setting that only one kind of fitted part has tells which one a folder holds.
+# For each kind of fitted part a setting that no other kind has, which tells what a folder holds.
 _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "layers": SelfSpec.dssd,
     "num_heads": SelfSpec.kangaroo,
@@ -35,16 +35,16 @@ _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 
 def read_spec(text: str, option: str = "--spec") -> SelfSpec:
-    """The ``SelfSpec`` that a text names.
+    """Returns the ``SelfSpec`` that a text describes.
 
     Args:
         text: one of :data:`PRESETS`; a folder that ``SelfSpec.save_pretrained`` or a fit has written; or an expression
             of literals, ``SelfSpec``, its presets and classes of settings, e.g. ``SelfSpec.layerskip(8, num_draft=3)``.
-            Nothing else of Python is run.
-        option: what the text was given as, for messages.
+            No other code is run.
+        option: the option that the text was given for, for messages.
 
     Raises:
-        SettingError: it names none.
+        SettingError: the text does not describe a ``SelfSpec``.
     """
     try:
         if text in PRESETS:
@@ -57,7 +57,7 @@ def read_spec(text: str, option: str = "--spec") -> SelfSpec:
 
 
 def split(texts: Iterable[str]) -> list[str]:
-    """What stands between commas, those in brackets and quotes apart: several values of one option."""
+    """Splits the values of an option at commas, except at those inside brackets and quotes."""
     return [item for text in texts for item in _split_one(text) if item]
 
 
@@ -103,12 +103,12 @@ def _of_expression(text: str) -> SelfSpec:
         raise SettingError(f"there is no such folder or preset. {_what()}")
     found = _value(tree)
     if not isinstance(found, SelfSpec):
-        raise SettingError(f"this is no SelfSpec but {type(found).__name__}. {_what()}")
+        raise SettingError(f"this is not a SelfSpec but {type(found).__name__}. {_what()}")
     return found
 
 
 def _value(node: ast.expr) -> Any:
-    """What an expression of literals and settings stands for."""
+    """Evaluates an expression of literals and settings."""
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
@@ -121,8 +121,8 @@ def _value(node: ast.expr) -> Any:
         case ast.Call(func=function, args=args, keywords=keywords) if all(word.arg for word in keywords):
             return _called(function, [_value(arg) for arg in args], {str(w.arg): _value(w.value) for w in keywords})
     raise SettingError(
-        f"`{ast.unparse(node)}` cannot stand in it: only numbers, strings, lists, SelfSpec, its presets and classes of "
-        "settings can."
+        f"`{ast.unparse(node)}` is not allowed in it: give only numbers, strings, lists, SelfSpec, its presets and "
+        "classes of settings."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-# A plan's picture as two lines of blocks.
+# How the characters of a plan are shown as two lines, one of attention and one of MLP blocks.
 _ATTENTION, _MLP = str.maketrans("#am.", "■■□□"), str.maketrans("#am.", "■□■□")
 
 
@@ -15,28 +15,28 @@ class GenerationStats:
 
     Attributes:
         tokens: tokens generated, all rows.
-        rounds: verification passes that each row took part in, all rows; the prefill is not one.
+        rounds: verification passes, counted for each row that took part; the prefill does not count.
         drafted: drafting steps, all rows (siblings in a tree do not count).
         accepted: drafted tokens that were kept.
-        accepted_lengths: how often a round kept that many drafted tokens.
-        draft_steps: forwards of the draft, whatever the batch.
-        verify_passes: forwards of verification, whatever the batch.
+        accepted_lengths: for each number of drafted tokens how many rounds kept that many.
+        draft_steps: forwards of the draft, each counted once for the whole batch.
+        verify_passes: forwards of verification, each counted once for the whole batch.
         prefill_seconds, draft_seconds, verify_seconds, search_seconds, total_seconds: wall-clock time; verification
             includes bringing the last drafted token and siblings to the first layer that the draft altered, and search
-            is whatever the draft learns from, the probe of an early exit among it.
+            is everything from which the draft learns, including the probe of an early exit.
         forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
         from_draft: for each row and generated token whether it came from the draft.
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
-        phase: of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
-        matchness: of the sets that such a search tried, in order, those of earlier calls included.
+        phase: phase of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
+        matchness: matchness of the sets that such a search tried, in order, including those of earlier calls.
         drafts: whether it was worth drafting with part of the model at the end of the call.
         left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted or
             verified then.
-        together_for: processors and criteria that may keep a state, for which the rows of a batch advanced together.
-        exit_layers: of drafts that choose an exit for each token, how many were taken at each.
-        round_sizes: for each verification pass the drafted nodes of a row that it took, and the tokens that all rows
-            gained by it.
-        timeline: after each round the tokens of all rows so far and the seconds since the call began.
+        together_for: processors and criteria that may keep a state, because of which all rows advanced together.
+        exit_layers: for drafts that choose an exit for each token, how many tokens were drafted at each exit.
+        round_sizes: for each verification pass the number of drafted nodes per row, and the number of tokens that all
+            rows gained.
+        timeline: after each round the number of tokens of all rows so far and the seconds since the call began.
     """
 
     tokens: int = 0
@@ -87,10 +87,10 @@ class GenerationStats:
 
     @property
     def draft_cost(self) -> float:
-        """c, time of a drafting step / time of a verification pass, both as measured in this call (0 if no draft).
+        """c, time of a drafting step / time of a verification pass, both measured in this call (0 without a draft).
 
-        The papers divide by a one-token pass of the full model. A verification pass takes as long as that where memory
-        bandwidth is the limit. ``hf_selfspec.bench`` measures the one-token pass itself.
+        The papers divide by the time of a one-token pass of the full model. A verification pass takes as long where
+        memory bandwidth is the limit. ``hf_selfspec.bench`` measures the one-token pass itself.
         """
         if not self.draft_steps or not self.verify_passes or not self.verify_seconds:
             return 0.0

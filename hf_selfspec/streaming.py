@@ -1,4 +1,4 @@
-"""Text while it is generated, with the tokens that were accepted drafts marked."""
+"""Streams text while it is generated, and marks the accepted draft tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .selfspec import SelfSpec
 from .settings import check_count, check_share
 from .streams import DraftStreamer
 
-# With which an unfinished character is decoded.
+# What an unfinished character is decoded to.
 _UNFINISHED = "\ufffd"
 
 
@@ -25,8 +25,8 @@ class Piece:
     """A piece of text, of one token or of the few that make up a character.
 
     Attributes:
-        text: see there.
-        from_draft: all of its tokens were drafted and accepted.
+        text: the text.
+        from_draft: whether all of its tokens were drafted and accepted.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Piece:
 
 
 class MarkedStreamer(DraftStreamer):
-    """A streamer for ``generate`` that tells which pieces of the text were drafted.
+    """A streamer for ``generate`` that marks which pieces of the text were drafted.
 
     ::
 
@@ -43,7 +43,7 @@ class MarkedStreamer(DraftStreamer):
 
     Args:
         tokenizer: the model's tokenizer.
-        write: gets each :class:`Piece` when it is known, prompt and special tokens left out.
+        write: called with each :class:`Piece` as soon as it is known, without the prompt and special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[Piece], None]) -> None:
@@ -56,8 +56,8 @@ class MarkedStreamer(DraftStreamer):
         self._is_prompt = True
         self._tokens: list[int] = []
         self._drafted: list[bool] = []
-        # Tokens from the first number on are decoded together, since spaces depend on what stands before; the text of
-        # those before the second one was written.
+        # Tokens from the first index on are decoded together, since spaces depend on the tokens before; the text of
+        # those before the second index was written already.
         self._context, self._written = 0, 0
 
     def put(self, value: torch.Tensor) -> None:
@@ -104,19 +104,19 @@ def stream(
     temperature: float = 0.0,
     top_p: float | None = None,
 ) -> str:
-    """Generates, and hands over each piece of text as soon as it is known.
+    """Generates, and passes on each piece of text as soon as it is known.
 
-    ``spec.stats`` has the figures afterwards.
+    ``spec.stats`` has the statistics afterwards.
 
     Args:
         model: a causal LM of transformers, or a PEFT model around one.
         tokenizer: the model's tokenizer.
-        prompt: a text to go on from, or a chat as a list of messages.
-        write: gets each :class:`Piece`.
+        prompt: a text to continue, or a chat as a list of messages.
+        write: called with each :class:`Piece`.
         spec: what drafts, ``SelfSpec()`` by default.
-        max_new_tokens: tokens to generate at most.
-        temperature: with which tokens are drawn, 0 for the likeliest ones.
-        top_p: share of the probability from which tokens are drawn; the generation config's by default.
+        max_new_tokens: maximum number of tokens to generate.
+        temperature: sampling temperature, 0 for greedy decoding.
+        top_p: share of the probability to sample from (nucleus sampling); the generation config's by default.
 
     Returns:
         The whole text.
@@ -143,10 +143,10 @@ def stream(
 
 
 def sampling(who: str, temperature: float, top_p: float | None) -> dict[str, Any]:
-    """Options of ``generate`` for a temperature, 0 for the likeliest tokens.
+    """Returns the options of ``generate`` for a temperature (0 for greedy decoding) and ``top_p``.
 
     Raises:
-        SettingError, SettingTypeError: one is not allowed.
+        SettingError, SettingTypeError: one of them is not allowed.
     """
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < torch.inf:
         raise SettingError(f"{who}(temperature) must be a finite number of at least 0, got {temperature!r}.")

@@ -1,4 +1,4 @@
-"""What the decode loop tells a streamer beside the tokens."""
+"""What the decode loop passes to a streamer besides the tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class DraftStreamer(BaseStreamer):
-    """A streamer that learns which tokens were drafted.
+    """A streamer that is told which tokens were drafted.
 
     Attributes:
         from_draft: for each row whether the token that ``put`` gets was drafted and accepted; empty where that is not

@@ -1,4 +1,4 @@
-"""A file in which several processes keep what they know of texts: put together, and forgotten together."""
+"""A file in which several processes keep what they know of texts: they merge it, and forget it together."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from . import saving
 from .findings import TextFindings
 from .saving import Key, Saved
 
-# Seconds to wait for another process that reads or writes.
+# Seconds to wait while another process reads or writes.
 _PATIENCE = 10.0
 
 
 class TextFile:
-    """What one model's findings in this process know of the file.
+    """The link between the file and one model's findings in this process.
 
-    A file has an id, which it keeps as long as nothing is forgotten. Findings that belong to another id than the file's
-    are older than what was forgotten, in another process or by removing the file, and are dropped.
+    A file has an id, which changes when its texts are forgotten. If the id of the findings is not the file's, the texts
+    were forgotten since, in another process or by removing the file, so the findings are dropped.
 
     Args:
         path: the file.
 
     Attributes:
-        id: of the file to which the findings belong, ``None`` before they met one.
+        id: id of the file to which the findings belong, ``None`` before they were first read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,32 +35,32 @@ class TextFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other process reads or writes the file in the meantime.
+        """Keeps other processes from reading or writing the file in the meantime.
 
         Raises:
-            OSError: the folder cannot be written, or another process held the file too long.
+            OSError: the folder cannot be written, or another process held the lock for too long.
         """
-        from filelock import FileLock  # which calls without a cache folder do not need
+        from filelock import FileLock  # imported here because calls without a cache folder do not need it
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.path}.lock", timeout=_PATIENCE):
             yield
 
     def read(self) -> Saved | None:
-        """What is in the file, ``None`` where there is none; findings that take it up belong to the file.
+        """Reads the file, ``None`` if there is none; findings that start from it belong to the file.
 
         Raises:
-            SettingError: it is not one of ours, was cut short or changed.
+            SettingError: it is not a saved ``SelfSpec``, or was cut short or changed.
         """
         if not self.path.exists():
             return None
-        # From a folder that cannot be written, in which nothing changes, it is read without the lock.
+        # In a folder that cannot be written nothing changes, so the file is read without the lock.
         with suppress(OSError), self.locked():
             return self._read()
         return self._read()
 
     def meet(self, found: TextFindings, key: Key) -> None:
-        """Puts what others have written since into the findings, before these are written; call it when locked.
+        """Merges what others have written since into the findings, before these are written; needs the lock.
 
         Raises:
             SettingError: what is in the file is not a state of such findings.
@@ -80,7 +80,7 @@ class TextFile:
                     raise saving.corrupt_findings(self.path, error) from error
 
     def wrote(self) -> None:
-        """The file is what this process has just written; call it when locked."""
+        """Notes that this process has just written the file; needs the lock."""
         self._version = self._seen()
 
     def _read(self) -> Saved | None:
@@ -92,6 +92,6 @@ class TextFile:
         return saved
 
     def _seen(self) -> tuple[int, int]:
-        """Changes with the file."""
+        """A value that changes whenever the file changes."""
         found = self.path.stat()
         return found.st_mtime_ns, found.st_ino

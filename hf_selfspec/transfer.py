@@ -1,4 +1,4 @@
-"""Numbers between the host and a device, as few times as possible: on a GPU each time can make the host wait."""
+"""Moves numbers between host and device in as few transfers as possible: on a GPU each can make the host wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array, or numbers in nested sequences of equal lengths, on a device; a GPU's queue need not be empty."""
+    """Puts an array, or nested sequences of equal lengths, on a device, without waiting for a GPU's queue to empty."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else torch.tensor(numbers)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -18,14 +18,14 @@ def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.T
 
 
 def read(*tensors: torch.Tensor) -> list[Any]:
-    """Integer, boolean and float32 tensors of one device as nested lists, brought to the host together."""
+    """Returns integer, boolean and float32 tensors of one device as nested lists, copied to the host together."""
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
     return [tensor.tolist() for tensor in _together(tensors)]
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of one device on the host, by one copy."""
+    """Copies tensors of one device to the host, in one transfer."""
     of_kinds = len({tensor.dtype for tensor in tensors}) > 1
     flat = torch.cat([(_as_integers(tensor) if of_kinds else tensor).flatten() for tensor in tensors]).cpu()
     pieces = zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
@@ -33,7 +33,7 @@ def _together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Each number as one of 64 bits; of floats these are their bits."""
+    """Each number as a 64-bit integer; floats by their bits."""
     return (tensor.view(torch.int32) if tensor.is_floating_point() else tensor).to(torch.long)
 
 
@@ -42,29 +42,29 @@ def _as_before(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class RowNumbers(tuple[int, ...]):
-    """A number for each row of a batch, on the host, and on a device once it is wanted there."""
+    """A number for each row of a batch, on the host, and on a device as soon as it is needed there."""
 
     _make: Callable[[torch.device], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> RowNumbers:
-        """The numbers as they are, or made of a sequence."""
+        """Returns ``RowNumbers`` as they are, and turns another sequence into them."""
         return numbers if isinstance(numbers, cls) else cls(numbers)
 
     @classmethod
     def made(cls, numbers: Sequence[int], make: Callable[[torch.device], torch.Tensor]) -> RowNumbers:
-        """Numbers that need no upload, since ``make`` finds them on the device: ``[b, 1]``."""
+        """Numbers that need no upload, since ``make`` computes them on the device: ``[b, 1]``."""
         found = cls(numbers)
         found._make = make
         return found
 
     @property
     def are_equal(self) -> bool:
-        """Whether all rows have the same."""
+        """Whether all rows have the same number."""
         return min(self) == max(self)
 
     def ahead(self, count: int) -> RowNumbers:
-        """So much larger ones."""
+        """The numbers plus ``count``."""
         if not count:
             return self
         return RowNumbers.made([number + count for number in self], lambda device: self.on(device) + count)
@@ -75,13 +75,13 @@ class RowNumbers(tuple[int, ...]):
         return RowNumbers.made(sums, lambda device: self.on(device) + others.on(device))
 
     def onwards(self, count: int, device: torch.device) -> torch.Tensor:
-        """``[b, count]``, or one row where all have the same: the numbers from each row's on."""
+        """``count`` consecutive numbers from each row's on: ``[b, count]``, or ``[1, count]`` if all rows are equal."""
         if self.are_equal:
             return torch.arange(self[0], self[0] + count, device=device)[None]
         return self.on(device) + torch.arange(count, device=device)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """``[b, 1]``, or ``[1, 1]`` where all rows have the same, which needs no upload."""
+        """The numbers as a tensor ``[b, 1]``, or ``[1, 1]`` if all are equal, which needs no upload."""
         if self.are_equal:
             return torch.full((1, 1), self[0], device=device)
         known = self.__dict__.setdefault("_known", {})

@@ -1,4 +1,4 @@
-"""Tuning in advance: the set of blocks whose drafts take the least measured time (Self-SD, arXiv 2309.08168 §3.2)."""
+"""Tuning in advance: finds the blocks to skip with the least measured time (Self-SD, arXiv 2309.08168 §3.2)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from .settings import check_count
 from .stop.rules import ConfidenceThreshold, StopRule
 from .verify.tree import Tree
 
-# The steps' file, and the sets and rules that are timed once more at the end, so that none wins by luck.
+# The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
 _LAST_ROUND, _REPEATS = 3, 3
 _RATIOS = (0.2, 0.6)
-# Proposals in a row that were timed already, after which there are taken to be no others.
+# After this many proposals in a row that were timed already, the search assumes that there are no others.
 _ALL_KNOWN = 100
 
 
@@ -51,7 +51,7 @@ class OfflineSearch:
     Args:
         max_steps: sets to time (1,000 in the paper, on 8 texts).
         random_steps: how many of these are random, before Bayesian optimisation proposes the others.
-        seed: of the random sets.
+        seed: seed of the random sets.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -85,26 +85,26 @@ def tune(
         tokenizer: the model's tokenizer.
         texts: prompts like those that the model will get; 4 to 8 are enough (8 in the paper).
         search: how long to search.
-        stop: when drafts end; ``None`` to have that chosen, too.
+        stop: when drafts end; ``None`` to choose that, too.
         tree: siblings at each depth.
         max_new_tokens: tokens to generate for each text.
-        max_prompt_tokens: tokens of a text that count, the first ones; ``None`` for all.
-        folder: where the result is saved, for ``SelfSpec.from_pretrained``, and the steps as they are made: a search
-            that was interrupted goes on where it was.
+        max_prompt_tokens: a text is cut after this many tokens; ``None`` for no limit.
+        folder: where the result is saved, for ``SelfSpec.from_pretrained``, and each step when it is done: an
+            interrupted search resumes there.
 
     Returns:
         A ``SelfSpec`` with the fastest set. Warns if it is not faster than plain ``generate``.
 
     Raises:
-        SettingError, SettingTypeError: no texts, a model of fewer than 4 layers, a folder with another search's steps,
-            or not what is described above.
+        SettingError, SettingTypeError: there are no texts, the model has fewer than 4 layers, the folder has the steps
+            of another search, or an argument is not allowed.
         UnsupportedModelError: the model is spread over several processes.
     """
     inner = causal_lm(model, "tune")
     if is_tensor_parallel(inner):
         raise UnsupportedModelError(
             "tune goes by timings, which differ between the processes of a tensor-parallel model. Generate with "
-            "SelfSpec(SkipLayers(search=ClosestLayers())), whose search goes by one clock, or name the blocks to skip."
+            "SelfSpec(SkipLayers(search=ClosestLayers())), whose search uses one clock, or name the blocks to skip."
         )
     check_count("tune(max_new_tokens)", max_new_tokens)
     if max_prompt_tokens is not None:
@@ -143,7 +143,7 @@ class _Runner:
         self.options = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
 
     def describe(self) -> dict[str, Any]:
-        """What steps have to have in common to be compared."""
+        """What steps must have in common to be comparable."""
         tokens = hashlib.sha256(repr([row.tolist() for row in self.rows]).encode()).hexdigest()[:32]
         stop, tree = (
             saving.encode(value, f"tune({name})") for name, value in (("stop", self.stop), ("tree", self.tree))
@@ -151,7 +151,7 @@ class _Runner:
         return {"texts": tokens, "max_new_tokens": self.options["max_new_tokens"], "stop": stop, "tree": tree}
 
     def spec(self, plan: LayerPlan, stop: StopRule | None) -> SelfSpec:
-        """Drafts of one set."""
+        """A ``SelfSpec`` that drafts with one set."""
         draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
         return SelfSpec(draft, stop or self.stop or ConfidenceThreshold(), self.tree)
 
@@ -184,7 +184,7 @@ class _Tuning:
         self.speeds: dict[LayerPlan, float] = {}
 
     def run(self) -> SelfSpec:
-        """All steps, the last round, and the result on disk."""
+        """Runs all steps and the last round, and saves the result."""
         runner, search = self.runner, self.search
         if self.folder is not None:
             self._of()  # what cannot be saved is refused before anything is timed
@@ -201,7 +201,7 @@ class _Tuning:
                 known += 1
                 continue
             known = 0
-            # Plain generate on one of the texts, in turn, tells how fast the machine is just now.
+            # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
             turn = len(self.speeds) % len(plain)
             now = runner.seconds(None, [runner.rows[turn]]) / plain[turn]
             self.speeds[plan] = now * float(np.mean(plain)) / runner.seconds(runner.spec(plan, None))
@@ -214,18 +214,18 @@ class _Tuning:
     def _propose(self, waiting: list[LayerPlan], rng: np.random.Generator) -> LayerPlan:
         while waiting:
             plan = waiting.pop(0)
-            # One in two at most, so that there is time for others.
+            # At most every second proposal, so that there is time for others.
             if plan not in self.speeds and len(self.speeds) < self.search.max_steps // 2:
                 return plan
         drawn = sum(1 for plan in self.speeds if plan.skipped_attention != plan.skipped_mlp)
         if drawn < self.search.random_steps or not self.speeds:
             return self.runner.space.random(rng, float(rng.uniform(*_RATIOS)))
-        from .search.bayes import suggest  # scikit-learn and SciPy, which the package as a whole does not need
+        from .search.bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
 
         return suggest(self.runner.space, self.speeds, rng, resize=True)
 
     def _finish(self) -> SelfSpec:
-        """The best sets, each with the best rule, against each other and plain ``generate``, in turn."""
+        """Times the best sets, each with its best rule, in turn with each other and with plain ``generate``."""
         runner = self.runner
         best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
         stops: Sequence[StopRule | None] = [None]
@@ -261,11 +261,11 @@ class _Tuning:
         except FileNotFoundError:
             return
         except (ValueError, KeyError, TypeError) as error:
-            raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to begin anew.") from error
+            raise SettingError(f"{path} was cut short or changed ({error!r}). Delete it to start over.") from error
         if not same:
             raise SettingError(
                 f"{path} holds the steps of another search (another model, other texts or settings). Give another "
-                "folder, or delete it to begin anew."
+                "folder, or delete it to start over."
             )
         self.speeds = steps
 

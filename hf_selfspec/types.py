@@ -1,4 +1,4 @@
-"""What drafting, verification and the decode loop hand to each other."""
+"""What drafting, verification and the decode loop pass to each other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Text:
     """The token ids of a batch while it grows; rows may be at different lengths.
 
     Attributes:
-        ids: ``[b, columns]`` the prompts as ``generate`` got them (left-padded) and what follows. What lies beyond a
-            row's length is scratch.
-        lengths: columns that count, for each row.
+        ids: ``[b, columns]`` the prompts as ``generate`` got them (left-padded) and what follows. Columns beyond a
+            row's length are scratch space.
+        lengths: for each row the number of columns that count.
         base: for each row the cache slot that belongs to column 0 (negative for a padded row).
-        prompt_width: columns of the prompts.
-        fixed: for each row how many slots hold what ids do not tell (images), and must not be written again; ``None``
+        prompt_width: number of columns of the prompts.
+        fixed: for each row how many slots hold content without ids (images) and must not be written again; ``None``
             for none.
     """
 
@@ -48,7 +48,7 @@ class Text:
         return len(self.lengths)
 
     def first_slots(self) -> list[int]:
-        """The first slot of each row whose token can go through the model again; embedded prompts have no ids."""
+        """For each row the first slot whose token can go through the model again; embedded prompts have no ids."""
         fixed = self.fixed or [0] * self.batch_size
         return [max(0, base, count) for base, count in zip(self.base, fixed, strict=True)]
 
@@ -61,30 +61,30 @@ class Text:
         self._last_slots = ends.plus(self._before)
 
     def last_tokens(self) -> torch.Tensor:
-        """``[b, 1]``."""
+        """The last token of each row, ``[b, 1]``."""
         return self._ahead(-1, 1)
 
     def _ahead(self, first: int, count: int) -> torch.Tensor:
-        """``[b, count]`` the ids from ``first`` columns behind each row's end on."""
+        """The ids ``[b, count]`` that start ``first`` columns after each row's end."""
         if min(self.lengths) == max(self.lengths):
             start = self.lengths[0] + first
             return self.ids[:, start : start + count]
         return self.ids.gather(1, self._columns(first, count))
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
-        """``[b, count]`` the columns that begin ``first`` behind each row's end."""
+        """The indices ``[b, count]`` of the columns that start ``first`` columns after each row's end."""
         starts = self._ends.on(self.ids.device) + first
         return (starts + torch.arange(count, device=self.ids.device)).expand(self.batch_size, count)
 
     def tokens_before(self, slots: Sequence[int], n: int, first: Sequence[int]) -> tuple[list[int], torch.Tensor]:
-        """For each row the slot from which ``n`` slots end before its slot, or its first, and the tokens ``[b, n]``.
+        """For each row the ``n`` tokens before ``slots``: the slot of the first one, and the tokens ``[b, n]``.
 
-        Behind the tokens of rows that have fewer is junk.
+        Rows with fewer tokens start at ``first``; what follows their tokens is junk.
 
         Args:
-            slots: for each row the slot behind the tokens.
-            n: how many.
-            first: for each row the first slot that a forward can begin at.
+            slots: for each row the slot after the tokens.
+            n: number of tokens.
+            first: for each row the first slot at which a forward can begin.
         """
         known = zip(slots, self.first_slots(), first, strict=True)
         starts = [max(given, least, slot - n) for slot, given, least in known]
@@ -94,11 +94,11 @@ class Text:
         return starts, self.ids.gather(1, columns.expand(self.batch_size, n))
 
     def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:
-        """``[1, s]`` one row's tokens and ``ahead`` scratch columns."""
+        """One row's tokens and ``ahead`` scratch columns, ``[1, s]``."""
         return self.ids[row : row + 1, : self.lengths[row] + ahead]
 
     def write_draft(self, tokens: torch.Tensor, ahead: int) -> None:
-        """Writes ``tokens`` ``[b]`` as scratch, ``ahead`` columns after each row's end."""
+        """Writes ``tokens`` ``[b]`` to scratch columns, ``ahead`` columns after each row's end."""
         self.ensure(max(self.lengths) + ahead + 1)
         if min(self.lengths) == max(self.lengths):
             self.ids[:, self.lengths[0] + ahead] = tokens
@@ -106,26 +106,26 @@ class Text:
             self.ids.scatter_(1, self._columns(ahead, 1), tokens[:, None])
 
     def put_one(self, row: int, ahead: int, token: int) -> None:
-        """Writes one token as scratch, ``ahead`` columns after the end of ``row``."""
+        """Writes one token to a scratch column, ``ahead`` columns after the end of ``row``."""
         column = self.lengths[row] + ahead
         self.ensure(column + 1)
         self.ids[row, column] = token
 
     def with_draft(self, length: int) -> torch.Tensor:
-        """``[b, s]`` the rows with ``length`` scratch columns, aligned right (older columns of short rows repeat)."""
+        """The rows with ``length`` scratch columns ``[b, s]``, aligned right (short rows repeat older columns)."""
         width = max(self.lengths) + length
         if min(self.lengths) == max(self.lengths):
             return self.ids[:, :width]
         return self.ids.gather(1, self._columns(length - width, width).clamp(min=0))
 
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Makes each row longer by tokens."""
+        """Appends each row's tokens."""
         most = max(map(len, tokens))
         if not most:
             return
         self.ensure(max(self.lengths) + most)
         lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
-        # What short rows get beyond their end is scratch.
+        # What short rows get beyond their end is scratch space.
         rows = [[length, *new, *[0] * (most - len(new))] for length, new in zip(lengths, tokens, strict=True)]
         packed = upload(rows, self.ids.device)
         if min(self.lengths) == max(self.lengths):
@@ -135,7 +135,7 @@ class Text:
         self._move_to(RowNumbers.made(lengths, lambda device: packed[:, :1].to(device)))
 
     def ensure(self, columns: int) -> None:
-        """Keeps space for ``columns`` columns."""
+        """Makes room for ``columns`` columns."""
         if columns > self.ids.shape[1]:
             grown = self.ids.new_zeros(self.ids.shape[0], columns + columns // 4)
             grown[:, : self.ids.shape[1]] = self.ids
@@ -149,17 +149,17 @@ class Draft:
     Node 0 is the row's last committed token, nodes ``1 .. t`` are the drafted ones; parents come before children.
 
     Attributes:
-        tokens: ``[b, t]`` nodes 1 and up; what a row does not use is junk.
-        lengths: for each row the tokens on its longest path; of a line, the tokens that count.
+        tokens: ``[b, t]`` nodes 1 and up; nodes that a row does not use are junk.
+        lengths: for each row the number of tokens on its longest path; for a line, of the tokens that count.
         parents: for each row the parent of nodes ``1 .. t``, -1 for a node that does not count; ``None`` for lines.
-        q: ``[b, T, v]`` the distributions at nodes ``0 .. T-1`` from which their drawn children were drawn without
-            replacement, in the order of their numbers; ``None`` where all are named (greedy, retrieved tokens).
-        num_drawn: how many of the first nodes were drawn from ``q``, the others are named; ``None`` for all.
-        states: ``[b, T, d]`` hidden states of nodes ``0..T-1`` entering layer ``prefix``, or ``None``. Where node ``T``
-            has been there, too, ``[b, T + 1, d]``.
+        q: ``[b, T, v]`` the distributions at nodes ``0 .. T-1`` from which their sampled children were drawn without
+            replacement, in the order of their numbers; ``None`` where none was sampled (greedy, retrieved tokens).
+        num_drawn: how many of the first nodes were sampled from ``q``, the others were not; ``None`` for all.
+        states: ``[b, T, d]`` hidden states of nodes ``0 .. T-1`` that enter layer ``prefix``, or ``None``; if node
+            ``T`` has one, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
         listed: ``tokens`` as lists, where the host knows them; they need not be on the text's device then.
-        skips_verification: the line is kept whatever the full model chooses. The output is another one then.
+        skips_verification: the line is kept whatever the full model chooses, so the output changes.
     """
 
     tokens: torch.Tensor
@@ -175,7 +175,7 @@ class Draft:
 
     @classmethod
     def none(cls, text: Text) -> Draft:
-        """No tokens in any row."""
+        """A draft without tokens in any row."""
         return cls(text.ids[:, :0], [0] * text.batch_size, listed=[[] for _ in text.lengths])
 
     @property
@@ -201,7 +201,7 @@ class Draft:
         return self._children[row][node]
 
     def candidates(self, row: int, node: int, children: list[int]) -> tuple[torch.Tensor | None, int]:
-        """The distribution ``[v]`` from which drawn ones of the children come, and how many of them, the first, do."""
+        """The distribution ``[v]`` from which the first children were sampled, and how many of them were."""
         if self.q is None or not children:
             return None, 0
         drawn = len(children) if self.num_drawn is None else sum(child <= self.num_drawn for child in children)
@@ -215,7 +215,7 @@ class Verdict:
     Attributes:
         tokens: the tokens that follow, the last of them chosen by the full model alone unless generation stopped.
         nodes: for each token the draft node it confirms, or -1.
-        stopped: a stopping criterion was met by the last token.
+        stopped: whether the last token met a stopping criterion.
         sources: for each token the node whose logits chose it.
         scores: for each token the scores ``[v]`` that it was chosen from, if they are recorded.
     """

@@ -412,7 +412,7 @@ def test_a_chat_without_a_chat_template(
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     line = told_in_one_line(["generate", "--model", str(DEMO_MODEL)], 2, capsys)
-    assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to go on from" in line
+    assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue" in line
 
 
 def test_prompt_files_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,7 @@ def test_state_of_a_clock() -> None:
     fed(again, given, 20)
     assert again.costs.seconds[3] == pytest.approx(clock.costs.seconds[3], rel=0.05)
     for state in ([0.1], [-1.0] * len(SIZES), [math.inf] * len(SIZES), [math.nan] * len(SIZES)):
-        with pytest.raises(ValueError, match="are no times"):
+        with pytest.raises(ValueError, match="are not times"):
             RoundClock(True).restore(state)
 
 

@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
     "two sources": (
         lambda model: Cascade([Lookup(), EarlyExit(2), SkipLayers(search=ClosestLayers())]),
         SettingError,
-        "has 2 sources beside its free drafts",
+        "has 2 sources besides its free drafts",
     ),
     "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), UnsupportedOptionError, "a checkpoint has one"),
     "generator": (lambda model: PromptLookupCandidateGenerator(), UnsupportedOptionError, "more than layers"),

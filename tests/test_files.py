@@ -50,7 +50,7 @@ def written(folder: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize("name", ["cache_dir", "task", "_knowledge"])
 def test_a_file_does_not_choose_where_findings_are_written(name: str, tmp_path: Path) -> None:
     elsewhere = str(tmp_path / "elsewhere")
-    with pytest.raises(SettingError, match=f"{FILE}: it sets {name}, which a file cannot. What it may set is draft, "):
+    with pytest.raises(SettingError, match=f"{FILE}: it sets {name}, which a file cannot set. It may set draft, "):
         SelfSpec.from_pretrained(written(tmp_path, **{name: elsewhere if name == "cache_dir" else "other"}))
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
@@ -61,16 +61,16 @@ def test_a_file_does_not_choose_where_findings_are_written(name: str, tmp_path: 
         ({"draft": {"class": "EarlyExit", "layer": 3, "cache_dir": "/"}}, "it sets draft.cache_dir, which a file"),
         (
             {"draft": {"class": "SkipLayers", "search": {"class": "ClosestLayers", "folder": "/"}}},
-            "it sets draft.search.folder, which a file cannot. What it may set is context_window, max_steps",
+            "it sets draft.search.folder, which a file cannot set. It may set context_window, max_steps",
         ),
-        ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which cannot"),
+        ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which is not"),
         ({"draft": {"class": "Path"}}, "draft has the class 'Path'"),
-        ({"draft": {"class": ["EarlyExit"]}}, "draft has the class .'EarlyExit'., which cannot stand there"),
+        ({"draft": {"class": ["EarlyExit"]}}, "draft has the class .'EarlyExit'., which is not allowed there"),
         ({"draft": {"layer": 3}}, "draft has the class None"),
         ({"max_draft": {"class": "EarlyExit"}}, "max_draft has the class 'EarlyExit'"),
         (
             {"stop": {"class": "ConfidenceThreshold", "confidence": {"class": "FixedLength", "num_tokens": 3}}},
-            "stop.confidence has the class 'FixedLength', which cannot stand there",
+            "stop.confidence has the class 'FixedLength', which is not allowed there",
         ),
         ({"stop": {"class": "AdaptiveThreshold", "rule": {"class": "CalibratedEntropy"}}}, "stop.rule has the class"),
         ({"max_draft": 10**6}, "max_draft. must be at most 1024, got 1000000"),

@@ -369,7 +369,7 @@ def test_a_file_that_another_process_has_damaged_is_left_alone(llama: LlamaForCa
     call(llama, spec)
     (file,) = tmp_path.rglob("*-lookup.json")
     file.write_text("{")
-    with pytest.warns(UserWarning, match="does not last.*was cut short or changed"):
+    with pytest.warns(UserWarning, match="not kept on disk.*was cut short or changed"):
         call(llama, spec)
     assert file.read_text() == "{"
 

@@ -431,7 +431,7 @@ def test_sound_with_one_placeholder_in_all_is_refused() -> None:
     kept = ~(is_media & is_media.roll(1, dims=1))
     for name in ("input_ids", "attention_mask"):
         prompt[name] = prompt[name][kept].view(2, -1)
-    with pytest.raises(UnsupportedOptionError, match=r"has made 14 tokens of a prompt of 7.*one placeholder for each"):
+    with pytest.raises(UnsupportedOptionError, match=r"has turned a prompt of 7 tokens into 14.*one placeholder"):
         _model("qwen2_audio").generate(**prompt, **OPTIONS, assistant=SPEC)
 
 

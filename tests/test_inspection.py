@@ -43,9 +43,9 @@ def test_abilities() -> None:
     assert {name for name, one in told.items() if not one.no_graphs} == {
         "llama", "gpt2", "gemma2", "deepseek_v3", "opt",
     }  # fmt: skip
-    assert "lines: it cannot take the mask of a tree" in str(told["bloom"])
+    assert "lines: it cannot take a tree mask" in str(told["bloom"])
     assert "all rows advance by the shortest acceptance" in str(told["gpt_neo"])
-    assert "taken back when a draft is rejected" in str(told["mamba2"])
+    assert "rolled back when a draft is rejected" in str(told["mamba2"])
     assert told["mamba2"].mlp == 0
     assert told["gpt2"].position_limit
     assert "128, and no more" in str(told["gpt2"])

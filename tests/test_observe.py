@@ -138,7 +138,7 @@ def test_what_is_no_list_of_texts_is_refused(
 
 
 def test_other_refusals(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(SettingError, match=r"EarlyExit\(layer=3\) has none of\. Add Lookup\(\)"):
+    with pytest.raises(SettingError, match=r"EarlyExit\(layer=3\) has none\. Add Lookup\(\)"):
         SelfSpec(EarlyExit(3), FixedLength(2)).observe(llama, tokenizer, ["a"])
     with pytest.raises(SettingTypeError, match=r"SelfSpec\.observe"):
         SelfSpec().observe("a model", tokenizer, ["a"])

@@ -354,7 +354,7 @@ def test_settings(
 
 
 def test_models_that_are_refused(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(SettingTypeError, match=r"got SimpleNamespace\. Pass what is inside .* model\.module"):
+    with pytest.raises(SettingTypeError, match=r"got SimpleNamespace\. Unwrap it first, .* model\.module"):
         exit_report(SimpleNamespace(module=llama), tokenizer, TEXTS)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(UnsupportedModelError, match="PROMPT_TUNING puts virtual tokens in front"):

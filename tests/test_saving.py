@@ -456,8 +456,8 @@ def test_a_file_that_was_cut_short(saved: Path, tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    assert_refused(tmp_path / FILE, r"there is no .*save_pretrained\(folder\)")
-    assert_refused(tmp_path / "nowhere" / FILE, "there is no")
+    assert_refused(tmp_path / FILE, r"does not exist.*save_pretrained\(folder\)")
+    assert_refused(tmp_path / "nowhere" / FILE, "does not exist")
     (tmp_path / "folder" / FILE).mkdir(parents=True)
     assert_refused(tmp_path / "folder" / FILE)
 

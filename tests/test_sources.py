@@ -507,7 +507,7 @@ def test_a_place_holds_what_was_registered_for_it(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["settings"]["stop"] = {"class": "Recited", "tokens": [3, 4]}
     path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match="stop has the class 'Recited', which cannot stand there"):
+    with pytest.raises(SettingError, match="stop has the class 'Recited', which is not allowed there"):
         SelfSpec.from_pretrained(tmp_path)
     content["settings"].update(stop=None, draft={"class": "Recited", "words": [3, 4]})
     path.write_text(json.dumps(content))

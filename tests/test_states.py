@@ -548,7 +548,7 @@ def test_cache_without_a_length() -> None:
     cache = DynamicCache(config=model.config)
     model.generate(**ROW, max_new_tokens=4, cache_params=cache, assistant=SPEC)
     assert all(layer.has_previous_state[0] for layer in cache.layers)
-    with pytest.raises(UnsupportedOptionError, match="does not tell how many tokens it holds"):
+    with pytest.raises(UnsupportedOptionError, match="does not know how many tokens it holds"):
         model.generate(**ROW, max_new_tokens=4, cache_params=cache, assistant=SPEC)
 
 
@@ -566,5 +566,5 @@ def test_cache_that_the_config_leaves_off(monkeypatch: pytest.MonkeyPatch, side:
 
 
 def test_draft_of_its_own() -> None:
-    with pytest.raises(UnsupportedModelError, match="recurrent states, which other loops cannot take back"):
+    with pytest.raises(UnsupportedModelError, match="recurrent states, which other loops cannot restore"):
         SelfSpec(EarlyExit(2), FixedLength(2)).candidate_generator(_model("qwen3_next"))

@@ -363,7 +363,7 @@ def test_an_own_rule_cannot_be_saved(
 
 
 def test_models_that_cannot_be_tuned(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(SettingError, match="at least 4 layers, LlamaForCausalLM has 3"):
+    with pytest.raises(SettingError, match="at least 4 layers, but LlamaForCausalLM has 3"):
         tune(tiny_llama(3), tokenizer, TEXTS)
     with pytest.raises(SettingTypeError, match="tune takes a causal LM of transformers"):
         tune(torch.nn.Linear(2, 2), tokenizer, TEXTS)

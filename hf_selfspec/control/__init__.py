@@ -1,1 +1,1 @@
-"""What drafts when: measured costs, running rates, and the choice that follows from them."""
+"""Chooses what drafts in each round, by measured costs and running rates."""

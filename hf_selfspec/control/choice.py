@@ -1,4 +1,4 @@
-"""Which way to draft is the fastest: arms, each with the speed-up that is expected of it, and the choice among them."""
+"""The choice of the fastest way to draft, among arms that each have an expected speed-up."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-# A smaller expected speed-up is within what such an estimate can be wrong by.
+# A smaller expected speed-up is within the error of such an estimate.
 LEAST_SPEEDUP = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to draft, and what is expected of it.
+    """One way to draft, and what it is expected to achieve.
 
     Attributes:
-        speedup: tokens per second over those of rounds without a draft.
+        speedup: tokens per second divided by those of rounds without a draft.
         acceptance_rate: share of the drafted tokens that are accepted.
     """
 
@@ -24,7 +24,7 @@ class Arm:
 
     @property
     def pays(self) -> bool:
-        """Whether it is faster than no draft, by more than the estimate can be wrong by."""
+        """Whether it is expected to be faster than no draft by more than the error of the estimate."""
         return self.speedup >= LEAST_SPEEDUP
 
 
@@ -32,5 +32,5 @@ _A = TypeVar("_A", bound=Arm)
 
 
 def fastest(arms: Iterable[_A]) -> _A:
-    """The arm with the highest speed-up, the first of several."""
+    """Returns the arm with the highest speed-up, the first one if several have it."""
     return max(arms, key=lambda arm: arm.speedup)

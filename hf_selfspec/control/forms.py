@@ -1,4 +1,4 @@
-"""Which of two forms of the same drafts is faster: step by step, or all steps at once. Measured on the rounds."""
+"""Which form of the same drafts is faster, step by step or all steps in one graph, measured on the rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from threading import Lock
 
 from .clock import SIZES, RoundClock
 
-# Rounds of each form before they are compared, and whose sizes count in that.
+# Rounds of each form before the two are compared, which is also the number of latest rounds whose sizes count.
 _TRIED, _COMPARED = 12, 64
 # Rounds after which the slower form is tried again; twice as many each time.
 _AGAIN = 256
@@ -18,16 +18,16 @@ _LEAST_OVERHEAD = 0.1
 
 
 class Forms:
-    """Rounds of both forms for one kind of draft.
+    """Times of both forms for one kind of draft.
 
-    All steps at once spare what Python does between them, and run steps that a short draft does not need. So rounds are
-    compared as a whole, at the lengths that drafts have.
+    All steps in one graph save the Python code between them, but run steps that a short draft does not need. So whole
+    rounds are compared, at the lengths that drafts have.
 
     Args:
         on_cpu, rows: see :class:`RoundClock`.
 
     Attributes:
-        vocabulary: numbers that a token is drawn by, as steps have shown.
+        vocabulary: number of random numbers that sampling one token takes, as seen in steps.
     """
 
     def __init__(self, on_cpu: bool, rows: int) -> None:
@@ -40,7 +40,7 @@ class Forms:
         self._lock = Lock()  # threads that generate with a model share what is known
 
     def at_once(self) -> bool:
-        """Whether the next draft is to be made at once."""
+        """Whether the next draft should be made in one graph."""
         with self._lock:
             return self._decided()
 
@@ -56,13 +56,13 @@ class Forms:
         return not faster
 
     def add(self, at_once: bool, size: int, tokens: int, seconds: float) -> None:
-        """Takes in a round.
+        """Records a round.
 
         Args:
-            at_once: its form.
-            size: drafted tokens of a row.
-            tokens: that all rows gained.
-            seconds: it took.
+            at_once: whether its draft was made in one graph.
+            size: number of drafted tokens of a row.
+            tokens: number of tokens that all rows gained.
+            seconds: time that the round took.
         """
         with self._lock:
             self._clocks[at_once].add(size, tokens, seconds)
@@ -71,12 +71,12 @@ class Forms:
             self._waiting += 1
 
     def add_steps(self, outside: float, drafting: float) -> None:
-        """Takes in the seconds that steps have spent outside of their graphs, and altogether."""
+        """Records the seconds that steps have spent outside of their graphs, and in total."""
         with self._lock:
             self._outside += outside
             self._drafting += drafting
 
     def _seconds(self, at_once: bool) -> float:
-        """What the last rounds would have taken."""
+        """The time that the last rounds would have taken in this form."""
         costs = self._clocks[at_once].costs.seconds
         return sum(costs[min(size, SIZES[-1])] for size in self._sizes)

@@ -18,9 +18,9 @@ from ..lookup.suffix import SEPARATOR
 from ..stats import GenerationStats
 from .clock import RoundClock
 
-# Slots of context that share a clock: up to 1,024, 4,096, 16,384, ...
+# Contexts that share a clock: up to 1,024, 4,096, 16,384, ... slots.
 _FIRST_RANGE, _RANGE = 10, 2
-# Seconds between two writes to disk; the last one is at the end of the process.
+# Seconds between two writes to disk; the last write is at the end of the process.
 _WRITTEN = 10.0
 
 
@@ -38,13 +38,13 @@ class LookupFindings:
     """Successors, texts, weights of evidence and times of rounds; see :class:`Findings`.
 
     Args:
-        stored_tokens: tokens of earlier texts that are kept.
-        vocabulary: ``v``; a file that holds other tokens is not the model's.
+        stored_tokens: tokens of earlier texts to keep.
+        vocabulary: ``v``; a file with other tokens is rejected.
 
     Attributes:
         known: successors, texts and evidence.
-        lock: is held while ``known`` is used.
-        changed: is called when more is known, ``None`` where nobody wants to know.
+        lock: held while ``known`` is used.
+        changed: called when there is something new to save, or ``None``.
     """
 
     is_idle = False
@@ -59,7 +59,7 @@ class LookupFindings:
         self._written = -_WRITTEN
 
     def clock(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> RoundClock:
-        """The clock for a device and dtype, a batch size and a context of so many slots."""
+        """The clock for a device and dtype, a batch size and a context of ``context`` slots."""
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
         name = f"{device} {rows} {reach}"
         if name not in self._clocks:
@@ -73,7 +73,7 @@ class LookupFindings:
         return self._clocks[name]
 
     def _nearest(self, device: str, rows: int, reach: int) -> RoundClock | None:
-        """The clock of the same device whose rows, and then context, differ least."""
+        """The clock of the same device with the most similar number of rows, then context."""
         found: list[tuple[float, int, RoundClock]] = []
         for name, clock in self._clocks.items():
             where, other_rows, other_reach = name.rsplit(" ", 2)
@@ -92,40 +92,40 @@ class LookupFindings:
             _unwritten.add(self)
 
     def write(self) -> None:
-        """Writes what is known to disk, where it lasts."""
+        """Writes what is known to disk, if it is kept there."""
         self._written = monotonic()
         _unwritten.discard(self)
         if self.changed is not None:
             self.changed()
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Takes in a call without a draft, of which there is nothing to learn."""
+        """Ignores a call without a draft, which has nothing to learn from."""
 
     def report(self, stats: GenerationStats) -> None:
         """Adds nothing to the statistics."""
 
     def forget(self) -> None:
-        """Drops texts, successors and evidence; times are kept."""
+        """Drops texts, successors and evidence, and keeps times."""
         with self.lock:
             self.known.forget()
 
     def merge(self, state: dict[str, Any]) -> None:
-        """See :meth:`TextFindings.merge`; times of this process are kept."""
+        """See :meth:`TextFindings.merge`; this process keeps its own times."""
         known, _ = self._checked(state)
         with self.lock:
             self.known.merge(known)
 
     def state(self) -> dict[str, Any]:
-        """What is known, as JSON has it."""
+        """What is known, as JSON values."""
         with self.lock:
             clocks = self._restored | {name: clock.state() for name, clock in self._clocks.items()}
             return {"known": _packed(self.known.state()), "clocks": clocks}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state` returned.
+        """Restores what :meth:`state` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: ``state`` is something else.
         """
         known, clocks = self._checked(state)
         with self.lock:
@@ -133,7 +133,7 @@ class LookupFindings:
             self._restored = clocks
 
     def _checked(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """What is known, and clocks, of another process or an earlier one."""
+        """The knowledge and the clocks in the state of another or an earlier process, checked."""
         clocks = {str(name): [float(time) for time in times] for name, times in state["clocks"].items()}
         for times in clocks.values():
             RoundClock(True).restore(times)

@@ -1,4 +1,4 @@
-"""How the sources of a cascade have fared: running rates, from which the speed-up follows that is expected of each."""
+"""Running rates of the sources of a cascade, from which the expected speed-up of each follows."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 from ..stats import GenerationStats
 
-# How much the rounds before count beside the last one, and rounds after which a source's own rates are believed.
+# Weight of the earlier rounds against the last one, and rounds after which a source's own rates are trusted.
 _MEMORY, _TRIED = 0.95, 4
-# Rounds after which a source that may be faster than free drafts is tried again, however it fared; twice as many each
-# time that it was in vain.
+# Rounds after which a source that may be faster than free drafts is tried again, whatever its rates; twice as many
+# after each trial in vain.
 _AGAIN = 64
 
 
 @dataclass
 class SourceRates:
-    """How one source has fared.
+    """The results of one source so far.
 
     Attributes:
-        rounds: in which it drafted.
-        tokens, seconds: of the last of these rounds, older ones counting less.
-        accepted, drafted: likewise of its own tokens.
+        rounds: number of rounds in which it drafted.
+        tokens, seconds: sums over these rounds, in which older ones count less.
+        accepted, drafted: the same for its own tokens.
         waiting: rounds since it drafted last.
-        patience: rounds after which it is tried again, however it fared.
+        patience: rounds after which it is tried again, whatever its rates.
     """
 
     rounds: int = 0
@@ -38,25 +38,25 @@ class SourceRates:
 
     @property
     def acceptance_rate(self) -> float:
-        """α, with one token of each kind before the first round."""
+        """α, starting with one accepted and one rejected token before the first round."""
         return (self.accepted + 1.0) / (self.drafted + 2.0)
 
     def add(self, tokens: int, seconds: float, accepted: int, drafted: int) -> None:
-        """Takes in a round in which the source drafted."""
+        """Records a round in which the source drafted."""
         self.rounds += 1
         if self.waiting >= self.patience:
             self.patience *= 2
         self.waiting = 0
         if self.rounds == 1:
-            return  # which chooses and warms up kernels
+            return  # the first round selects and warms up kernels
         for name, value in (("tokens", tokens), ("seconds", seconds), ("accepted", accepted), ("drafted", drafted)):
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
     def speedup(self, promised: float | None, plain: float) -> float:
-        """Tokens per second to expect, over those of rounds without a draft.
+        """Expected tokens per second, divided by those of rounds without a draft.
 
         Args:
-            promised: what the source expects of itself, ``None`` where it does not know, 0 where it would not draft.
+            promised: the source's own estimate, ``None`` if it has none, 0 where it would not draft.
             plain: tokens per second of rounds without a draft.
         """
         if promised == 0.0:
@@ -69,7 +69,7 @@ class SourceRates:
 
 @dataclass
 class RatesFindings:
-    """How the sources of a cascade have fared for one kind of call; see :class:`Findings`."""
+    """Rates of the sources of a cascade for one kind of call; see :class:`Findings`."""
 
     sources: dict[str, SourceRates] = field(default_factory=dict)
     changed: Callable[[], None] | None = None
@@ -81,14 +81,14 @@ class RatesFindings:
         return self.sources.setdefault(name, SourceRates())
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Takes in a call without a draft, of which there is nothing to learn."""
+        """Ignores a call without a draft, which has nothing to learn from."""
 
     def report(self, stats: GenerationStats) -> None:
         """Adds nothing to the statistics."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing: rates are found again within a few rounds."""
+        """Returns nothing to save: rates are found again within a few rounds."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes up nothing."""
+        """Restores nothing."""

@@ -1,4 +1,4 @@
-"""Which part of the model drafts."""
+"""Draft sources: what proposes tokens, from free lookups to parts of the model."""
 
 from .adapter import EarlyExitAdapter
 from .cascade import Cascade

@@ -1,4 +1,4 @@
-"""A shallow exit, an adapter and the model's own head draft (Kangaroo §3.1)."""
+"""Drafting with a shallow exit, an adapter and the model's own head (Kangaroo §3.1)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .partial import PartialDraft
 from .reduced import check_whole_head, head_rows, shown_head, take_head
 from .source import Drafter, DraftSource, Limits, Session
 
-# Tokens, of other sources, that the adapter catches up with where recurrent states have to be known for that.
+# How many tokens of other sources the adapter can catch up on in models with recurrent states.
 _LATE = 32
 
 
@@ -41,10 +41,11 @@ class EarlyExitAdapter(DraftSource):
 
     Args:
         adapter: the adapter, or the folder or Hub repository that holds one, see ``fit_adapter``.
-        head: the tokens that drafts are made of, see :class:`EarlyExit`; for adapters that have no head of their own.
+        head: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`; for adapters that have no head
+            of their own.
 
     Raises:
-        SettingError, SettingTypeError: it is none.
+        SettingError, SettingTypeError: there is no such adapter or head, or they do not fit together.
     """
 
     adapter: Adapter | str | os.PathLike[str]
@@ -106,11 +107,11 @@ class EarlyExitAdapter(DraftSource):
 
 
 class AdapterDraft(PartialDraft):
-    """As :class:`PartialDraft`, with an adapter behind the exit that has keys and values of its own.
+    """A :class:`PartialDraft` with an adapter after the exit, which has keys and values of its own.
 
     Args:
         target, plan, limits, scorer: see :class:`PartialDraft`.
-        adapter: what is behind the exit.
+        adapter: the adapter.
         head: see :class:`PartialDraft`.
     """
 
@@ -129,7 +130,7 @@ class AdapterDraft(PartialDraft):
         self.adapter = adapter
         rows = len(target.cache.cursors)
         self._cache = SpeculativeCache(1, rows, target.cache.capacity)
-        # Slots that the adapter has seen, of each row: from the first to before the second.
+        # The slots of each row that the adapter has seen: from the first number up to, but excluding, the second.
         self._seen = [0] * rows
         self._first = [0] * rows
         self._roots = RowNumbers([0] * rows)
@@ -137,12 +138,12 @@ class AdapterDraft(PartialDraft):
         target.observe_prefill(PrefillObserver(adapter.exit_layer, self._see_prompt))
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """As :meth:`PartialDraft.propose`."""
+        """See :meth:`PartialDraft.propose`."""
         self._roots = text.last_slots()
         return super().propose(text, max_new)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """What was not accepted, and siblings that were, the adapter has not processed."""
+        """Corrects which slots the adapter has seen: not those of rejected tokens, nor those of accepted siblings."""
         super().update(text, verdicts, logits)
         for row, (verdict, root) in enumerate(zip(verdicts, text.last_slots(), strict=True)):
             line = 0
@@ -156,7 +157,7 @@ class AdapterDraft(PartialDraft):
         if late > 0:  # the last drafted token of a draft that was accepted as a whole
             starts, feed = text.tokens_before([cursor + 1 for cursor in cursors], late + 1, self.target.first_slots())
         self._seen = [cursor + 1 for cursor in cursors]
-        # Rows whose tokens cannot all be fed again have junk behind their last one.
+        # Rows whose tokens cannot all be fed again have junk after their last one.
         ends = [cursor - start for cursor, start in zip(cursors, starts, strict=True)]
         if self.adapter.head is None:
             step = self.target.step(
@@ -187,13 +188,13 @@ class AdapterDraft(PartialDraft):
         if not self._began:
             self._began, self._first, self._seen = True, list(cursors), list(cursors)
         self._adapted(states, cursors)
-        # Rows that have ended in an earlier chunk of their prompts get junk behind it.
+        # Rows whose prompt ended in an earlier chunk get junk after it.
         for row, (cursor, length) in enumerate(zip(cursors, lengths, strict=True)):
             if cursor == self._seen[row]:
                 self._seen[row] = cursor + length
 
     def _adapted(self, states: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-        """What the adapter sends to the head for states ``[b, s, d]`` of the tokens from these slots on."""
+        """The adapter's output for states ``[b, s, d]`` of the tokens that start at the slots ``starts``."""
         s, device = states.shape[1], states.device
         self._cache.seek(starts, s)
         positions = (RowNumbers.of(starts).on(device) + torch.arange(s, device=device)).expand(len(starts), s)
@@ -210,7 +211,7 @@ class AdapterDraft(PartialDraft):
 
 
 def _at(values: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """``[b, 1, n]`` of values ``[b, s, n]`` what is at each row's place; all where they are of one place alone."""
+    """The values ``[b, 1, n]`` at each row's place, of ``[b, s, n]``."""
     if min(places) >= values.shape[1] - 1:
         return values[:, -1:]
     return values.gather(1, RowNumbers(places).on(values.device)[:, :, None].expand(len(places), 1, values.shape[-1]))

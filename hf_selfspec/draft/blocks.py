@@ -1,4 +1,4 @@
-"""Which blocks of a model draft on their own, as a checkpoint that is exported."""
+"""The blocks of a model that draft on their own, for export as a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DraftBlocks:
 
     Attributes:
         plan: the blocks that run.
-        adapter: what stands behind the last of them in the place of the final norm, ``None`` for nothing.
+        adapter: what follows the last block in place of the final norm, ``None`` for nothing.
     """
 
     plan: LayerPlan
@@ -28,19 +28,19 @@ class DraftBlocks:
 
 
 class FindChoice(Protocol):
-    """Gives what a probe or a search has chosen for a model."""
+    """Returns what a probe or a search has chosen for a model."""
 
     def __call__(self, kind: type[_C]) -> _C | None:
         """The choice of that kind, ``None`` where there is none yet."""
 
 
 def chosen_plan(name: str, choice: Choice | None, anatomy: Anatomy) -> LayerPlan:
-    """The plan of a choice that drafts.
+    """Returns the plan of a choice that drafts.
 
     Args:
-        name: of the source, for messages.
+        name: name of the source, for messages.
         choice: what was found.
-        anatomy: of the model.
+        anatomy: the parts of the model.
 
     Raises:
         SettingError: nothing was found yet, or nothing that pays.

@@ -1,4 +1,4 @@
-"""A user's own ``CandidateGenerator`` as the draft."""
+"""Drafting with a user's own ``CandidateGenerator``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_generator(generator: CandidateGenerator) -> None:
     if getattr(generator, "requires_model_outputs", False):
         raise SettingError(
             f"SelfSpec(draft={type(generator).__name__}) is not possible: it drafts from what the model's forwards "
-            "return (requires_model_outputs), and a SelfSpec gives a generator the ids alone. Use transformers' own "
+            "return (requires_model_outputs), but a SelfSpec passes only ids to a generator. Use transformers' own "
             "loop: generate(use_mtp=True) or generate(assistant_model=...)."
         )
 
@@ -64,13 +64,13 @@ class Candidates(DraftSource):
 
 
 def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[CandidateGenerator]:
-    """A generator for each row of a batch, so that what it keeps of a text is of one row.
+    """Returns a generator for each row of a batch, so that a generator that keeps something of its text sees one row.
 
-    The first is ``generator`` itself, the others are deep copies that share its modules (``__deepcopy__`` can have them
-    share more). Prompt lookup keeps nothing and serves all.
+    The first is ``generator`` itself, the others are deep copies that share its modules (a ``__deepcopy__`` can make
+    them share more). Prompt lookup keeps nothing, so one generator serves all rows.
 
     Raises:
-        UnsupportedOptionError: it cannot be copied.
+        UnsupportedOptionError: the generator cannot be copied.
     """
     if rows == 1 or type(generator) is PromptLookupCandidateGenerator:
         return [generator] * rows
@@ -90,9 +90,9 @@ class _Request:
     """What a row's generator was given in this round.
 
     Attributes:
-        start: column at which the row's text begins, behind its padding.
-        length: columns of the text when it was called.
-        drafted: tokens that were taken over.
+        start: column at which the row's text begins, after its padding.
+        length: number of columns of the text when it was called.
+        drafted: number of its tokens that were drafted.
     """
 
     start: int
@@ -101,16 +101,16 @@ class _Request:
 
 
 class CandidateDraft(FixedDrafter):
-    """Has each row's tokens drafted by a ``CandidateGenerator``.
+    """Drafts each row's tokens with a ``CandidateGenerator``.
 
     Args:
-        generators: for each row. Called as ``get_candidates(input_ids [1, s])`` with the row's text, left padding
-            removed; they return ``[1, s + t]`` ids and, where tokens were drawn at random, their processed logits
+        generators: one for each row. Called as ``get_candidates(input_ids [1, s])`` with the row's text, left padding
+            removed; they return ``[1, s + t]`` ids and, where tokens were sampled, their processed logits
             ``[1, t, v]``.
         first_slots: for each row the cache slot of its first token.
         vocabulary: ``v``, number of token ids.
-        longest: most tokens that are taken over.
-        scorer: logits processors; drafted logits are of no use where it does not sample.
+        longest: maximum number of tokens in a draft.
+        scorer: logits processors; the generators' logits are used only if it samples.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CandidateDraft(FixedDrafter):
         return Draft(tokens=tokens, lengths=lengths, q=self._q(logits, tokens, lengths))
 
     def _before_placeholders(self, drafted: torch.Tensor, text: torch.Tensor) -> int:
-        """How many tokens come before one that was copied from the text and is none that the model can generate.
+        """How many tokens come before the first one that the model cannot generate, if that was copied from the text.
 
         Placeholders of images may have ids beyond the vocabulary.
         """
@@ -196,16 +196,17 @@ class CandidateDraft(FixedDrafter):
         return q
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Reports to each generator how its tokens fared, as transformers' assisted generation does.
+        """Reports to each generator how many of its tokens were accepted, as transformers' assisted generation does.
 
         It gets the row's text with the new tokens, the scores ``[1, t + 1, v]`` of the model at the last token and at
-        the ``t`` drafted ones, and how many drafted tokens were kept. Deviation: where a logits processor looks at the
-        text, scores are the model's logits, since it must not be called for tokens that are not emitted.
+        the ``t`` drafted ones, and how many drafted tokens were kept. Difference from transformers: where a logits
+        processor looks at the text, scores are the model's logits, since it must not be called for tokens that are not
+        emitted.
         """
         for row, (generator, request) in enumerate(zip(self.generators, self._requests, strict=True)):
             if request is not None:
                 ids = text.prefix(row)[:, request.start :]
                 scores = self.scorer.roughly(logits[row : row + 1, : request.drafted + 1])
-                # What a grammar forced behind an empty draft is not the generator's.
+                # Tokens that a grammar forced after an empty draft are not the generator's.
                 kept = min(text.lengths[row] - request.length - 1, request.drafted)
                 generator.update_candidate_strategy(ids, scores, kept)

@@ -1,4 +1,4 @@
-"""Several sources together: free drafts around what a part of the model drafts, where that pays."""
+"""Several sources together: free drafts, combined with drafts by a part of the model where that pays."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _S = TypeVar("_S", bound=DraftSource)
 @register("draft")
 @dataclass(frozen=True)
 class Cascade(DraftSource):
-    """Drafts each round with the source that is expected to bring most tokens a second.
+    """Drafts each round with the source that is expected to yield the most tokens per second.
 
-    Free drafts come first. Where another source is expected to be faster than they are just then, it drafts, and free
-    tokens are added around and behind its draft, so that one verification takes both. A source that cannot draft for a
-    model is left out.
+    Free drafts are the default. Where another source is currently expected to be faster, it drafts, and free tokens are
+    added beside and after its draft, so that one verification checks both. A source that cannot draft for a model is
+    left out.
 
     Args:
         sources: one :class:`Lookup`, and any others.
 
     Raises:
-        SettingError, SettingTypeError: they are something else, or one changes the output.
+        SettingError, SettingTypeError: ``sources`` are something else, or one changes the output.
     """
 
     sources: tuple[DraftSource, ...]
@@ -71,13 +71,13 @@ class Cascade(DraftSource):
         """See :meth:`DraftSource.blocks`; free drafts are left out.
 
         Raises:
-            SettingError: several other sources could be meant.
+            SettingError: there are several other sources.
         """
         others = [source for source in self.sources if not isinstance(source, Lookup)]
         if len(others) > 1:
             raise SettingError(
-                f"this cascade has {len(others)} sources beside its free drafts, {others!r}, and a checkpoint drafts "
-                "as one. Export SelfSpec(draft=...) with the one that is meant."
+                f"this cascade has {len(others)} sources besides its free drafts, {others!r}, and a checkpoint can "
+                "hold only one. Export SelfSpec(draft=...) with the one that you mean."
             )
         return (others or self.sources)[0].blocks(anatomy, find_choice)
 
@@ -161,7 +161,7 @@ class CascadeDrafter:
             self.lookup.clock.add(max(map(len, self.lookup.trees)), new, seconds)
         for name, drafter in self.others.items():
             if name == self._used:
-                # What was accepted of the free tokens is not this source's.
+                # Accepted free tokens do not count for this source.
                 own = [
                     replace(verdict, nodes=[node if node <= self._size else -1 for node in verdict.nodes])
                     for verdict in verdicts
@@ -187,7 +187,7 @@ class CascadeDrafter:
             drafter.report(stats)
 
     def _arms(self, trees: list[TokenTree], max_new: list[int]) -> list[SourceArm]:
-        """Free drafts, and the other sources once rounds of these were timed, which they are compared with."""
+        """Free drafts, and once their rounds were timed for comparison, the other sources."""
         clock, rows = self.lookup.clock, sum(count > 0 for count in max_new)
         if not (rows and clock.is_measured):
             return [SourceArm(None, speedup=1.0)]
@@ -200,7 +200,7 @@ class CascadeDrafter:
         return arms
 
     def _grafted(self, text: Text, max_new: list[int], draft: Draft, rates: SourceRates) -> Draft:
-        """The draft of another source with free tokens around and behind it, as far as they pay."""
+        """The draft of another source with free tokens beside and after it, as far as they pay."""
         tokens = draft.tokens.tolist()
         seeds = [_seed(draft, row, tokens[row], rates.acceptance_rate) for row in range(text.batch_size)]
         grow = self._takes_trees and not draft.skips_verification
@@ -235,7 +235,7 @@ def _parents(draft: Draft) -> list[list[int]]:
 
 
 def _seed(draft: Draft, row: int, tokens: list[int], rate: float) -> tuple[TokenTree, list[int]]:
-    """A row's nodes that count as a tree, and the node that each of the tree's stands for, the last token first."""
+    """A row's nodes that count, as a tree, and for each node of the tree the draft's node, the last token first."""
     places, number = [0], {0: 0}
     parents, depths = [], [0]
     for node, parent in enumerate(_parents(draft)[row], start=1):
@@ -244,7 +244,7 @@ def _seed(draft: Draft, row: int, tokens: list[int], rate: float) -> tuple[Token
             places.append(node)
             parents.append(number[parent])
             depths.append(depths[number[parent]] + 1)
-    # Siblings share what the first child leaves.
+    # Siblings share the probability that the first child leaves.
     reach, seen = [1.0], set()
     for parent in parents:
         share = rate if parent not in seen else (1.0 - rate) * rate

@@ -1,4 +1,4 @@
-"""Drafts under grammars: what they forbid is cut, and where nothing is drafted, what they force is."""
+"""Drafts under grammars: forbidden tokens are cut, and where nothing is drafted, forced tokens are."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..stats import GenerationStats
 from ..types import Draft, Text, Verdict
 from .source import Drafter
 
-# Tokens that are drafted at once where the text is forced: verification of so many costs hardly more than of 8.
+# Most forced tokens in a draft: verifying this many costs hardly more than verifying 8.
 _MOST_FORCED = 16
 
 
 class ConstrainedDrafter:
-    """What another drafter proposes, as far as grammars allow it, and what they force where it proposes nothing.
+    """Proposes what another drafter does, as far as grammars allow it, and forced tokens where that is nothing.
 
     Args:
-        drafter: any.
+        drafter: the other drafter.
         constraint: the grammars.
     """
 
@@ -42,7 +42,7 @@ class ConstrainedDrafter:
         return with_forced(text, draft, self._constraint, max_new) if self._adds_forced else draft
 
     def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
-        """See :meth:`Drafter.update`; what was accepted of forced tokens is not the drafter's."""
+        """See :meth:`Drafter.update`; accepted forced tokens do not count for the drafter."""
         observe = getattr(self._drafter, "observe", None)
         if observe is not None and not self._own.size and logits.shape[1] > 1:
             observe(text, verdicts, logits)
@@ -64,7 +64,7 @@ class ConstrainedDrafter:
 
 
 def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
-    """The draft without what grammars forbid, as if nothing of it had been drawn; its nodes keep their numbers."""
+    """The draft without what grammars forbid, as if that had never been drawn; nodes keep their numbers."""
     if not constraint or not draft.size:
         return draft
     spots = [constraint.at(text, row) for row in range(text.batch_size)]
@@ -81,7 +81,7 @@ def allowed(text: Text, draft: Draft, constraint: Constraint) -> Draft:
 
 
 def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[int]) -> Draft:
-    """The draft, with the tokens that have to come next in rows for which it has none; trees are left as they are."""
+    """The draft, with forced tokens in rows for which it has none; trees are left unchanged."""
     if draft.is_tree or draft.states is not None:
         return draft
     forced = [
@@ -106,7 +106,7 @@ def with_forced(text: Text, draft: Draft, constraint: Constraint, max_new: list[
 
 
 def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[list[int] | None]:
-    """The tokens down to each node, ``None`` for those that are forbidden, or behind one that is."""
+    """The tokens down to each node, ``None`` for nodes that are forbidden or below a forbidden one."""
     paths: list[list[int] | None] = [[]]
     for token, parent in zip(tokens, parents, strict=False):
         before = paths[parent] if parent >= 0 else None
@@ -117,7 +117,7 @@ def _allowed_paths(spot: Spot, tokens: list[int], parents: list[int]) -> list[li
 def _drawn_as_allowed(
     draft: Draft, spots: list[Spot], paths: list[list[list[int] | None]], parents: list[list[int]]
 ) -> torch.Tensor | None:
-    """The distributions of a draft as those of its allowed tokens, which the others were drawn beside."""
+    """The distributions of a draft, corrected for its forbidden tokens, as if only allowed ones had been drawn."""
     q = draft.q
     for row, (spot, known) in enumerate(zip(spots, paths, strict=True)):
         drawn = parents[row][: draft.num_drawn] if q is not None else []

@@ -1,4 +1,4 @@
-"""Early exit: the first layers and the model's own head draft (LayerSkip §4.2)."""
+"""Early exit: drafting with the first layers and the model's own head (LayerSkip §4.2)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FIRST = FixedLength(2)
 class EarlyExit(DraftSource):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
 
-    Lossless with any model; fast with one trained so that early layers predict.
+    Lossless with any model; fast with a model whose early layers were trained to predict tokens.
 
     Args:
-        layer: the exit layer ``E``, from 1 to ``L-1``, or ``None``: the fastest one, found by a probe on the first
+        layer: the exit layer ``E``, from 1 to ``L-1``, or ``None`` for the fastest one, found by a probe on the first
             text that each model generates.
-        head: the tokens that drafts are made of, a :class:`ReducedHead` or the folder or Hub repository that holds one,
-            see ``fit_reduced_head``; ``None`` for all. Such drafts run without compiled graphs.
+        head: a :class:`ReducedHead` with the tokens that can be drafted, or the folder or Hub repository that holds
+            one, see ``fit_reduced_head``; ``None`` for all tokens. Drafts with one run without compiled graphs.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -85,6 +85,9 @@ class EarlyExitOnly(DraftSource):
 
     Args:
         layer: the exit layer ``E``, from 1 to ``L-1``.
+
+    Raises:
+        SettingError, SettingTypeError: ``layer`` is not allowed.
     """
 
     layer: int
@@ -121,10 +124,10 @@ class EarlyExitOnly(DraftSource):
 
 
 class NoDraft(FixedDrafter):
-    """Drafts nothing: each step is one token of what plays the whole model.
+    """Drafts nothing: each step generates one token with the blocks that stand in for the whole model.
 
     Args:
-        plan: what plays it.
+        plan: these blocks.
     """
 
     def __init__(self, plan: LayerPlan) -> None:

@@ -1,4 +1,4 @@
-"""Each token is drafted by the first of some exit heads that is sure enough (DSSD §3.3)."""
+"""Drafting each token with the first of several exit heads that is sure enough (DSSD §3.3)."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from .source import Drafter, DraftSource, Limits, Session
 @register("draft")
 @dataclass(frozen=True)
 class DynamicExit(DraftSource):
-    """Drafts each token at the first exit head under its threshold, and ends where none is.
+    """Drafts each token at the first exit head that is sure enough; the draft ends where none is.
 
     Args:
         heads: exit heads with thresholds, or the folder or Hub repository that holds them, see ``fit_exit_heads``.
-        epsilon: the share of drafted tokens that is to be accepted; where nothing is verified, how often each head is
-            to be right. (The latter is DSSD's for both; of a draft of several tokens less than that is accepted.)
-        metric: how confidence is measured, ``None`` for what the heads were calibrated to.
-        lossless: whether the whole model verifies. Where it does not, it speaks where no head is sure, and the output
-            is **not** the model's own (DSSD §3.4.2).
+        epsilon: the target share of drafted tokens that are accepted; with ``lossless=False``, how often each head has
+            to be right. (DSSD uses the latter for both; of a draft of several tokens less than that is accepted.)
+        metric: how confidence is measured, ``None`` for the metric that the heads were calibrated with.
+        lossless: whether the whole model verifies. Otherwise it generates only the tokens for which no head is sure,
+            and the output is **not** the model's own (DSSD §3.4.2).
 
     Raises:
-        SettingError, SettingTypeError: there are none, or they do not reach ``epsilon``.
+        SettingError, SettingTypeError: there are no such heads, or they do not reach ``epsilon``.
     """
 
     heads: ExitHeads | str | os.PathLike[str]
@@ -69,16 +69,16 @@ class DynamicExit(DraftSource):
 
     @property
     def thresholds(self) -> list[float]:
-        """For each head the least confidence at which it is believed."""
+        """For each head the lowest confidence at which its token is drafted."""
         found: list[float] = self.__dict__["_thresholds"]
         return found
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
-        """The blocks that run for each token at least.
+        """The blocks that run for every token.
 
         Raises:
             SettingError: the model has too few layers.
-            UnsupportedModelError: its layers cannot go on from stored states.
+            UnsupportedModelError: its layers cannot continue from stored states.
         """
         layers = self.module.layers
         if layers[-1] >= anatomy.num_layers:
@@ -88,7 +88,7 @@ class DynamicExit(DraftSource):
             )
         if not anatomy.replay:
             raise UnsupportedModelError(
-                f"{anatomy.model_name} has layers that read what earlier ones left behind, so none can be run later: "
+                f"{anatomy.model_name} has layers that read what earlier ones have stored, so none can be run later: "
                 "exit heads cannot draft for it."
             )
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])
@@ -127,9 +127,9 @@ class DynamicExit(DraftSource):
 class HeadsDraft(PartialDraft):
     """Drafts with exit heads.
 
-    A token goes through as many layers as it takes until a head is sure. Where it goes further than earlier ones went,
-    these are taken along: each stretch of layers runs once, over all tokens that have not been there. After an earlier
-    token none has been deeper, so these are always the last ones.
+    A token goes through as many layers as it takes until a head is sure. Where it goes deeper than earlier tokens did,
+    they are processed with it: each stretch of layers runs once, over all tokens that have not been through it. No
+    token has been deeper than the ones before it, so these are always the last tokens.
 
     Args:
         target, plan, limits, scorer: see :class:`PartialDraft`.
@@ -147,14 +147,14 @@ class HeadsDraft(PartialDraft):
         self._bounds = (0, *settings.module.layers)
         self._level_of = {layer: level for level, layer in enumerate(self._bounds)}
         self._skips_verification = not settings.lossless
-        # Of the tokens of a draft: ids [b, 1], what entered the layer that each has come to, and which that is.
+        # For each token of the draft: ids [b, 1], the state that enters the layer it has reached, and that layer.
         self._fed: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         self._levels: list[int] = []
         self.exits: Counter[int] = Counter()
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """As :meth:`PartialDraft.propose`; verification starts where the deepest token is."""
+        """See :meth:`PartialDraft.propose`; verification starts at the layer of the deepest token."""
         self._fed, self._states, self._levels = [], [], []
         draft = super().propose(text, max_new)
         if not self._states:
@@ -169,7 +169,7 @@ class HeadsDraft(PartialDraft):
         )
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds where tokens were taken."""
+        """Adds the exits at which tokens were drafted."""
         super().report(stats)
         stats.exit_layers = self.exits
 
@@ -193,10 +193,10 @@ class HeadsDraft(PartialDraft):
         return DraftStep(decisions.logits, decisions.state, self._states[-1], is_sure=decisions.decided)
 
     def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
-        """Takes the tokens that have come least deep to where others are, or to the first head with which all decide.
+        """Runs the least deep tokens up to the layer of the others, or up to the first head at which all rows decide.
 
         Args:
-            decide: called at each head with its number from 1 on and what it sees of the last token, ``[b, d]``.
+            decide: called at each head with its number, from 1 on, and its input ``[b, d]`` for the last token.
         """
         level = self._levels[-1]
         first = self._levels.index(level)
@@ -227,8 +227,8 @@ class _Decisions:
 
     Attributes:
         decided: for each row whether a head was sure, or the row takes no part.
-        logits: ``[b, v]`` of the head that was, or of the last one.
-        state: ``[b, d]`` what it saw.
+        logits: ``[b, v]`` of the head that was sure, or of the last one.
+        state: ``[b, d]`` the input of that head.
     """
 
     def __init__(self, decided: list[bool]) -> None:

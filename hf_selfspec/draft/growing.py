@@ -1,4 +1,4 @@
-"""A draft while it grows, one depth after another: a line, and siblings beside it."""
+"""A draft while it grows, one depth at a time: a line, and siblings beside it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class DraftStep:
     """What the part that drafts predicts after one token.
 
     Attributes:
-        logits: ``[b, v]``.
-        state: ``[b, d]`` the state behind them, for stop rules.
+        logits: ``[b, v]`` of the next token.
+        state: ``[b, d]`` the hidden state that they were computed from, for stop rules.
         prefix_state: ``[b, n, d]`` the states from which verification can start, ``None`` where it cannot.
         is_sure: for each row whether it proposes a token; all do by default.
     """
@@ -31,13 +31,13 @@ class GrowingDraft:
 
     Args:
         text: the batch.
-        max_new: for each row the most tokens wanted.
-        is_read: whether something that looks at the text is to see the draft in it.
+        max_new: for each row the maximum number of tokens.
+        is_read: whether the draft is written to the text, for processors or rules that read it.
 
     Attributes:
-        depth: tokens of the longest line.
-        drafting: for each row whether it goes on.
-        lengths: for each row the tokens that count.
+        depth: number of tokens of the longest line.
+        drafting: for each row whether its draft continues.
+        lengths: for each row the number of tokens that count.
     """
 
     def __init__(self, text: Text, max_new: list[int], is_read: bool = True) -> None:
@@ -56,11 +56,11 @@ class GrowingDraft:
         return len(self._line)
 
     def add(self, picks: torch.Tensor, q: torch.Tensor | None, state: torch.Tensor | None = None) -> None:
-        """Takes the next depth.
+        """Adds the next depth.
 
         Args:
             picks: ``[b, width]`` tokens, the one to extend first.
-            q: ``[b, v]`` the distribution that they were drawn from, ``None`` for greedy ones.
+            q: ``[b, v]`` the distribution that they were sampled from, ``None`` for greedy ones.
             state: ``[b, n, d]`` states of the tokens that were fed, from which verification can start.
         """
         if self._is_read:
@@ -77,7 +77,7 @@ class GrowingDraft:
         self.drafting = [on and stays for on, stays in zip(self.drafting, rows, strict=True)]
 
     def end(self, ends: list[bool]) -> None:
-        """Counts the token that was taken last in the rows that go on, and ends those that are to end with it."""
+        """Counts the last token in the rows that are still drafting, and ends the drafts that stop with it."""
         self.lengths = [length + on for length, on in zip(self.lengths, self.drafting, strict=True)]
         self.drafting = [
             on and not end and self.depth < wanted
@@ -85,18 +85,18 @@ class GrowingDraft:
         ]
 
     def draft(self, prefix: int, reuse_from: int) -> Draft:
-        """The draft as it stands.
+        """Returns the draft so far.
 
         Args:
             prefix: the layer that the states enter, 0 for no states.
-            reuse_from: tokens from which on verification starts from the states.
+            reuse_from: minimum number of drafted tokens for verification to start from the states.
         """
         if not (t := max(self.lengths)):
             return Draft.none(self._text)
         columns, beside = [tokens[:, None] for tokens in self._line[:t]], self._beside[:t]
         parents: list[list[int]] | None = None
         if any(tokens.shape[1] for tokens in beside):
-            # Siblings stand behind the line, those of its first token first.
+            # Siblings come after the line, those of its first token first.
             places = list(range(t))
             for depth, tokens in enumerate(beside):
                 places += [depth] * tokens.shape[1]
@@ -113,5 +113,5 @@ class GrowingDraft:
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Pieces ``[b, n, ...]`` behind each other; one alone needs no copy."""
+    """Concatenates pieces ``[b, n, ...]``; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

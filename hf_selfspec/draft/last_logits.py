@@ -10,7 +10,7 @@ from ..types import Text, Verdict
 
 
 class LastLogits:
-    """The full model's logits behind the last tokens of each row; a drawn token does not show them."""
+    """The full model's logits for the last tokens of each row, which sampled tokens alone do not reveal."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -18,7 +18,7 @@ class LastLogits:
         self._lengths: list[int] = []
 
     def add(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Takes in the last verification's logits ``[b, nodes, v]``, after its tokens were added to the text."""
+        """Adds the last verification's logits ``[b, nodes, v]``, after its tokens were added to the text."""
         if not self._rows:
             self._rows = [deque(maxlen=self._window) for _ in verdicts]
             self._lengths = [length - len(v.tokens) for length, v in zip(text.lengths, verdicts, strict=True)]
@@ -29,15 +29,15 @@ class LastLogits:
         self._lengths = list(text.lengths)
 
     def forget(self) -> None:
-        """Begins anew: some tokens' logits are left out."""
+        """Starts over, since some tokens' logits are missing."""
         self._rows = []
 
     def counts(self) -> list[int]:
-        """For each row how many are known."""
+        """For each row how many tokens' logits are known."""
         return [len(row) for row in self._rows]
 
     def of(self, like: torch.Tensor) -> torch.Tensor:
-        """``[b, n, v]`` like the given tensor; what is not known, at the left, is zero."""
+        """The logits ``[b, n, v]``, with the shape of ``like``; unknown ones, at the left, are zero."""
         found = torch.zeros_like(like)
         for row, known in enumerate(self._rows):
             if known:

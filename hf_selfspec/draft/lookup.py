@@ -1,4 +1,4 @@
-"""Drafts that cost nothing: what followed in the text, in earlier texts, and in the model's own logits."""
+"""Free drafts: what followed the last tokens in the text, in earlier texts, and in the model's own logits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..types import Draft, Text, Verdict
 from .blocks import DraftBlocks, FindChoice
 from .source import Drafter, DraftSource, Session
 
-# Tokens of earlier texts that are kept, and successors that are kept of each pair of tokens.
+# How many tokens of earlier texts are kept, and how many successors of each pair of tokens.
 _STORED, _SUCCESSORS = 65_536, 8
 _MOST_STORED = 2**20
 # Tokens of a vocabulary whose probabilities are compared at a time.
 _STRETCH = 128
 # Nodes whose probabilities are computed at once on a CPU.
 _PIECE = 4
-# Under this name findings are kept.
+# The name under which findings are kept.
 NAME = "lookup"
 
 
@@ -39,14 +39,15 @@ NAME = "lookup"
 class Lookup(DraftSource):
     """Drafts without running any part of the model.
 
-    One tree for each row, of as many tokens as are expected to pay by measured costs: what followed the last tokens
-    earlier in the text (prompt lookup, SAM-Decoding, arXiv 2411.10666) and in texts of earlier calls (SuffixDecoding,
-    2411.04975), and what the model's own logits held after the same two tokens (Token Recycling, 2408.08696).
+    A draft is one tree for each row, of as many tokens as are expected to pay by measured costs. Its tokens are those
+    that followed the last tokens earlier in the text (prompt lookup, SAM-Decoding, arXiv 2411.10666) and in texts of
+    earlier calls (SuffixDecoding, 2411.04975), and those that the model's own logits predicted after the same two
+    tokens (Token Recycling, 2408.08696).
 
     Args:
-        stored_tokens: tokens of earlier texts, prompts included, that are kept in memory by this ``SelfSpec`` (and on
-            disk with its ``cache_dir``); 0 for none. The oldest leave first; :meth:`SelfSpec.forget` drops them.
-        max_nodes: most tokens in a tree, 31 at most.
+        stored_tokens: tokens of earlier texts, prompts included, that this ``SelfSpec`` keeps in memory (and on disk
+            with its ``cache_dir``); 0 for none. The oldest are dropped first; :meth:`SelfSpec.forget` drops all.
+        max_nodes: maximum number of tokens in a tree, at most 31.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -70,7 +71,7 @@ class Lookup(DraftSource):
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
 
     def findings(self, vocabulary: int) -> LookupFindings:
-        """What is known of a model with so many tokens before the first call."""
+        """Empty findings for a model with ``vocabulary`` tokens."""
         return LookupFindings(self.stored_tokens, vocabulary)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
@@ -94,7 +95,7 @@ class LookupDrafter:
     """Free drafts of one generation.
 
     Args:
-        settings: bounds.
+        settings: the settings.
         session: the generation.
     """
 
@@ -125,7 +126,7 @@ class LookupDrafter:
         return self.draft(text, self.plan(text, max_new))
 
     def plan(self, text: Text, max_new: list[int]) -> list[TokenTree]:
-        """The trees of all rows that pay together."""
+        """The trees of all rows, each as large as pays when they are verified together."""
         self._read(text)
         rows = sum(count > 0 for count in max_new)
         self.clock = clock = self._clock_of(text, max(rows, 1))
@@ -141,15 +142,15 @@ class LookupDrafter:
         return self._cut(trees, [0] * len(trees), rows)
 
     def round_seconds(self) -> Sequence[float]:
-        """Seconds of the latest kind of rounds with 0, 1, 2, ... drafted tokens, empty before any was timed."""
+        """Seconds of a round like the last one with 0, 1, 2, ... drafted tokens; empty before one was timed."""
         return self.clock.costs.seconds if self.clock.is_measured else ()
 
     def _guides(self, text: Text) -> list[Spot | None]:
-        """What grammars allow behind each row."""
+        """What grammars allow after each row's text."""
         return [self._constraint.at(text, row) if self._constraint else None for row in range(text.batch_size)]
 
     def _clock_of(self, text: Text, rows: int) -> RoundClock:
-        """The clock of rounds over so many rows."""
+        """The clock of rounds over ``rows`` rows."""
         ids = text.ids
         dtype, how = self._target.model.dtype, "" if self._target.fixed is None else " compiled"
         return self.findings.clock(
@@ -157,7 +158,7 @@ class LookupDrafter:
         )
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
-        """The trees as a draft of named tokens."""
+        """The trees as a draft, whose tokens were not sampled."""
         self.use(trees)
         size = max(map(len, trees))
         if not size:
@@ -170,11 +171,11 @@ class LookupDrafter:
         return Draft(tokens, [tree.depth for tree in trees], parents, listed=listed)
 
     def grown(self, text: Text, max_new: list[int], seeds: Sequence[tuple[TokenTree, list[int]]]) -> list[TokenTree]:
-        """The trees of another source with free tokens around and behind them, as far as these pay.
+        """The trees of another source with free tokens beside and after them, as far as these pay.
 
         Args:
             text, max_new: see :meth:`propose`.
-            seeds: for each row the tree, and where its nodes are.
+            seeds: for each row the tree, and for each of its nodes the node of the draft.
         """
         clock, rows = self.clock, sum(count > 0 for count in max_new)
         with self.findings.lock:
@@ -193,12 +194,12 @@ class LookupDrafter:
         return [tree.first(max(seed, min(seed + most, bound))) for tree, seed in zip(trees, seeds, strict=True)]
 
     def use(self, trees: list[TokenTree], places: list[list[int]] | None = None, size: int = 0) -> None:
-        """Takes note of what is verified.
+        """Notes which trees are verified.
 
         Args:
-            trees: of all rows.
-            places: for each row the node of the draft that each node of the tree's seed is; ``None`` without a seed.
-            size: nodes of the draft before those that are not in the seed.
+            trees: the trees of all rows.
+            places: for each row the draft's node of each node of the tree's seed; ``None`` without a seed.
+            size: number of nodes of the draft before those that are not in the seed.
         """
         self.trees = trees
         self._places = None
@@ -215,7 +216,7 @@ class LookupDrafter:
         self.clock.add(max(map(len, self.trees)), new, seconds)
 
     def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
-        """Takes in the verdicts of a round, without the time that it took; returns the new tokens of all rows."""
+        """Learns from the verdicts of a round, not from its time; returns the number of new tokens of all rows."""
         tops = likeliest(logits)
         new = 0
         with self.findings.lock:
@@ -238,7 +239,7 @@ class LookupDrafter:
         stats.plan = self._target.full_plan.picture()
 
     def _read(self, text: Text) -> None:
-        """Begins with the prompts."""
+        """Reads the prompts."""
         if self._rows:
             return
         padding = self._target.padding
@@ -251,18 +252,18 @@ class LookupDrafter:
         self._lengths = list(text.lengths)
 
     def _behind_placeholders(self, tokens: list[int]) -> list[int]:
-        """What follows the last id that is no token; where embeddings are given, ids may be anything."""
+        """The tokens after the last id that is not a token; with given embeddings, ids may be anything."""
         ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < self._vocabulary]
         return tokens[ends[-1] :] if ends else tokens
 
 
 def _together(trees: Sequence[TokenTree], seeds: Sequence[int], costs: VerifyCosts, pace: float) -> int:
-    """How many free nodes of each row pay where all rows are verified together: what fits beside the largest is free.
+    """How many free nodes per row pay where all rows are verified together, as wide as the largest tree.
 
     Args:
-        trees: of all rows.
-        seeds: nodes of each that are drafted already.
-        costs, pace: of rounds over these rows.
+        trees: the trees of all rows.
+        seeds: for each tree the number of nodes that are drafted already.
+        costs, pace: costs and speed of rounds over these rows.
     """
     drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
     gains = [0.0] * (most + 1)
@@ -276,7 +277,7 @@ def _together(trees: Sequence[TokenTree], seeds: Sequence[int], costs: VerifyCos
 
 
 def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
-    """For each row and node the likeliest next tokens and their probabilities, of logits ``[b, t, v]``."""
+    """For each row and node the most likely next tokens and their probabilities, from logits ``[b, t, v]``."""
     # Probabilities of all tokens would be as large as the logits, and a GPU launches kernels for each piece.
     pieces = logits.split(_PIECE, dim=1) if logits.device.type == "cpu" else (logits,)
     shares, tokens = (torch.cat(found, dim=1) for found in zip(*map(_most_probable, pieces), strict=True))
@@ -284,15 +285,15 @@ def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[f
 
 
 def _most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities of the likeliest next tokens, and these tokens."""
+    """Returns the probabilities of the most likely next tokens, and these tokens."""
     shares, tokens = _largest(logits.softmax(-1))
-    return shares.nan_to_num(nan=0.0), tokens  # logits that overflow (float16) tell nothing
+    return shares.nan_to_num(nan=0.0), tokens  # logits that overflow (float16) carry no information
 
 
 def _largest(shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of ``[..., v]`` and their places.
+    """The largest of ``[..., v]`` and their indices.
 
-    On a CPU those of the stretches with the largest maxima, in a third of the time that a vocabulary takes.
+    On a CPU only the stretches with the largest maxima are compared, in a third of the time of a whole vocabulary.
     """
     v = shares.shape[-1]
     if shares.device.type != "cpu" or v < 2 * _STRETCH * _SUCCESSORS or v % _STRETCH:

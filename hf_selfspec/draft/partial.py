@@ -1,4 +1,4 @@
-"""Drafting with part of the model: what every draft that is a :class:`LayerPlan` does while it runs."""
+"""Drafting with part of the model: what all drafts by a :class:`LayerPlan` have in common."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class PartialDraft:
     Args:
         target: the model with the cache to use.
         plan: which blocks run.
-        limits: stop rule, longest draft, tree.
+        limits: stop rule, maximum length, tree.
         scorer: logits processors and the decoding mode.
-        head: runs in the place of the model's output head, ``None`` for that.
+        head: runs in place of the model's output head, ``None`` for that head itself.
 
     Attributes:
         plan, limits: as given.
-        skips_forced: tokens that grammars force are drafted without a step, so that the next one takes several.
-        reuse_from: drafted tokens from which on verification starts from their states behind the exact prefix.
+        skips_forced: tokens that grammars force are drafted without a step, so that the next step feeds several.
+        reuse_from: minimum number of drafted tokens for verification to start from their states after the exact prefix.
     """
 
     skips_forced = True
@@ -58,7 +58,7 @@ class PartialDraft:
         self.reuse_from = 0
         self._running: tuple[StopRule, RunningRule] | None = None
         fixed = target.fixed
-        # All steps can be one graph where each is one forward.
+        # All steps can be one graph if each is one forward.
         is_one_forward = type(self)._step is PartialDraft._step and head is None
         self._whole = WholeDrafts(fixed, scorer) if is_one_forward and fixed is not None else None
         self._drafted: list[int] = []
@@ -67,13 +67,13 @@ class PartialDraft:
     def of(
         cls, session: Session, plan: LayerPlan, limits: Limits, name: str, head: HeadRows | None = None
     ) -> PartialDraft:
-        """The draft of one generation.
+        """Returns the drafter of one generation.
 
         Args:
             session: the generation.
             plan: which blocks run.
-            limits: of drafts.
-            name: of the source, for errors.
+            limits: the limits of drafts.
+            name: name of the source, for errors.
             head: see the class.
 
         Raises:
@@ -85,7 +85,7 @@ class PartialDraft:
         return draft
 
     def reserve(self, session: Session, least: int = 0) -> None:
-        """Reserves cache slots for drafts behind the text, at least so many."""
+        """Reserves cache slots for drafts after the text, at least ``least``."""
         target = self.target
         slots = max(self.limits.slots(session.new_tokens, session.vocabulary), least, target.anatomy.num_layers)
         target.cache.reserve(slots)
@@ -95,8 +95,8 @@ class PartialDraft:
         """Drafts after each row's last token.
 
         Args:
-            text: the batch; what each row's KV holds is everything before its last token.
-            max_new: for each row the most tokens wanted (0: the row rides along).
+            text: the batch; each row's keys and values are those of everything before its last token.
+            max_new: for each row the maximum number of tokens (0: the row takes no part).
 
         Returns:
             The draft, with the hidden states that verification starts from.
@@ -106,7 +106,7 @@ class PartialDraft:
         return draft
 
     def _faster(self, whole: WholeDrafts, text: Text, max_new: list[int]) -> Draft:
-        """The draft, at once where that is faster."""
+        """The draft, in one graph where that is faster."""
         before = self.steps
         rule = self._rule(text.batch_size)
         wanted = Wanted(self.plan, self._prefix, self.limits, rule, self.reuse_from, self._length_is_fixed)
@@ -120,16 +120,16 @@ class PartialDraft:
 
     @property
     def _prefix(self) -> int:
-        """The layer whose entering states are kept for verification, 0 for none."""
+        """The layer whose input states are kept for verification, 0 for none."""
         return self.plan.first_altered if self.target.anatomy.replay else 0
 
     def _in_steps(self, text: Text, max_new: list[int]) -> Draft:
-        """The draft, one token of each row after another."""
+        """The draft, made one token per row at a time."""
         roots, prefix = text.last_slots(), self._prefix
         limit = min(self.limits.longest, max(max_new))
         rule = self._rule(text.batch_size)
         rule.begin()
-        # Whose tokens count and whose drafts end is found by one read for each token, where nothing else has to see it.
+        # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
         is_line = self.limits.tree is None and self.scorer.prefix_free
         traced = rule.traced() if is_line and isinstance(rule, TraceableRule) else None
         grown = GrowingDraft(text, max_new, is_read=traced is None)
@@ -151,13 +151,13 @@ class PartialDraft:
             if traced is not None:
                 waiting, reach = self._add(grown, step, logits, traced, reach)
                 continue
-            # A draft that overflows (float16) predicts nothing; the full model goes on from there.
+            # A draft that overflows (float16) predicts nothing; the full model continues from there.
             sound, logits = self._sound(grown, logits)
             if not any(grown.drafting):
                 break
             scores = self.scorer.ahead(text, grown.depth, logits, grown.drafting)
             if not self.scorer.prefix_free:
-                # Nor is there one where processors forbid everything.
+                # Nor does one for which processors forbid everything.
                 allowed, scores = self._sound(grown, scores)
                 sound = allowed if sound is None or allowed is None else sound & allowed
                 if not any(grown.drafting):
@@ -185,12 +185,12 @@ class PartialDraft:
     def _add(
         self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, rule: TracedRule, reach: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Takes the next tokens of lines, and returns them and the rule's values ``[b]``.
+        """Adds the next tokens of lines, and returns them and the rule's values ``[b]``.
 
         Args:
             grown: the draft so far.
-            step: what the part predicts.
-            logits: ``[b, v]`` of it, on the text's device.
+            step: what the part of the model predicts.
+            logits: its logits ``[b, v]``, on the text's device.
             rule: the stop rule.
             reach: its values for the tokens before, ``None`` for the first.
         """
@@ -198,7 +198,7 @@ class PartialDraft:
         grown.add(picks, q, step.prefix_state if self._prefix else None)
         tokens, eos = picks[:, 0], self.limits.eos_tokens
         if self._length_is_fixed and logits.device.type != "cpu":
-            # A read would wait; the full model finds junk out.
+            # A read would have to wait; the full model rejects junk.
             grown.end([False] * len(tokens))
             return [picks], None
         reach = rule.values(reach, logits)
@@ -209,10 +209,10 @@ class PartialDraft:
         return [picks], reach
 
     def _sound(self, grown: GrowingDraft, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Which rows of ``[b, v]`` can be chosen from, and the values, finite where not all of them can.
+        """Which rows of ``values`` ``[b, v]`` a token can be chosen from, and the values, made finite where needed.
 
-        A CPU ends the others at once. Elsewhere that would wait, so ``[b]`` of them is returned for a later read, or
-        ``None`` where there is none: then the full model finds junk out.
+        On a CPU the drafts of other rows end at once. Elsewhere that would have to wait, so ``[b]`` of them is returned
+        for a later read, or ``None`` if there is none: then the full model rejects junk.
         """
         if values.device.type == "cpu":
             sound = torch.isfinite(values.amax(-1)).tolist()
@@ -225,17 +225,17 @@ class PartialDraft:
 
     @property
     def _length_is_fixed(self) -> bool:
-        """Whether nothing that is drafted ends a draft."""
+        """Whether drafts have a fixed length, whatever the tokens."""
         return isinstance(self.limits.stop, FixedLength) and not self.limits.eos_tokens
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
-        """Runs the part that drafts over one more token of each row.
+        """Runs the drafting part of the model over one more token of each row.
 
         Args:
             text: the batch.
             feed: ``[b, 1]`` the tokens; ``[b, n]`` where those before were forced, see :attr:`skips_forced`.
-            cursors: the slots of the first of them.
-            drafting: rows whose drafts go on; the others ride along.
+            cursors: for each row the slot of the first of them.
+            drafting: for each row whether its draft continues; the others run along without effect.
         """
         step = self.target.step(feed, cursors, self.plan, capture=self._prefix or -1, head_rows=self.head)
         assert step.logits is not None
@@ -243,7 +243,7 @@ class PartialDraft:
         return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)
 
     def _forced(self, text: Text, grown: GrowingDraft) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """``[b, 1]`` the tokens that grammars force in all rows, which then need no step, and ``q``; else ``None``."""
+        """The tokens ``[b, 1]`` that grammars force in all rows, which need no step, and ``q``; else ``None``."""
         tokens = self.constraint.forced(text, grown.depth, grown.drafting) if self.skips_forced else None
         if tokens is None:
             return None
@@ -254,7 +254,7 @@ class PartialDraft:
         return forced, q.scatter_(1, forced, 1.0)
 
     def _pick(self, scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[b, width]`` tokens for one depth, the one to extend first, and ``[b, v]`` what they were drawn from."""
+        """Tokens ``[b, width]`` for one depth, the one to extend first, and what they were sampled from, ``[b, v]``."""
         if not self.scorer.do_sample:
             return scores.topk(width, dim=-1).indices if width > 1 else best_tokens(scores)[:, None], None
         q = scores.softmax(-1)
@@ -263,7 +263,7 @@ class PartialDraft:
     def _ended(
         self, text: Text, tokens: torch.Tensor, logits: torch.Tensor, state: torch.Tensor, depth: int
     ) -> torch.Tensor | None:
-        """``[b]`` whether each row's draft ends with its token, ``None`` if a fixed length alone decides."""
+        """Whether each row's draft ends with its token, ``[b]``; ``None`` if a fixed length alone decides."""
         if self._length_is_fixed:
             return None
         done = self._rule(text.batch_size)(text.with_draft(depth), logits, state)
@@ -278,7 +278,7 @@ class PartialDraft:
         return ended
 
     def _rule(self, rows: int) -> RunningRule:
-        """The stop rule as it runs; another one begins when the rule is changed."""
+        """The running stop rule; a new one starts when the rule was changed."""
         stop = self.limits.stop
         if self._running is None or self._running[0] is not stop:
             self._running = stop, start(stop, rows, self.limits.longest, self.limits.memory)
@@ -291,7 +291,7 @@ class PartialDraft:
     ) -> bool:
         """Times forwards at the end of the text, see :meth:`Stopwatch.measure`.
 
-        What they write into the cache is what is there, or scratch.
+        They write to the cache only what is there already, or to scratch slots.
         """
         ends = [root + 1 for root in text.last_slots()]
         starts, ids = text.tokens_before(ends, MANY, self.target.first_slots())
@@ -313,7 +313,7 @@ class PartialDraft:
         return complete
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Tells the stop rule how the draft fared."""
+        """Tells the stop rule how many drafted tokens were accepted."""
         if any(self._drafted):
             accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
             self._rule(text.batch_size).update(self._drafted, accepted)
@@ -325,12 +325,12 @@ class PartialDraft:
         """Nothing to learn: which blocks run is fixed."""
 
     def report(self, stats: GenerationStats) -> None:
-        """Shows which blocks run."""
+        """Adds which blocks run."""
         stats.plan = self.plan.picture()
 
 
 def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:
-    """Some rows of tensors ``[b, ...]``."""
+    """The wanted rows of tensors ``[b, ...]``."""
     if all(wanted):
         return list(values)
     rows = upload([row for row, wants in enumerate(wanted) if wants], values[0].device)
@@ -338,5 +338,5 @@ def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_countable(values: torch.Tensor) -> bool:
-    """Whether these are booleans or whole numbers; of a probability it is not known where it means yes."""
+    """Whether the values are booleans or integers, not probabilities, for which no threshold is known."""
     return not values.is_floating_point() and not values.is_complex()

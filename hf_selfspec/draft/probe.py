@@ -1,4 +1,4 @@
-"""Early exit whose layer and draft length are found by a measured probe on the first texts."""
+"""Early exit whose layer and draft length are found by a timed probe on the first texts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ..verify.scoring import Scorer
 from .partial import PartialDraft
 from .source import Limits, RoundSeconds, Session
 
-# Tokens of text after which only the exits that look fastest are compared, and their number. Tokens that are looked at
-# at once, and the fewest that are worth it.
+# Tokens of text after which only the exits that look fastest are compared, and their number. Maximum number of tokens
+# that one look covers, and the fewest that are worth it.
 _SHORTLIST, _LISTED = 256, 3
 _WINDOW = 128
 _LEAST = 8
-# Generated tokens after which the first look does not wait for the end of the text.
+# Generated tokens after which the first look takes place, without waiting for the end of the text.
 _SOON = 32
 _TIMED_TEXTS = 4
 _TIMINGS = 5
@@ -42,7 +42,7 @@ class ProbeSettings:
         layers: exit layers to compare.
         rules: stop rules to compare.
         stop: the user's own stop rule, which is used whatever the probe finds, or ``None``.
-        head: of all drafts, ``None`` for the model's own.
+        head: the head of all drafts, ``None`` for the model's own.
     """
 
     layers: Sequence[int]
@@ -54,14 +54,14 @@ class ProbeSettings:
 def start_probe(
     session: Session, layer: int | None, limits: Limits, name: str, head: HeadRows | None = None
 ) -> PartialDraft:
-    """The drafter that finds its exit, or its stop rule, on the first texts.
+    """Returns the drafter that finds its exit layer, its stop rule, or both on the first texts.
 
     Args:
         session: the generation.
-        layer: the exit layer, ``None`` to have it found.
-        limits: of drafts, with the stop rule until one is chosen.
-        name: of the source, for errors.
-        head: runs in the place of the model's output head while drafting, ``None`` for that.
+        layer: the exit layer, ``None`` to find it.
+        limits: the limits of drafts, with the stop rule to use until one is chosen.
+        name: name of the source, for errors.
+        head: runs in place of the model's output head while drafting, ``None`` for that head itself.
 
     Raises:
         SelfSpecError: the model cannot be probed.
@@ -70,7 +70,7 @@ def start_probe(
     advice = "Give SelfSpec.layerskip an exit_layer and a num_draft."
     if anatomy.num_layers < 2:
         raise SettingError(
-            f"{model_name} has one layer, so there is no exit before the last. Call generate without us."
+            f"{model_name} has one layer, so there is no earlier exit. Call generate without `assistant`."
         )
     if not anatomy.exits:
         raise UnsupportedModelError(
@@ -94,17 +94,17 @@ def start_probe(
 
 
 class ProbingDraft(PartialDraft):
-    """Drafts from a middle exit until there is text enough, then from the best one.
+    """Drafts from a middle exit until there is enough text, then from the best one.
 
-    One forward over the last tokens shows what every exit would have predicted after each of them, and some forwards of
-    one and of several tokens show what they cost. A model's first text is looked at once it has 32 tokens, and again at
-    its end; later ones at their end, until 1,024 tokens were seen. Each choice is based on all texts so far.
+    One forward over the last tokens shows what every exit would have predicted after each of them, and a few forwards
+    over one and several tokens show what they cost. A model's first text is looked at once it has 32 tokens, and again
+    at its end; later texts at their end, until 1,024 tokens were seen. Each choice is based on all texts so far.
 
     Args:
         target, limits, scorer: see :class:`PartialDraft`.
         settings: what to choose from.
         exits: the model's exits, not attached.
-        study: what earlier generations of this model showed; this one adds to it.
+        study: what earlier generations with this model showed; this one adds to it.
         round_seconds: see :attr:`Session.round_seconds`.
     """
 
@@ -131,7 +131,7 @@ class ProbingDraft(PartialDraft):
 
     @property
     def expected_speedup(self) -> float | None:
-        """Over rounds without a draft, as the probe found; 0 where no draft pays, or before it has looked."""
+        """Expected speed-up over rounds without a draft; 0 where no draft pays, or before the first look."""
         choice = self.study.choice
         return 0.0 if choice is None or choice.layer is None else choice.expected_speedup
 
@@ -141,7 +141,7 @@ class ProbingDraft(PartialDraft):
         return self.study.tokens < ENOUGH
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """As :meth:`PartialDraft.propose`; nothing where the probe found no draft that pays."""
+        """See :meth:`PartialDraft.propose`; drafts nothing where the probe found no draft that pays."""
         if not self.plan.skipped_layers:
             return Draft.none(text)
         return super().propose(text, max_new)
@@ -152,18 +152,18 @@ class ProbingDraft(PartialDraft):
         self.observe(text, verdicts, logits)
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """The same after a round in which another source drafted."""
+        """As :meth:`update`, after a round in which another source drafted."""
         if self.study.choice is None and max(self._unseen(text)) > _SOON:
             self._probe(text)
         self._use_choice()
 
     def finish(self, text: Text) -> None:
-        """Looks at what was not looked at yet, while a model is new."""
+        """Looks at the rest of the text, while the model is new."""
         if self.study.tokens < ENOUGH and sum(self._unseen(text)) >= _LEAST:
             self._probe(text)
 
     def _use_choice(self) -> None:
-        """Takes up the choice where there is a new one, which another thread may have made."""
+        """Switches to the latest choice, which another thread may have made."""
         choice = self.study.choice
         if choice is None or choice is self._used:
             return
@@ -195,7 +195,7 @@ class ProbingDraft(PartialDraft):
         n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
         roots = text.last_slots()
         starts, tokens = text.tokens_before(roots, n, self.target.first_slots())
-        # Where in its window the unseen tokens of each row are; short rows have junk behind them.
+        # Where in its window the unseen tokens of each row are; short rows have junk after them.
         new = [
             (max(root - count, start) - start, root - start) if self.target.is_active(row) else (0, 0)
             for row, (root, count, start) in enumerate(zip(roots, unseen, starts, strict=True))

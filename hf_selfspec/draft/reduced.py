@@ -1,4 +1,4 @@
-"""Sources whose drafts may be made of some tokens alone (FR-Spec)."""
+"""Draft sources with a reduced head, which drafts only some of the tokens (FR-Spec)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..parts.reduced_head import ReducedHead
 
 
 def take_head(source: Any, name: str) -> None:
-    """Reads the setting ``head`` of a frozen source while it is made.
+    """Reads the setting ``head`` of a frozen source while that is created.
 
     Raises:
-        SettingError, SettingTypeError: it is no reduced head, nor the place of one.
+        SettingError, SettingTypeError: it is neither a reduced head nor the place of one.
     """
     if source.head is None:
         return
@@ -26,15 +26,15 @@ def take_head(source: Any, name: str) -> None:
 
 
 def shown_head(source: Any) -> str:
-    """What follows in the text of a source, nothing where its drafts have the whole head."""
+    """The part of a source's ``repr`` for its head, empty for the whole head."""
     return "" if source.head is None else f", head={source.head!r}"
 
 
 def head_rows(source: Any, model: PreTrainedModel) -> HeadRows | None:
-    """What runs in the place of a model's head in one generation, ``None`` for that.
+    """Returns what runs in place of a model's head in one generation, ``None`` for the whole head.
 
     Raises:
-        UnsupportedModelError: the model has no head of which there are rows.
+        UnsupportedModelError: single rows of the model's head cannot be used.
     """
     if source.head is None:
         return None
@@ -50,7 +50,7 @@ def check_whole_head(source: Any) -> None:
     """
     if source.head is not None:
         raise SettingError(
-            f"{source!r} drafts with some rows of the head, and a checkpoint has all of them. Export the same draft "
+            f"{source!r} drafts with some rows of the head, but a checkpoint has all of them. Export the same draft "
             "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
             "--speculative-token-map)."
         )

@@ -1,4 +1,4 @@
-"""Skipped sub-layers that are searched for while the text is generated (SWIFT §4.1, CLaSp)."""
+"""Searching for blocks to skip while the text is generated (SWIFT §4.1, CLaSp)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .source import Limits, RoundSeconds, Session
 
 # How often each forward is timed on a text.
 _TIMINGS = 2
-# What a sibling costs beside its way through the layers (mask, moves), in units of that; measured on a CPU.
+# What a sibling costs besides its pass through the layers (mask, moves), in units of that pass; measured on a CPU.
 _TREE = 2.0
 # Generated tokens after which the first sets are tried, and how many are worth a look at the end of a text.
 _SOON, _LEAST = 32, 8
@@ -42,14 +42,14 @@ _SOON, _LEAST = 32, 8
 def start_search(
     session: Session, start: LayerPlan, limits: Limits, search: Search, ratio: float | str, name: str
 ) -> PartialDraft:
-    """The drafter that searches while it drafts; without a search where the model cannot run its text again.
+    """Returns the drafter that searches while it drafts; without a search where the model cannot run its text again.
 
     Args:
         session: the generation.
-        start: the set to begin with.
-        limits: of drafts; its stop rule is that of drafts for which none was chosen.
+        start: the set to start with.
+        limits: the limits of drafts; their stop rule is used until the search has chosen one.
         search, ratio: see :class:`SkipLayers`.
-        name: of the source, for errors.
+        name: name of the source, for errors.
 
     Raises:
         SelfSpecError: the model cannot be searched.
@@ -57,11 +57,11 @@ def start_search(
     anatomy, space = session.anatomy, SkipSpace.of(session.anatomy)
     why = ""
     if not session.takes_trees:
-        why = f"{anatomy.model_name} cannot look at its text a second time beside it (no mask of its own)"
+        why = f"{anatomy.model_name} cannot run over its text a second time (it cannot take a tree mask)"
     if why and session.in_cascade:
         raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
     if why:
-        warn_once(f"{why}, so there is no search for blocks to skip, and the set that it would start from drafts.")
+        warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
         return PartialDraft.of(session, start, limits, name)
     check_fitted_rule(session.stop, None, name, session.scorer.do_sample, session.knowledge.fingerprint)
     auto = ratio == "auto"
@@ -81,7 +81,7 @@ def start_search(
 
 
 def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
-    """Refuses a window that no text of the model can have, and warns where this text is too short for it.
+    """Rejects a window that no text of the model can fill, and warns if this text is too short for it.
 
     Raises:
         SettingError: the window is too long.
@@ -101,14 +101,14 @@ def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
 
 
 class SearchingDraft(PartialDraft):
-    """Drafts with the best set of skipped blocks so far, and tries another one after each round.
+    """Drafts with the best set of skipped blocks so far, and tries another set after each round.
 
     A trial is one forward of that set over the last generated tokens, with the context's keys and values as they are.
     The window goes into slots beyond the text, whose own keys and values stay as they are.
 
     Args:
-        target, limits, scorer: see :class:`PartialDraft`; the stop rule is that of drafts for which none was chosen.
-        search: what earlier generations of this model found; this one goes on with it.
+        target, limits, scorer: see :class:`PartialDraft`; the stop rule is used until the search has chosen one.
+        search: what earlier generations with this model found; this one continues with it.
         stop: the user's own stop rule, ``None`` for the one that the search chooses.
         round_seconds: see :attr:`Session.round_seconds`.
     """
@@ -143,7 +143,7 @@ class SearchingDraft(PartialDraft):
 
     @property
     def expected_speedup(self) -> float | None:
-        """Over rounds without a draft, as the search expects; 0 where no draft pays, ``None`` where it cannot tell."""
+        """Expected speed-up over rounds without a draft; 0 where no draft pays, ``None`` where it is not known."""
         return self.search.choice.expected_speedup if self.search.choice.drafts else 0.0
 
     @property
@@ -152,7 +152,7 @@ class SearchingDraft(PartialDraft):
         return not self.search.is_over
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """As :meth:`PartialDraft.propose`; nothing where no draft pays."""
+        """See :meth:`PartialDraft.propose`; drafts nothing where no draft pays."""
         self._steps_before, self._begun = self.steps, self._now()
         if self.search.choice.drafts:
             self._proposed = super().propose(text, max_new)
@@ -161,16 +161,16 @@ class SearchingDraft(PartialDraft):
         return self._proposed
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Tells the search how the draft fared, and tries sets as far as its budget allows."""
+        """Reports the accepted tokens to the search, and tries sets as far as its budget allows."""
         super().update(text, verdicts, logits)
         self._learn(text, verdicts, logits, self._proposed)
 
     def _now(self) -> float:
-        """A clock that stands still while graphs are made."""
+        """A clock that stops while graphs are compiled."""
         return self.target.clock() - self.target.compile_seconds
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """The same after a round in which another source drafted, or none."""
+        """As :meth:`update`, after a round in which another source drafted, or none."""
         self._learn(text, verdicts, logits, None if logits.shape[1] > 1 else Draft.none(text))
 
     def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
@@ -202,7 +202,7 @@ class SearchingDraft(PartialDraft):
         self._clock = self._begun = now
 
     def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
-        """Tells the search of a round of its own, or without a draft."""
+        """Reports a round to the search, with a draft of its own or without a draft."""
         rows = sum(count > 0 for count in new)
         accepted = sum(node >= 0 for verdict in verdicts for node in verdict.nodes)
         self.search.pace.add_round(seconds)
@@ -210,7 +210,7 @@ class SearchingDraft(PartialDraft):
             self.plan,
             rows=rows,
             drafted=sum(draft.lengths),
-            # Tokens of other sources around this draft are not its own.
+            # Tokens that other sources added to this draft do not count for it.
             tokens=min(sum(new), rows + accepted),
             steps=self.steps - self._steps_before,
             nodes=draft.size,
@@ -218,7 +218,7 @@ class SearchingDraft(PartialDraft):
         )
 
     def finish(self, text: Text) -> None:
-        """Looks at what was not looked at yet, where each token counts once."""
+        """Looks at the rest of the text, for searches that look at each token once."""
         begun, search = self.target.clock(), self.search
         self._looked = self._looked or text.prompt_width
         unseen = max(text.lengths) - self._looked
@@ -251,13 +251,13 @@ class SearchingDraft(PartialDraft):
         return closest_layers(self.target, text, self.search.space.whole_layers, most)
 
     def _begin_window(self, text: Text, unseen: int) -> None:
-        """A window of text is complete."""
+        """Starts the trials on a complete window of text."""
         self._looked = max(text.lengths) - 1
         self._behind = min(unseen - 1, self._window, *text.last_slots())
         self.search.begin_window()
 
     def _work(self, text: Text, least: int) -> None:
-        """Times forwards and tries sets, on at least so many tokens, as long as there is time."""
+        """Times forwards and tries sets, on at least ``least`` tokens, as long as there is time."""
         search = self.search
         if not self._behind or self._budget.left <= 0:
             return
@@ -272,7 +272,7 @@ class SearchingDraft(PartialDraft):
             pass
 
     def _has_time(self, tokens: int) -> bool:
-        """Whether the budget allows a forward over so many tokens."""
+        """Whether the budget allows a forward over ``tokens`` tokens."""
         return self.search.pace.seconds(tokens) <= self._budget.left
 
     def _try(self, text: Text, least: int) -> bool:
@@ -307,7 +307,7 @@ class SearchingDraft(PartialDraft):
         assert logits is not None
         logits = logits.to(text.ids.device, torch.float32)
         drafted, sure = self.scorer.roughly(logits), confidence(logits)
-        # In rows that ended early the window reaches into the prompt, which the model did not write.
+        # In rows that ended early the window reaches into the prompt, which the model did not generate.
         known = [min(window, length - text.prompt_width) for length in text.lengths]
         if self._last_logits is None:
             right = (drafted.argmax(-1) == tokens[:, 1:]).double()

@@ -1,4 +1,4 @@
-"""Skipped sub-layers: any subset of attention and MLP blocks is left out (Self-SD; SWIFT §3.1)."""
+"""Drafting with any subset of attention and MLP blocks skipped (Self-SD; SWIFT §3.1)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class SkipLayers(DraftSource):
     Args:
         attention: layers whose attention block is skipped.
         mlp: layers whose MLP block is skipped.
-        search: looks for a better set while text is generated, from this one on; ``None`` keeps it.
+        search: looks for a better set while text is generated, starting from this one; ``None`` keeps this one.
         ratio: share of the blocks of all layers but the first and the last that the sets of the search skip. With
-            ``"auto"`` it begins at 0.4, 0.45 from 10 and 0.5 from 30 billion parameters on (SWIFT's settings for 7, 13
-            and 70), and goes where the expected tokens per second are most, by measured costs; no draft is made where
+            ``"auto"`` it starts at 0.4, at 0.45 from 10 and 0.5 from 30 billion parameters on (SWIFT's settings for 7,
+            13 and 70), and then follows the most expected tokens per second, by measured costs; no draft is made where
             none would be faster than one-token steps.
 
-    Without blocks, both blocks of every second layer from 1 to ``L-2`` are skipped. The first and the last layer cannot
-    be skipped (SWIFT keeps them always).
+    If no blocks are given, both blocks of every second layer from 1 to ``L-2`` are skipped. The first and the last
+    layer cannot be skipped (SWIFT always keeps them).
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -110,7 +110,7 @@ class SkipLayers(DraftSource):
 
     @property
     def is_optional(self) -> bool:
-        """A search finds out whether there are layers to skip."""
+        """See :attr:`DraftSource.is_optional`: true with a search, which finds out whether there are layers to skip."""
         return self.search is not None
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What a draft source is, what it gets when a generation starts, and what drafts while it runs."""
+"""The interface of draft sources: the settings, the session that they start in, and the drafter that runs in it."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from .blocks import DraftBlocks, FindChoice
 _F = TypeVar("_F", bound=Findings)
 _S = TypeVar("_S", bound="DraftSource")
 
-# Seconds of rounds with 0, 1, 2, ... drafted tokens.
+# Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
 RoundSeconds = Callable[[], Sequence[float]]
 
 
 class Drafter(Protocol):
-    """What proposes tokens while one generation runs.
+    """Proposes tokens while one generation runs.
 
-    A drafter may have more. ``needs_ended_rows`` is whether forwards go on over rows that have ended, since it will
-    look at their text; a cascade does not wait for them. ``knows_grammars`` is whether it drafts what grammars force as
-    far as that pays, so that nothing is to be added. For a :class:`Cascade`, ``expected_speedup`` is how much faster
-    than rounds without a draft it expects to be just now: 0 where it would not draft, ``None`` where it does not know.
-    ``observe(text, verdicts, logits)`` is called in the place of :meth:`update` after a round in which another source
-    drafted.
+    A drafter may have further attributes. ``needs_ended_rows`` is whether forwards still run over rows that have ended,
+    since it will look at their text; a cascade does not wait for them. ``knows_grammars`` is whether it drafts the
+    tokens that grammars force as far as that pays, so that none are added. For a :class:`Cascade`,
+    ``expected_speedup`` is its current estimate of how much faster it is than rounds without a draft: 0 where it would
+    not draft, ``None`` where it does not know. ``observe(text, verdicts, logits)`` is called in place of
+    :meth:`update` after a round in which another source drafted.
     """
 
     @property
     def steps(self) -> int:
-        """Forwards of the draft so far, whatever the batch."""
+        """Number of the draft's forwards so far, each counted once for the whole batch."""
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts after each row's last token.
 
         Args:
-            text: the batch; the model's KV holds everything before each row's last token.
-            max_new: for each row the most tokens wanted; a row with 0 takes no part.
+            text: the batch; the model's cache holds everything before each row's last token.
+            max_new: for each row the maximum number of tokens; a row with 0 takes no part.
         """
 
     def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
-        """Learns how the draft fared.
+        """Learns which of the draft's tokens were accepted.
 
         Args:
             text: the batch with the new tokens.
@@ -61,14 +61,14 @@ class Drafter(Protocol):
         """
 
     def finish(self, text: Text) -> None:
-        """Learns from the text as a whole; the generation is over."""
+        """Learns from the whole text, after the generation."""
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what only the drafter knows to the statistics of the call."""
 
 
 class FixedDrafter:
-    """A drafter that learns nothing and has nothing to report; to derive others from."""
+    """Base class of drafters that learn nothing and have nothing to report."""
 
     steps = 0
 
@@ -93,12 +93,12 @@ class KnowledgeOfModel(Protocol):
         """Findings under a name, see :class:`Findings`.
 
         Args:
-            name: of the source that keeps them.
-            make: makes those with which a kind of call begins, given those of another kind or ``None``.
+            name: name of the source that keeps them.
+            make: creates the findings with which a kind of call starts, given those of another kind or ``None``.
         """
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """The same for findings that all kinds of calls share."""
+        """As :meth:`of`, for findings that all kinds of calls share."""
 
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
@@ -113,10 +113,10 @@ class Limits:
 
     Attributes:
         stop: the stop rule.
-        max_draft: most tokens on the line.
+        max_draft: maximum number of tokens on the line.
         tree: sibling policy, or ``None`` for a line.
-        eos_tokens: a draft ends with any of these.
-        memory: of the stop rule, from call to call.
+        eos_tokens: tokens that end a draft.
+        memory: what the stop rule keeps from call to call.
     """
 
     stop: StopRule
@@ -126,38 +126,38 @@ class Limits:
     memory: Memory = field(default_factory=Memory)
 
     def slots(self, new_tokens: int, vocabulary: int) -> int:
-        """Slots that a verification usually needs, siblings of an unsure draft's last token included.
+        """Number of slots that a verification usually needs, with siblings of an unsure draft's last token.
 
         Args:
-            new_tokens: tokens that the call may still get, which no draft exceeds.
-            vocabulary: ``v``, the most candidates that there are at one depth.
+            new_tokens: number of tokens that the call may still get, which no draft exceeds.
+            vocabulary: ``v``, the maximum number of candidates at one depth.
         """
         widest = 1 if self.tree is None else min(self.tree.most, vocabulary)
         return min(self.longest, new_tokens) + widest
 
     @property
     def longest(self) -> int:
-        """Most tokens on the line."""
+        """Maximum number of tokens on the line."""
         return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
 
 
 @dataclass(frozen=True)
 class Session:
-    """One generation, as a source gets it when it starts.
+    """One generation, as a source gets it at the start.
 
     Attributes:
         target: the model with its cache.
         scorer: logits processors for drafts: those that keep no state.
         stop, tree, max_draft: see :class:`SelfSpec`; ``None`` for the source's own choice.
         eos_tokens: ids that end a row.
-        new_tokens: tokens that the call can generate, as far as slots are reserved for them at first.
-        max_new: the most tokens that it can generate, ``None`` where nothing bounds them.
+        new_tokens: number of tokens for which slots are reserved at first.
+        max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
         stateful: names of processors and criteria that may keep a state.
-        knowledge: from earlier calls.
-        is_synced: several processes run the same forwards.
-        in_cascade: other sources draft where this one does not.
-        round_seconds: the cost curve as rounds of other sources were timed; empty where there are none.
-        constraint: what grammars allow and force; false where there are none. What they forbid is cut from any draft.
+        knowledge: what is known from earlier calls.
+        is_synced: whether several processes run the same forwards.
+        in_cascade: whether other sources draft where this one does not.
+        round_seconds: the cost curve from timed rounds of other sources; empty if there are none.
+        constraint: what grammars allow and force; falsy without grammars. Forbidden tokens are cut from any draft.
     """
 
     target: Target
@@ -198,40 +198,40 @@ class Session:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether a verification can hold a tree."""
+        """Whether drafts can be trees."""
         return self.anatomy.tree and self.target.padding is None
 
     def limits(self, usual_stop: StopRule) -> Limits:
-        """Limits of drafts, with the source's usual stop rule where none was given."""
+        """The limits of drafts, with ``usual_stop`` where no stop rule was given."""
         return Limits(
             self.stop or usual_stop, self.max_draft, self.tree, self.eos_tokens, memory=self.knowledge.memory()
         )
 
     def with_settings(self, **settings: Any) -> Session:
-        """The same with other attributes."""
+        """A copy with other attributes."""
         return replace(self, **settings)
 
 
 class DraftSource:
-    """Settings of a way to draft. Derive a frozen dataclass from it to write one of your own.
+    """Settings of a way to draft. To write your own, derive a frozen dataclass from it.
 
-    A source starts itself: :meth:`start` gives what drafts in one generation. The loop, the controller of a cascade and
-    saving know no more than this interface. ``hf_selfspec.register("draft")`` lets it be saved by its name.
+    :meth:`start` returns the drafter of one generation. The decode loop, the controller of a cascade and saving use
+    only this interface. ``hf_selfspec.register("draft")`` lets a source be saved by its name.
 
     Attributes:
-        lossless: the output is the model's own. Where it is not, no saved config may choose the source.
+        lossless: whether the output is the model's own. If not, a saved config must not choose the source.
     """
 
     lossless = True
 
     @property
     def is_optional(self) -> bool:
-        """Whether a cascade does without it, and without a warning, where it cannot draft for a model."""
+        """Whether a cascade leaves it out without a warning where it cannot draft for a model."""
         return False
 
     @property
     def fixed_because(self) -> str:
-        """Why no stop rule and no tree have an effect, empty where they have one."""
+        """Why stop rules and trees have no effect, empty if they have."""
         return ""
 
     @property
@@ -253,7 +253,7 @@ class DraftSource:
             )
 
     def start(self, session: Session) -> Drafter:
-        """The drafter of one generation.
+        """Returns the drafter of one generation.
 
         Raises:
             SelfSpecError: the source cannot draft for this model or call. Nothing was generated yet.
@@ -261,35 +261,35 @@ class DraftSource:
         raise NotImplementedError(f"{type(self).__name__} needs a method `start(session) -> Drafter`")
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """Checks what can be known before prompts are laid out; by default nothing.
+        """Checks what can be checked before prompts are laid out; by default nothing.
 
         Args:
             anatomy: the parts of the model.
-            max_new: the most tokens that the call can generate, ``None`` where nothing bounds them.
+            max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
 
         Raises:
             SelfSpecError: the source cannot draft for this model or call.
         """
 
     def part(self, kind: type[_S]) -> _S | None:
-        """The source of a class that this one is, or holds; ``None`` where there is none."""
+        """Returns the source of a class that this one is or contains; ``None`` if there is none."""
         return self if isinstance(self, kind) else None
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """The part of a model that drafts as this source does, for :meth:`SelfSpec.export_draft`.
+        """Returns the part of a model that drafts as this source does, for :meth:`SelfSpec.export_draft`.
 
         Args:
             anatomy: the parts of the model.
-            find_choice: gives what was found for the model.
+            find_choice: returns what was found for the model.
 
         Raises:
             SelfSpecError: there is no such part.
         """
         raise UnsupportedOptionError(
-            f"{self!r} cannot be exported: it drafts with more than layers of the model, and a checkpoint has nothing "
+            f"{self!r} cannot be exported: it drafts with more than layers of the model, but a checkpoint has nothing "
             "else. Export EarlyExit(layer), SkipLayers(attention=[...], mlp=[...]) or an adapter."
         )
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan | None:
-        """What plays the whole model, ``None`` for all of it."""
+        """The blocks that stand in for the whole model, ``None`` for all of it."""
         return None

@@ -1,4 +1,4 @@
-"""Drafts outside of this package's loop."""
+"""Drafting outside of this package's decode loop."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .partial import PartialDraft
 from .reduced import head_rows
 from .source import DraftSource, Limits
 
-# Slots to begin with, since it is not known how long the text will be.
+# Initial cache slots, since the final length of the text is not known.
 _SLOTS = 1024
 
 
 class StandaloneDraft(PartialDraft, CandidateGenerator):
-    """An early exit that serves any loop which calls :meth:`get_candidates`, with a cache of its own (one row).
+    """An early exit for any loop that calls :meth:`get_candidates`, with a cache of its own (one row).
 
-    All its blocks lie before the first altered layer, so keys and values are exact, and kept.
+    All its blocks come before the first altered layer, so its keys and values are exact and are kept.
 
     Args:
         target, plan, limits, scorer, head: see :class:`PartialDraft`.
@@ -43,13 +43,13 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Candidates for transformers' assisted generation.
+        """Returns candidates for transformers' assisted generation.
 
         Args:
             input_ids: ``[1, s]`` the text so far.
 
         Returns:
-            ``[1, s + t]`` the text with the draft, and ``[1, t, v]`` the scores behind it (``None`` when greedy).
+            ``[1, s + t]`` the text with the draft, and ``[1, t, v]`` the draft's scores (``None`` when greedy).
         """
         ids = input_ids[0].tolist()
         known = self._seen
@@ -64,7 +64,7 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
                 self.target.step(input_ids[:, start:-1], [start], self.plan)
             draft = self.propose(text, [count])
         t = draft.lengths[0]
-        # What the draft ran through the early layers: the text and all drafted tokens but the last.
+        # What went through the early layers: the text and all drafted tokens but the last.
         self._seen = [*ids, *draft.tokens[0, : max(t - 1, 0)].tolist()]
         scores = None if draft.q is None else draft.q.log()
         return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
@@ -81,13 +81,13 @@ def standalone_draft(
     processors: LogitsProcessorList | None,
     do_sample: bool,
 ) -> StandaloneDraft:
-    """An early exit as a ``CandidateGenerator`` with a cache of its own.
+    """Returns an early exit as a ``CandidateGenerator`` with a cache of its own.
 
     Args:
         source, stop, max_draft: see ``SelfSpec``.
         model: the model to draft with.
         processors: logits processors of the generation.
-        do_sample: whether tokens are drawn.
+        do_sample: whether tokens are sampled.
 
     Raises:
         SettingTypeError: the source is not an early exit with a stop rule.
@@ -101,7 +101,7 @@ def standalone_draft(
         )
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
-            f"{anatomy.model_name} has recurrent states, which other loops cannot take back when a draft is rejected. "
+            f"{anatomy.model_name} has recurrent states, which other loops cannot restore when a draft is rejected. "
             "Use generate(assistant=...)."
         )
     target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS))

@@ -1,7 +1,7 @@
 """Whole drafts as one graph: forwards, choices of tokens and the stop rule, without Python in between.
 
-All steps that a draft can have run, and its length is found afterwards. What they write behind it is overwritten by
-forwards of the next rounds before anything reads it.
+The graph always runs the maximum number of steps, and the draft's length is found afterwards. What the extra steps
+write is overwritten by forwards of the next rounds before anything reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..verify.scoring import Scorer
 from .source import Limits
 
 _FORMS = "forms of drafts"
-# Devices that have results when the host wants them; elsewhere it would wait.
+# Devices whose results the host can read at any time; on others it would have to wait.
 _READ_AT_ONCE = ("cpu",)
 
 
@@ -35,11 +35,11 @@ class Wanted:
 
     Attributes:
         plan: blocks that run.
-        prefix: the layer whose entering states verification starts from, 0 for none.
-        limits: of drafts.
-        rule: the stop rule as it runs.
-        reuse_from: drafted tokens from which on verification starts from states.
-        length_is_fixed: nothing that is drafted ends a draft.
+        prefix: the layer from whose input states verification starts, 0 for none.
+        limits: the limits of drafts.
+        rule: the running stop rule.
+        reuse_from: minimum number of drafted tokens for verification to start from states.
+        length_is_fixed: whether drafts have a fixed length, whatever the tokens.
     """
 
     plan: LayerPlan
@@ -51,7 +51,7 @@ class Wanted:
 
     @property
     def steps(self) -> int:
-        """Most tokens of a draft."""
+        """Maximum number of tokens in a draft."""
         return self.limits.longest
 
     @property
@@ -65,11 +65,11 @@ class _Round:
     """A round whose draft is timed.
 
     Attributes:
-        forms: both forms of such drafts.
-        at_once: which of them it has.
-        begun: when.
-        graphs: how many had run before, and for how long.
-        size: drafted tokens of a row.
+        forms: times of both forms of such drafts.
+        at_once: whether its draft is made in one graph.
+        begun: when the round began.
+        graphs: how many graphs had run before, and for how long.
+        size: number of drafted tokens of a row.
     """
 
     forms: Forms
@@ -80,10 +80,10 @@ class _Round:
 
 
 class WholeDrafts:
-    """Makes drafts of one generation at once, where that is faster than step by step.
+    """Makes drafts of one generation in one graph each, where that is faster than step by step.
 
     Args:
-        fixed: serves the forwards of the generation.
+        fixed: runs the forwards of the generation.
         scorer: logits processors and the decoding mode.
     """
 
@@ -96,11 +96,11 @@ class WholeDrafts:
         self._round: _Round | None = None
 
     def propose(self, text: Text, max_new: list[int], wanted: Wanted) -> Draft | None:
-        """The draft that steps would make, ``None`` where they are to make it.
+        """The draft that steps would make, ``None`` where steps should make it.
 
         Args:
             text: the batch.
-            max_new: for each row the most tokens wanted.
+            max_new: for each row the maximum number of tokens.
             wanted: how the draft is made.
         """
         self._round = None
@@ -122,11 +122,11 @@ class WholeDrafts:
             return None
         draft = self._draft(text, max_new, wanted, rule, key, forms.vocabulary)
         if draft is None:
-            self._round = None  # it takes the time of both forms
+            self._round = None  # the round would take the time of both forms
         return draft
 
     def proposed(self, draft: Draft, steps: int) -> None:
-        """Takes note of the draft of a round, which was made in so many steps if it was not made at once."""
+        """Notes the draft of a round and, if it was not made in one graph, its number of steps."""
         current = self._round
         if current is None:
             return
@@ -135,7 +135,7 @@ class WholeDrafts:
             return
         runs, run_seconds = current.graphs
         if not steps or self._fixed.runs - runs < steps:
-            self._round = None  # with forwards that have no graph yet
+            self._round = None  # some of its forwards have no graph yet
             return
         drafting = self._now() - current.begun
         current.forms.add_steps(drafting - (self._fixed.run_seconds - run_seconds), drafting)
@@ -143,7 +143,7 @@ class WholeDrafts:
             current.forms.vocabulary = draft.q.shape[-1]
 
     def update(self, tokens: int) -> None:
-        """Ends a round, by which all rows gained so many tokens."""
+        """Ends a round, in which all rows together gained ``tokens`` tokens."""
         if self._round is not None:
             seconds = self._now() - self._round.begun
             self._round.forms.add(self._round.at_once, self._round.size, tokens, seconds)
@@ -153,14 +153,14 @@ class WholeDrafts:
         return perf_counter() - self._target.compile_seconds
 
     def _traced(self, wanted: Wanted) -> TracedRule | None:
-        """The stop rule, ``None`` where such drafts cannot be made at once."""
+        """The stop rule for a graph, ``None`` where such drafts cannot be one graph."""
         is_line = wanted.limits.tree is None and 0 < wanted.steps <= SIZES[-1]
         if not is_line or self._processors is None or self._fixed.whole_drafts.refused:
             return None
         return wanted.rule.traced() if isinstance(wanted.rule, TraceableRule) else None
 
     def _forms_of(self, key: Hashable, text: Text) -> Forms:
-        """Both forms of such drafts of a batch."""
+        """The times of both forms of such drafts, for this batch size."""
         device, rows = text.ids.device, text.batch_size
         name = (key, device, rows)
         if name not in self._forms:
@@ -186,7 +186,7 @@ class WholeDrafts:
         tokens, reached = found.pop(0), found.pop(0)
         most, listed = [min(steps, count) for count in max_new], None
         if wanted.length_is_fixed and device.type not in _READ_AT_ONCE:
-            lengths, are_numbers = most, False  # for all that is known here; the full model finds junk out
+            lengths, are_numbers = most, False  # as far as is known here; the full model rejects junk
         else:
             listed, values = read(tokens, reached)
             columns = zip(zip(*values, strict=True), zip(*listed, strict=True), strict=True)
@@ -195,7 +195,7 @@ class WholeDrafts:
             are_numbers = all(all(step.counts) for step in judged)
         t = max(lengths)
         if not are_numbers and t < steps:
-            # What cannot be a number would reach forwards that do not see its slot.
+            # NaN in a slot would reach even forwards whose mask hides it.
             self._target.cache.clear(roots.ahead(t + 1), steps - t)
         if numbers is not None:
             numbers.keep(t)
@@ -219,18 +219,18 @@ class WholeDrafts:
         wanted: Wanted,
         rule: TracedRule,
     ) -> list[torch.Tensor]:
-        """All steps by tensors alone.
+        """Runs all steps with tensor operations alone.
 
         Args:
-            forward: runs one of them.
+            forward: runs one step.
             feed: ``[b, 1]`` the last token of each row.
-            given: numbers to draw by ``[t, b, v]``, if there are any.
+            given: random numbers ``[t, b, v]`` for sampling, if there are any.
             wanted: how drafts are made.
             rule: their stop rule.
 
         Returns:
-            Tokens and the rule's values, ``[b, t]`` each; ``[b, t, v]`` what tokens were drawn from; ``[b, t + 1, d]``
-            states. Those that are not wanted are left out.
+            Tokens and the rule's values, ``[b, t]`` each; ``[b, t, v]`` the distributions that tokens were sampled
+            from; ``[b, t + 1, d]`` states. The last two only if they are needed.
         """
         tokens, values, qs, states = [], list[torch.Tensor](), [], []
         for depth in range(wanted.steps):
@@ -251,7 +251,7 @@ class WholeDrafts:
         if qs:
             found.append(torch.stack(qs, dim=1))
         if wanted.has_states:
-            # The last token goes through the exact prefix, too, so that verification starts behind it everywhere.
+            # The last token goes through the exact prefix, too, so that verification starts after it for all tokens.
             run = ForwardPass(self._target.full_plan, stop=wanted.prefix, capture=wanted.prefix)
             forward(feed, wanted.steps, run, False)
             found.append(torch.cat([state for state in (*states, run.captured) if state is not None], dim=1))
@@ -259,15 +259,15 @@ class WholeDrafts:
 
 
 class _Numbers:
-    """Numbers to draw tokens by, those that steps would take from the generator of a device.
+    """Random numbers for sampling, the same ones that steps would take from a device's generator.
 
-    How many of them steps would take is known only after the draft. A generator of its own finds them, so that the
-    device's is never turned back: other threads draw from it, too.
+    How many of them steps would take is known only after the draft. A copy of the generator produces them, so that the
+    device's own never has to be set back: other threads use it, too.
 
     Args:
-        count: of steps.
-        shape: ``[b, v]``.
-        device: where they are.
+        count: number of steps.
+        shape: ``[b, v]``, the numbers of one step.
+        device: where they are needed.
     """
 
     def __init__(self, count: int, shape: tuple[int, int], device: torch.device) -> None:
@@ -277,12 +277,12 @@ class _Numbers:
         self._drawn = [self._empty().exponential_(generator=ahead) for _ in range(count)]
 
     def filled(self, count: int) -> torch.Tensor:
-        """``[count, b, v]``; of steps that are not wanted they are 1."""
+        """The numbers ``[count, b, v]``; those of steps that are not needed are 1."""
         ones = [torch.ones(self._shape, device=self._device)] * (count - len(self._drawn))
         return torch.stack([*self._drawn, *ones])
 
     def keep(self, count: int) -> None:
-        """Takes the numbers of so many steps from the device's generator."""
+        """Advances the device's generator by the numbers of ``count`` steps."""
         unused = self._empty()
         for _ in range(count):
             unused.exponential_()
@@ -292,7 +292,7 @@ class _Numbers:
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:
-    """The state of a device's generator, which the host knows."""
+    """The state of a device's generator, which is kept on the host."""
     if device.type == "cpu":
         return torch.get_rng_state()
     which = () if device.type == "mps" else (device,)  # Apple has one GPU
@@ -301,7 +301,7 @@ def _generator_state(device: torch.device) -> torch.Tensor:
 
 
 def _length(most: int, row: int, judged: Sequence[Judged]) -> int:
-    """How many of a row's tokens are its draft, at most so many."""
+    """How many of a row's tokens are its draft, at most ``most``."""
     for depth, step in enumerate(judged[:most]):
         if not step.counts[row]:
             return depth

@@ -1,1 +1,1 @@
-"""A Hugging Face model as this package needs to see it."""
+"""This package's view of a Hugging Face model: its parts, cache, masks and forwards."""

@@ -32,23 +32,23 @@ _MLP_NAMES = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a model type keeps its blocks; for the types that the usual names do not fit.
+    """Where a model type keeps its blocks, for types that do not use the usual names.
 
     Args:
         layers: path from the causal LM to the ``ModuleList`` of decoder layers, or ``None`` to search for it.
         attention: path from a layer to its attention block, or ``None`` to search by the usual names.
         mlp: paths from a layer to the modules that make up its MLP in the order in which they run (one for most
             models, ``("fc1", "fc2")`` for OPT), or ``None`` to search.
-        tree: the model can be given a mask in which several tokens share a position. ``False`` where attention biases
-            follow from the place of a key in the cache (ALiBi).
-        ragged: rows of a batch may be at different lengths. ``False`` where the model computes positions or windows
-            from the length of the cache.
-        replay: a forward may start at a later layer from a stored state. ``False`` where later layers read what
-            earlier ones left behind in the same forward.
-        exits: the code after the last layer takes any number of rows, so that the states of several exits can go
-            through it together.
-        endless: positions are computed for any place, though not rotary, so that texts may be longer than the config
-            names.
+        tree: whether the model can take a mask in which several tokens share a position. ``False`` where attention
+            biases follow from the place of a key in the cache (ALiBi).
+        ragged: whether rows of a batch may be at different lengths. ``False`` where the model computes positions or
+            windows from the length of the cache.
+        replay: whether a forward may start at a later layer from a stored state. ``False`` where later layers read what
+            earlier ones stored in the same forward.
+        exits: whether the code after the last layer takes any number of rows, so that the states of several exits can
+            go through it together.
+        endless: whether positions are computed for any index although they are not rotary, so that texts may be longer
+            than the config says.
     """
 
     layers: str | None = None
@@ -75,14 +75,14 @@ _ARCHITECTURES: dict[str, Architecture] = {
 
 
 def register_architecture(model_type: str, architecture: Architecture) -> None:
-    """Tells the package where a model type keeps its blocks.
+    """Registers where a model type keeps its blocks.
 
     Args:
         model_type: ``config.model_type`` of the model, e.g. ``"llama"``.
-        architecture: its block names and abilities; replaces an earlier registration.
+        architecture: its block names and what it supports; replaces an earlier registration.
 
     Raises:
-        SettingError: ``model_type`` is not a non-empty string or ``architecture`` not an :class:`Architecture`.
+        SettingError: ``model_type`` is not a non-empty string or ``architecture`` is not an :class:`Architecture`.
     """
     if not isinstance(model_type, str) or not model_type or not isinstance(architecture, Architecture):
         raise SettingError(
@@ -93,20 +93,20 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
 
 
 def causal_lm(model: Any, who: str) -> PreTrainedModel:
-    """The transformers model, below PEFT's wrapper if there is one.
+    """Returns the transformers model, unwrapped from PEFT if needed.
 
     Args:
-        model: what the user gave.
-        who: what takes it, for the message.
+        model: what the user passed.
+        who: the function that it was passed to, for the message.
 
     Raises:
-        SettingTypeError: it is neither.
+        SettingTypeError: ``model`` is not a causal LM of transformers and not a PEFT model around one.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         raise SettingTypeError(
-            f"{who} takes a causal LM of transformers or a PEFT model around one, got {type(inner).__name__}. Pass "
-            "what is inside other wrappers, e.g. model.module."
+            f"{who} takes a causal LM of transformers or a PEFT model around one, got {type(inner).__name__}. Unwrap "
+            "it first, e.g. pass model.module."
         )
     return inner
 
@@ -123,12 +123,12 @@ class Anatomy:
         decoder: the model without its output head (the model itself where it has no such part).
         stack: the module whose forward runs the layers; what it returns goes into the output head.
         kv_sources: layers whose keys and values later layers read (Gemma 3n); their attention has to run.
-        max_positions: length of the texts that the model was made for, ``None`` where its config names none.
-        position_limit: how many positions there are, ``None`` where they are computed for any place (rotary, ALiBi):
-            longer texts are only worse then.
-        takes_positions: whether the model is told where tokens stand.
+        max_positions: length of the texts that the model was made for, ``None`` if its config does not give it.
+        position_limit: number of positions, ``None`` where they are computed for any index (rotary, ALiBi): the model
+            is then only less accurate on longer texts.
+        takes_positions: whether the model's forward takes the positions of tokens.
         tree, ragged, replay, exits: see :class:`Architecture`.
-        is_recurrent: it has recurrent states, or inputs of convolutions, that are not keys and values.
+        is_recurrent: whether it has recurrent states, or inputs of convolutions, besides keys and values.
     """
 
     model_name: str
@@ -156,7 +156,8 @@ class Anatomy:
         """Finds the parts of ``model``, a decoder-only causal LM of transformers.
 
         Raises:
-            UnsupportedModelError: the model is an encoder-decoder or stateful, or its layers were not found.
+            UnsupportedModelError: the model is an encoder-decoder, its recurrent states are not supported, or its
+                layers were not found.
         """
         name = type(model).__name__
         config = model.config
@@ -168,7 +169,7 @@ class Anatomy:
         is_recurrent = config.model_type in SERVED
         if getattr(model, "_is_stateful", False) and not is_recurrent:
             raise UnsupportedModelError(
-                f"{name} is stateful, and of model type {config.model_type!r} it is not proven that its recurrent "
+                f"{name} is stateful, and for model type {config.model_type!r} it is not proven that its recurrent "
                 "state can be rolled back when a draft is rejected. Call generate without `assistant`."
             )
         architecture = _ARCHITECTURES.get(config.model_type, Architecture())
@@ -211,7 +212,7 @@ def _kv_sources(text_config: Any) -> frozenset[int]:
 
 
 def max_positions(text_config: Any) -> int | None:
-    """Length of the texts that a model of this config was made for, ``None`` where it names none."""
+    """Returns the length of the texts that a model was made for, ``None`` if its config does not give it."""
     for name in ("max_position_embeddings", "max_seq_len"):
         limit = getattr(text_config, name, None)
         if isinstance(limit, int) and limit > 0:
@@ -235,7 +236,7 @@ def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn
     if architecture.layers is not None:
         return tuple(model.get_submodule(architecture.layers).children())
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    # What encodes images or sound may have as many layers as the decoder.
+    # An encoder of images or sound may have as many layers as the decoder.
     outer = _lists(model.get_decoder(), depth) or _lists(model, depth)
     if len(outer) != 1:
         raise UnsupportedModelError(
@@ -247,7 +248,7 @@ def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn
 
 
 def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
-    """The outermost module lists of so many entries; a layer may hold such lists, too (experts)."""
+    """The outermost module lists with ``depth`` entries; a layer may hold such lists, too (experts)."""
     lists = [found for found in module.modules() if isinstance(found, nn.ModuleList) and len(found) == depth]
     return [found for found in lists if not any(found is not other and _contains(other, found) for other in lists)]
 

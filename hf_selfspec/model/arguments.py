@@ -1,4 +1,4 @@
-"""Arguments of ``generate`` that go on to the model's forward: which of them self-speculative decoding can pass on."""
+"""Arguments of ``generate`` for the model's forward: which of them self-speculative decoding can pass on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedOptionError
 
-# What is laid out anew for every forward.
+# Arguments that are laid out anew for every forward.
 PREPARED = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
     "output_attentions", "output_hidden_states", "cache_position", "cache_params",
@@ -20,11 +20,11 @@ MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
 def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The forward arguments that are not laid out anew: of the user's own, and input beside the text.
+    """Returns the forward arguments that are not laid out anew: the user's own, and input besides the text.
 
     Args:
         model: the model.
-        arguments: what ``generate`` was given for the model, or has prepared for it.
+        arguments: what was passed to ``generate`` for the model, or what it has prepared.
 
     Raises:
         UnsupportedOptionError: the model takes text only, and an argument is a tensor, which would have to grow with
@@ -45,12 +45,12 @@ def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dic
 
 
 def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks that a model that takes text only gets nothing else.
+    """Checks that a text-only model gets nothing but text.
 
     Args:
         model: the model.
-        inputs: ``generate``'s first argument.
-        arguments: its arguments for the model.
+        inputs: the first argument of ``generate``.
+        arguments: the arguments of ``generate`` for the model.
 
     Raises:
         UnsupportedOptionError: see :func:`extra_arguments`.
@@ -61,20 +61,20 @@ def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, An
 
 
 def takes_text_only(model: PreTrainedModel) -> bool:
-    """Whether a model has no input but text."""
+    """Returns whether text is the model's only input."""
     modalities = getattr(model, "input_modalities", "text")
     named = set([modalities] if isinstance(modalities, str) else modalities)
-    # Some classes name none, though their configs have a part for the text beside others.
+    # Some classes name no other inputs, though their configs have a part for the text besides others.
     return named <= {"text"} and model.config.get_text_config(decoder=True) is model.config
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether an argument is ``None``, or holds nothing else."""
+    """Returns whether an argument is ``None``, or holds nothing but ``None``."""
     return value is None or (isinstance(value, (dict, list, tuple)) and all(is_nothing(part) for part in _parts(value)))
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether an argument is a tensor, or holds one."""
+    """Returns whether an argument is a tensor, or holds one."""
     if isinstance(value, (dict, list, tuple)):
         return any(has_tensors(part) for part in _parts(value))
     return isinstance(value, torch.Tensor)
@@ -85,10 +85,10 @@ def _parts(value: Any) -> Any:
 
 
 def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
-    """Whether an argument only marks all tokens as text, as processors do of prompts without images.
+    """Whether an argument only marks all tokens as text, as processors do for prompts without images.
 
-    ``token_type_ids`` have other meanings, too. They are such marks where the model does not take them after the
-    prefill, with tokens that it generates.
+    ``token_type_ids`` have other meanings, too. They are such marks if the model does not take them after the prefill,
+    with generated tokens.
     """
     if name not in MARKS or not isinstance(value, torch.Tensor) or value.any():
         return False

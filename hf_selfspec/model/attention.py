@@ -21,14 +21,14 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in which the query heads that share a key head stand in line as further queries of that head.
+    """Attention in which the query heads that share a key head are laid out as further queries of that head.
 
     Transformers' sdpa path repeats every key and value head for each query head when there is a mask and more than
     one query; at 8k context that copy costs several times the attention itself.
 
     Args:
-        for_groups: lays a mask ``[b, 1, s, n]`` out for ``g`` query heads in line, ``[b, 1, g*s, n]``, additive in a
-            dtype.
+        for_groups: lays out a mask ``[b, 1, s, n]`` for ``g`` query heads one after another, ``[b, 1, g*s, n]``,
+            additive, in a given dtype.
         module: the attention block.
         query: ``[b, k*g, s, h]`` with ``g`` query heads per key head.
         key, value: ``[b, k, n, h]``.
@@ -66,13 +66,13 @@ def _capped_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with soft-capped scores (Gemma 2) or attention sinks (gpt-oss), which sdpa does not know.
+    """Attention with soft-capped scores (Gemma 2) or attention sinks (gpt-oss), which sdpa does not support.
 
     Args:
         query: ``[b, k*g, s, h]``.
         key, value: ``[b, k, n, h]``.
         attention_mask: ``[b, 1, s, n]`` boolean, or ``None``.
-        dropout: share of the weights that are dropped, 0 outside of training mode.
+        dropout: share of the weights that is dropped, 0 outside of training mode.
         scaling: factor of the scores, ``h ** -0.5`` by default.
         softcap: bound of the scores, or ``None``.
         sinks: ``[k*g]`` score of each head's sink, or ``None``.

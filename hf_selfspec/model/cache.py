@@ -1,7 +1,7 @@
 """A KV cache written in place, so that rejecting a draft costs nothing.
 
-One buffer for keys and one for values per layer. In every row the slot of a token is its position in the text, so a
-forward writes at a cursor that each row has for itself, and what lies beyond the cursor is simply overwritten later.
+Each layer has one buffer for keys and one for values. In every row the slot of a token is its position in the text, so
+a forward writes at a cursor of each row, and what lies beyond the cursor is simply overwritten later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GROWTH = 1.25
 
 
 class _SpeculativeLayer(CacheLayerMixin):
-    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to the end that its cache gives."""
+    """Keys and values of one layer: ``[b, k, slots, h]``, valid up to the end that the cache tracks."""
 
     is_sliding = False
 
@@ -69,9 +69,9 @@ class _SpeculativeLayer(CacheLayerMixin):
     def _update_at(
         self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes at slots ``[b, s]`` and returns all that there is.
+        """Writes at slots ``[b, s]`` and returns the whole buffers.
 
-        Torch's compiler does so in place; with ``scatter_`` it copies the whole buffer twice.
+        Torch's compiler does this in place; with ``scatter_`` it would copy the whole buffer twice.
         """
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -79,7 +79,7 @@ class _SpeculativeLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def grow(self) -> None:
-        """Makes the buffers as large as the cache is to be."""
+        """Grows the buffers to the capacity of the cache."""
         if self.keys.shape[2] < self._cache.capacity:
             self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
 
@@ -101,7 +101,7 @@ class _SpeculativeLayer(CacheLayerMixin):
 
 
 class _RecurrentLayer(_SpeculativeLayer, StateLayer):
-    """Recurrent states of one layer, with keys and values where it has attention, too."""
+    """Recurrent states of one layer, with keys and values if it has attention, too."""
 
     def __init__(
         self, cache: SpeculativeCache, number_of_states: int, recurrence: type[Recurrence] | None, name: str
@@ -118,7 +118,7 @@ class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs.
 
     Attributes:
-        spare: where buffers come from; capacities are few then, so that forwards of fixed shapes are, too.
+        spare: where buffers come from, if set; only few capacities are used then, and so only few shapes of forwards.
         fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
 
     Args:
@@ -143,8 +143,8 @@ class SpeculativeCache(Cache):
 
         Args:
             like: the model's own cache.
-            recurrence: how its states go on, ``None`` for convolutions alone.
-            name: of the model, for messages.
+            recurrence: how its states are updated, ``None`` for convolutions alone.
+            name: name of the model, for messages.
         """
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -155,33 +155,33 @@ class SpeculativeCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, _RecurrentLayer)]
 
     def look_back(self, slots: int) -> None:
-        """Keeps recurrent states from so many slots before the text's end on, at least those of generated tokens."""
+        """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
         self._history = max(self._history, slots)
 
     def first_slots(self) -> list[int]:
-        """For each row the first slot that a forward can begin at; recurrent states are known from later on."""
+        """For each row the first slot at which a forward can begin; 0 unless older recurrent states were dropped."""
         known = [log.first_slots for layer in self._states for log in layer.logs() if not log.is_empty]
         return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
 
     def commit(self, roots: Sequence[int]) -> None:
-        """Makes the text before these slots, one for each row, what recurrent states are made of."""
+        """Moves the checkpoint of recurrent states to these slots, one for each row."""
         for layer in self._states:
             for log in layer.logs():
                 log.commit(roots, self._history)
 
     def reserve(self, slots: int) -> None:
-        """Keeps so many slots free behind the text as its capacity was given, where less is reserved so far."""
+        """Reserves at least ``slots`` slots after the longest text that the initial capacity was for."""
         if self.spare is not None:
-            slots = size_for(slots) or slots  # graphs fill tokens up
+            slots = size_for(slots) or slots  # graphs pad tokens
         self.capacity = max(self.capacity, self._text_slots + slots)
 
     def seek(self, cursors: Sequence[int], new_slots: int, feed: Feed | None = None) -> None:
-        """Sets where each row's next forward writes, and keeps slots free there.
+        """Sets where each row's next forward writes, and makes room there.
 
         Args:
             cursors: slot of each row's first token.
             new_slots: number of tokens.
-            feed: what they feed into recurrent states, ``None`` where all count and stand in these slots.
+            feed: which tokens update recurrent states, ``None`` where all of them do, in these slots.
         """
         self.cursors = RowNumbers.of(cursors)
         self.feed = feed or Feed(self.cursors)
@@ -194,21 +194,21 @@ class SpeculativeCache(Cache):
             self.capacity = step_above(self.capacity)
 
     def buffers(self) -> list[torch.Tensor]:
-        """The keys and values of all layers that have any, grown to the capacity."""
+        """The buffers of keys and values of all layers that have any, grown to the capacity."""
         layers = [layer for layer in self.layers if layer.is_initialized]
         for layer in layers:
             layer.grow()
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
 
     def clear(self, starts: Sequence[int], count: int) -> None:
-        """Makes the keys and values of so many slots from each row's on zeros."""
+        """Sets the keys and values of ``count`` slots to zero, from each row's start on."""
         for buffer in self.buffers():
             for row, start in enumerate(starts):
                 buffer[row, :, start : start + count] = 0.0
 
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Writes go to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""
+        """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""
         layers = [layer for layer in self.layers if layer.is_initialized]
         before = [(layer.keys, layer.values) for layer in layers]
         self.fixed_slots = slots
@@ -252,7 +252,7 @@ class SpeculativeCache(Cache):
         return self.layers[layer_idx].update(key_states, value_states)
 
     def keep_rows(self, kept: list[int]) -> None:
-        """Drops all rows but some."""
+        """Drops all rows but ``kept``."""
         self.cursors = RowNumbers([self.cursors[row] for row in kept])
         self._places = None
         rows = None
@@ -266,10 +266,10 @@ class SpeculativeCache(Cache):
                 log.keep_rows(kept)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
-        """Moves accepted tokens' keys and values to where the text continues.
+        """Moves accepted tokens' keys and values to their final slots.
 
         Args:
-            moves: ``(row, from slot, to slot)`` for each token that is not in its place.
+            moves: ``(row, from slot, to slot)`` for each token that is not in its final slot.
         """
         if not moves:
             return
@@ -286,12 +286,12 @@ class SpeculativeCache(Cache):
                     buffer[rows, :, target] = buffer[rows, :, source]
 
     def take_in(self, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
-        """Copies the content of a cache that an earlier ``generate`` returned; the cursors are left alone.
+        """Copies the content of a cache that an earlier ``generate`` returned; the cursors do not change.
 
         Args:
             other: a ``DynamicCache`` with ``n`` tokens.
             columns: ``[b, m]`` which of its tokens go to slots ``0..m-1`` of each row, ``None`` for all in order.
-            slots: how many tokens each row has in it.
+            slots: number of tokens of each row in it.
         """
         length = other.get_seq_length()
         for state, before in zip(self.layers, other.layers, strict=False):
@@ -305,7 +305,7 @@ class SpeculativeCache(Cache):
             layer = self.layers[index]
             layer.lazy_initialization(source.keys, source.values)
             for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                # A sliding-window layer has dropped its oldest tokens, which no window reaches any more.
+                # A sliding-window layer has dropped its oldest tokens, which no window covers any more.
                 kept = states.shape[2]
                 whole = states.new_zeros(*states.shape[:2], length, states.shape[3])
                 whole[:, :, length - kept :] = states
@@ -321,7 +321,7 @@ class SpeculativeCache(Cache):
             other: the cache to fill, replaced as a whole.
             columns: ``[b, length]`` slot of each token, -1 for none (padding); ``None`` for slots ``0..length-1``.
             length: number of tokens.
-            slots: how many tokens each row has.
+            slots: number of tokens of each row.
         """
         other.reset()
         for layer in other.layers:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing, which has no place in generation: layers that checkpoint drop the KV cache."""
+"""Suspends gradient checkpointing during generation: layers that checkpoint drop the KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _suspended = SharedChange()
 
 
 def checkpoints(model: nn.Module) -> bool:
-    """Whether a forward of ``model`` would checkpoint as it stands: switched on, and in training mode."""
+    """Returns whether a forward of ``model`` would checkpoint now: it is switched on, and in training mode."""
     return any(module.training and getattr(module, _FLAG, False) for module in model.modules())
 
 

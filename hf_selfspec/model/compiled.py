@@ -1,4 +1,4 @@
-"""Compiled models: their graphs are bypassed while blocks of them run."""
+"""Bypasses the graphs of compiled models while only some of their blocks run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _stance: Any = None
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Bypasses compiled graphs; the switch is the process's, so all threads that need it share one."""
+    """Bypasses compiled graphs; the switch is global to the process, so all threads that need it share it."""
     global _stance, _stance_users
     with _stance_lock:
         if _stance_users == 0:
@@ -34,7 +34,7 @@ def eagerly() -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a model, or a module in it, runs as a compiled graph."""
+    """Returns whether a model, or a module in it, runs as a compiled graph."""
     if hasattr(model.forward, "_torchdynamo_orig_callable"):
         return True
     return any(module._compiled_call_impl is not None for module in model.modules())

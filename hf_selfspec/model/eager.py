@@ -1,4 +1,4 @@
-"""Forwards of a generation as the model's own code makes them; those by compiled graphs are in ``fixed.py``."""
+"""Forwards of a generation by the model's own code; those by compiled graphs are in ``fixed.py``."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Forward:
         tokens: ``[b, s]`` ids, or ``[b, s, d]`` embeddings.
         starts: slot of each row's first token.
         last: the last position of each row.
-        run: what runs; it is left the states behind.
+        run: what runs; the forward stores its states there.
         nodes: the draft tree, ``None`` for a line.
         first_node: the first of its nodes that ``tokens`` has.
         keep: how many of the last tokens need logits (0 for all), or which.
-        simple: masks are those that transformers makes.
-        counts: of a prefill, the number of real tokens in each row.
+        simple: whether transformers builds the masks.
+        counts: for a prefill the number of real tokens in each row, else ``None``.
     """
 
     module: nn.Module
@@ -51,7 +51,7 @@ class Forward:
 
 
 class EagerForwards:
-    """Serves the forwards of one generation with the model's own code.
+    """Runs the forwards of one generation with the model's own code.
 
     Args:
         target: the model during the generation.
@@ -61,7 +61,7 @@ class EagerForwards:
         self.target = target
 
     def call(self, forward: Forward) -> torch.Tensor | None:
-        """The logits ``[b, s, v]``, ``None`` where the module gives none."""
+        """Returns the logits ``[b, s, v]``, ``None`` if the module returns none."""
         target, tokens = self.target, forward.tokens
         s = tokens.shape[1]
         target.cache.seek(forward.starts, s, Feed.of(forward.starts, forward.counts, forward.nodes))
@@ -92,7 +92,7 @@ class EagerForwards:
         return logits
 
     def _positions(self, forward: Forward) -> torch.Tensor:
-        """``[b, s]`` position of each token."""
+        """The position of each token, ``[b, s]``."""
         (b, s), device = forward.tokens.shape[:2], forward.tokens.device
         if forward.nodes is None:
             return forward.starts.onwards(s, device).expand(b, s)

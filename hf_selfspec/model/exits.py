@@ -1,9 +1,9 @@
 """What a model would predict at each of its layers, through its own final norm and output head.
 
 The states that leave the chosen layers are appended, along the batch, to what leaves the last layer, so that the
-model's own code brings all of them to its output head (final norm, projections). They are then taken out again, and
-:meth:`Exits.head` runs the model's own head on any of them, with its scale and soft-cap. No architecture is written
-again, and the logits of an exit are computed only when they are used.
+model's own code brings all of them to its output head (final norm, projections). They are then removed again, and
+:meth:`Exits.head` runs the model's own head on any of them, with its scale and soft-cap. No architecture is
+reimplemented, and the logits of an exit are computed only when they are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .head import OwnHead
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
-# Logits of exits that exist at a time: 128 MiB in float32.
+# Logits of exits that may be in memory at a time: 128 MiB in float32.
 LOGIT_ELEMENTS = 2**25
 
 
@@ -42,16 +42,16 @@ def _then(module: nn.Module, original: Any, hook: Any) -> Any:
 
 
 class Exits:
-    """The exits of one model, while :meth:`attach` is in force.
+    """The exits of one model, between :meth:`attach` and :meth:`detach`.
 
     Args:
         model: a causal LM of transformers.
 
     Attributes:
         chosen: exit layers ``E`` (the first ``E`` layers have run) that the next forward brings to the head.
-        states: ``[len(chosen), b, s, d]`` what goes into the head at each chosen exit of the last forward, ``None``
-            before the first and where nothing was chosen.
-        final: ``[b, s, d]`` what the whole model sends to its head in that forward.
+        states: ``[len(chosen), b, s, d]`` inputs of the head at each chosen exit in the last forward, ``None`` before
+            the first forward and where nothing was chosen.
+        final: ``[b, s, d]`` input of the head for the whole model in that forward.
 
     Raises:
         UnsupportedModelError: the model's layers were not found.
@@ -77,7 +77,7 @@ class Exits:
             layers: exit layers, from 1 to ``L``.
 
         Raises:
-            SettingError: one does not.
+            SettingError: one does not exist.
         """
         wrong = [layer for layer in layers if not 1 <= layer <= self.anatomy.num_layers]
         if wrong:
@@ -87,10 +87,10 @@ class Exits:
             )
 
     def attach(self) -> None:
-        """Puts hooks on the model, for forwards of this thread; :meth:`detach` takes them away.
+        """Registers hooks on the model, for forwards of this thread; :meth:`detach` removes them.
 
         Raises:
-            UnsupportedModelError: the model's code after the last layer takes the original batch alone.
+            UnsupportedModelError: the model's code after the last layer takes only the original batch.
         """
         if not self.anatomy.exits:
             raise UnsupportedModelError(
@@ -101,7 +101,7 @@ class Exits:
         for layer, module in enumerate(self.anatomy.layers, start=1):
             hook = self._layer_hook(layer)
             if "__call__" in GradientCheckpointingLayer.__dict__ and _checkpoints(module):
-                # Before transformers 5.23 checkpoints hold a layer's hooks too, which would run again in backward.
+                # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
                 self._checkpointing.append((module, module._gradient_checkpointing_func))
                 module._gradient_checkpointing_func = _then(module, module._gradient_checkpointing_func, hook)
             else:
@@ -110,7 +110,7 @@ class Exits:
         self._handles.append(self.anatomy.stack.register_forward_hook(self._end))
 
     def detach(self) -> None:
-        """Removes the hooks and lets go of all states."""
+        """Removes the hooks and releases all states."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -120,13 +120,13 @@ class Exits:
         self.release()
 
     def release(self) -> None:
-        """Lets go of the states of the last forward."""
+        """Releases the states of the last forward."""
         self.states = self.final = None
         self._own_head.forget()
         self._kept.clear()
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Trainable parameters that :meth:`head` uses, as they are now (sharded training swaps them)."""
+        """The trainable parameters that :meth:`head` currently uses (sharded training swaps them)."""
         inside = next(name for name, module in self.model.named_modules() if module is self.anatomy.stack)
         found = {
             id(parameter): parameter
@@ -138,7 +138,7 @@ class Exits:
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Runs the model's own output head.
 
-        Hooks that others put on the model's stack of layers run as well, for ids of zeros.
+        Hooks that others have registered on the model's stack of layers run as well, with ids of zeros.
 
         Args:
             states: ``[n, d]`` rows of :attr:`states`, in any number and order.
@@ -153,7 +153,7 @@ class Exits:
             self.chosen = chosen
 
     def _is_wanted(self) -> bool:
-        """Other threads' forwards of the same model go their way."""
+        """Whether the hooks apply: other threads' forwards of the same model are not affected."""
         return bool(self.chosen) and threading.get_ident() == self._thread
 
     @torch.compiler.disable

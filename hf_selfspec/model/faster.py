@@ -1,4 +1,4 @@
-"""Which of two ways to make the same forward is faster, by times of both."""
+"""Chooses the faster of two ways to run the same forward, by timing both."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Times of each way before one is chosen; what disturbs a time makes it longer, so the shortest counts.
+# Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts.
 _TIMES = 3
 
 
 class Faster:
-    """Takes two ways in turn until their times tell which is faster, and that one from then on.
+    """Alternates between two ways until their times show which is faster, then always uses that one.
 
-    It stays with its choice, so that equal calls have equal results as long as the process lives.
+    The choice is final, so that equal calls have equal results as long as the process lives.
 
     Args:
         clock: returns seconds.
@@ -27,7 +27,7 @@ class Faster:
         self.is_first: bool | None = None
 
     def run(self, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
-        """The result of one of the ways; where both take as long it is the first one's."""
+        """Returns the result of one of the ways; if both take equally long, that of the first."""
         if self.is_first is not None:
             return first() if self.is_first else second()
         mine, other = self._seconds

@@ -1,4 +1,4 @@
-"""What tells one model from another, for what was learned about it."""
+"""Fingerprints that tell one model from another, for what was learned about it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..settings import check_count
 from .anatomy import Anatomy
 
 _SAMPLES = 8
-# Characters of something wrong that a message repeats.
+# How many characters of a wrong value a message repeats.
 SHOWN = 100
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A model, as far as a saved finding about it is concerned.
+    """What identifies a model in saved findings.
 
     Attributes:
         model: class name.
@@ -36,14 +36,14 @@ class Fingerprint:
 
     @classmethod
     def read(cls, state: object, name: str) -> Fingerprint:
-        """A fingerprint from a file.
+        """Reads a fingerprint from a file.
 
         Args:
-            state: as JSON has it.
-            name: of its place, for messages.
+            state: the JSON value.
+            name: name of its place in the file, for messages.
 
         Raises:
-            SettingError: it is none.
+            SettingError: it is not a fingerprint.
         """
         known = [field.name for field in fields(cls)]
         if not isinstance(state, dict):
@@ -77,13 +77,13 @@ class Fingerprint:
         return cls(type(model).__name__, num_layers, hashlib.sha256(shapes.encode()).hexdigest()[:32], weights)
 
     def difference(self, other: Fingerprint) -> str:
-        """What sets ``other`` apart, empty if nothing does."""
+        """How ``other`` differs, as text; empty if it does not."""
         if self.model != other.model:
             return f"a {self.model}, not a {other.model}"
         if self.num_layers != other.num_layers:
             return f"a model of {self.num_layers} layers, not of {other.num_layers}"
         if self.shapes != other.shapes:
-            return "a model with parameters of other names or shapes"
+            return "a model whose parameters have other names or shapes"
         if None not in (self.weights, other.weights) and self.weights != other.weights:
             return "a model with other weights"
         return ""

@@ -1,4 +1,4 @@
-"""Forwards over a few tokens at fixed shapes: from round to round, only the values of tensors differ."""
+"""Forwards over a few tokens with fixed shapes: from round to round only the values of tensors change."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from .step import Best
 if TYPE_CHECKING:
     from .target import Target
 
-# Of all modules with adapters of PEFT.
+# The attribute that all modules with PEFT adapters have.
 _ADAPTED = "_disable_adapters"
 _WHOLE_DRAFTS = "graphs of whole drafts"
 
-# (tokens [b, 1], how many of them were before, what runs, whether with the head) to logits [b, 1, v] if so.
+# Maps (tokens [b, 1], number of tokens before, what runs, whether with the head) to logits [b, 1, v], if with the head.
 OneForward = Callable[[torch.Tensor, int, ForwardPass, bool], torch.Tensor | None]
-# (one forward, tokens [b, 1] of the first one, further inputs) to tensors.
+# Maps (one forward, tokens [b, 1] of the first one, further inputs) to tensors.
 SeveralForwards = Callable[[OneForward, torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class FixedShapes:
-    """Serves the forwards of one generation with the graphs of its model.
+    """Runs the forwards of one generation with the graphs of its model.
 
     Args:
         target: the model during the generation.
-        graphs: of the model.
+        graphs: the graphs of the model.
 
     Attributes:
         whole_drafts: graphs of the model that hold several forwards in a row.
-        runs, run_seconds: graphs that ran, and the time that they took (on a GPU: until they were launched).
-        waited_seconds: time in which this generation waited for graphs to be made.
+        runs, run_seconds: number of graph runs, and the time that they took (on a GPU: until they were launched).
+        waited_seconds: time that this generation waited for graphs to be compiled.
     """
 
     def __init__(self, target: Target, graphs: Graphs) -> None:
@@ -62,7 +62,7 @@ class FixedShapes:
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> FixedShapes | None:
-        """What serves a generation, ``None`` (and a warning) where its forwards cannot be graphs."""
+        """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
         if why := _cannot(target):
             warn_once(
                 f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
@@ -72,16 +72,16 @@ class FixedShapes:
         return None if graphs.refused else cls(target, graphs)
 
     def end(self) -> None:
-        """Leaves keys and values to the next generation, where that can have graphs, and reports on new graphs."""
+        """Passes the buffers of keys and values on to the next generation with graphs, and reports new graphs."""
         for graphs in (self.graphs, self.whole_drafts):
             graphs.report()
         is_kept = _needs_addresses(self.target.model.device) and not self.graphs.refused
         self.graphs.spare.give(self.target.cache.buffers() if is_kept else [])
 
     def call(self, forward: Forward, eager: EagerForwards) -> torch.Tensor | None:
-        """The logits ``[b, s, v]`` of a forward, ``None`` where the module gives none.
+        """Returns the logits ``[b, s, v]`` of a forward, ``None`` if the module returns none.
 
-        They come from its graph where there is one and that is not slower than the model's own code.
+        They come from its graph, if there is one that is not slower than the model's own code.
         """
         module, tokens, run, nodes = forward.module, forward.tokens, forward.run, forward.nodes
         target = self.target
@@ -127,7 +127,7 @@ class FixedShapes:
         def by_graph() -> torch.Tensor | None:
             found = self._run(graph, inputs)
             logits = found.pop(0)[:, :s] if module is target.model else None
-            # No layer comes after the last one, so a state that would enter it is what left that.
+            # There is no layer after the last one, so the state that would enter it is the last one's output.
             is_captured = 0 <= run.capture < len(run.plan.picture())
             run.captured = found.pop(0)[..., :s, :] if is_captured else None
             run.exit_state = found.pop(0)[..., :s, :]
@@ -146,20 +146,23 @@ class FixedShapes:
         starts: RowNumbers,
         further: Sequence[torch.Tensor],
     ) -> list[torch.Tensor] | None:
-        """What some forwards over one token each, in neighbouring slots, give by one graph; ``None`` without one (yet).
+        """Runs several forwards over one token each, in neighbouring slots, as one graph.
 
         Args:
-            function: calls the forwards; :class:`ForwardPass` objects that it makes are left their states.
-            key: what the graph depends on beside the inputs' shapes.
-            count: forwards.
-            tokens: ``[b, 1]`` of the first one.
+            function: calls the forwards; their states are stored in the :class:`ForwardPass` objects that it creates.
+            key: what the graph depends on besides the inputs' shapes.
+            count: number of forwards.
+            tokens: ``[b, 1]`` tokens of the first one.
             starts: their slots.
-            further: inputs of the function.
+            further: further inputs of the function.
+
+        Returns:
+            What the function returns, ``None`` if there is no graph (yet).
         """
         device, b, target = tokens.device, len(tokens), self.target
         target.cache.seek(starts, count)
         last = target.last_positions(b)
-        # A place of its own for each forward makes kernels of all of them the same, so that few have to be compiled.
+        # With an input of its own for each forward the kernels of all forwards are equal, so that few are compiled.
         places = [starts.ahead(ahead) for ahead in range(count)]
         cursors = [_plain(numbers.on(device).expand(b, 1)) for numbers in (last, *places)]
         inputs = [_plain(tokens), *cursors, *map(_plain, further), *target.cache.buffers()]
@@ -182,14 +185,14 @@ class FixedShapes:
     def _found(
         self, graphs: Graphs, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str
     ) -> Graph | None:
-        """The graph of a function, ``None`` where there is none (yet)."""
+        """The graph of a function, ``None`` if there is none (yet)."""
         begun = perf_counter()
         graph = graphs.find(key, function, inputs, what)
         self.waited_seconds += perf_counter() - begun
         return graph
 
     def _run(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a graph gives."""
+        """Runs a graph and returns its results."""
         begun = perf_counter()
         found = list(graph.run(*inputs))
         self.runs += 1
@@ -199,7 +202,7 @@ class FixedShapes:
     def _forward(
         self, module: nn.Module, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Logits, captured and exit state, as far as there are any, by tensors alone."""
+        """Logits, captured state and exit state, those that exist, with tensor operations alone."""
         rest = list(given)
         tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
         layout = rest.pop(0) if is_tree else None
@@ -222,7 +225,7 @@ class FixedShapes:
         buffers: Sequence[torch.Tensor],
         layout: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Logits of a forward by tensors alone, ``None`` of one without a head; ``run`` is left its states."""
+        """Logits of a forward with tensor operations alone, ``None`` without a head; stores its states in ``run``."""
         target, size = self.target, tokens.shape[1]
         slots = cursor + torch.arange(size, device=tokens.device)
         length, keys, visible, positions = buffers[0].shape[2], None, None, slots
@@ -247,7 +250,7 @@ class FixedShapes:
 
 @contextmanager
 def _all_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Mixtures of experts without a choice on the host, as transformers' own decoding has them off the CPU."""
+    """Makes mixtures of experts run without choices on the host, as transformers' own decoding does off the CPU."""
     usual = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
     if "grouped_mm" not in usual.values():
         yield
@@ -262,7 +265,7 @@ def _all_experts(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _cannot(target: Target) -> str:
-    """Why forwards cannot be graphs, empty where they can."""
+    """Why the forwards of this call cannot be graphs, empty where they can."""
     if why := why_no_graphs(target.model, target.anatomy):
         return why
     if not target.takes_any_rows or target.following.offsets is not None:
@@ -271,9 +274,9 @@ def _cannot(target: Target) -> str:
 
 
 def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
-    """Why forwards of a model cannot be graphs, whatever the call; empty where nothing is known against it."""
+    """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
     if anatomy.is_recurrent:
-        return "its states are no slots that a graph could write"
+        return "it has recurrent states, which a graph cannot write by slot"
     if not (anatomy.tree and anatomy.ragged):
         return "it builds masks of its own"
     if is_compiled(model):
@@ -283,7 +286,7 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, _ADAPTED) for m in model.modules()):
         return "its adapters can be switched from call to call; merge them first"
     if torch.nn.modules.module._has_any_global_hook():
-        return "hooks of all modules are registered, which graphs would not run"
+        return "global module hooks are registered, which graphs would not run"
     if any(map(_has_hooks, model.modules())):
         return "its modules have hooks, which graphs would not run; remove them first"
     return ""
@@ -295,7 +298,7 @@ def _needs_addresses(device: torch.device) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether others see or change what goes through a module (transformers' own hooks wait for other calls)."""
+    """Whether other code's hooks see or change what goes through a module (transformers' own are not active here)."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return hasattr(module, "_hf_hook") or any(not _is_of_transformers(hook) for hook in hooks)
 
@@ -305,7 +308,7 @@ def _is_of_transformers(hook: Any) -> bool:
 
 
 def _modes(device: torch.device) -> Hashable:
-    """What is on around a call that operations depend on; where it changes, dynamo would compile a graph anew."""
+    """The modes around a call that operations depend on; when they change, dynamo would recompile a graph."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return (
         autocast,
@@ -323,12 +326,12 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:
-    """The values without strides of their own, which a graph would take for another shape."""
+    """The values with contiguous strides; a graph would treat other strides as another shape."""
     return values.contiguous().view(-1).view(values.shape)
 
 
 def _filled(values: torch.Tensor, size: int) -> torch.Tensor:
-    """``[b, s, ...]`` as ``[b, size, ...]`` with zeros behind."""
+    """Pads ``[b, s, ...]`` at the end with zeros to ``[b, size, ...]``."""
     missing = size - values.shape[1]
     if not missing:
         return _plain(values)
@@ -336,7 +339,7 @@ def _filled(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _filled_layout(packed: torch.Tensor, size: int) -> torch.Tensor:
-    """``[b, t, t + 2]`` a packed layout as one of ``size`` tokens; those behind see themselves alone."""
+    """Pads a packed layout ``[b, t, t + 2]`` to ``size`` tokens; the padding tokens see only themselves."""
     b, t = packed.shape[:2]
     filled = torch.eye(size, size + 2, dtype=packed.dtype, device=packed.device).repeat(b, 1, 1)
     filled[:, :t, :t] = packed[:, :, :t]

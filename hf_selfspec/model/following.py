@@ -1,4 +1,4 @@
-"""What a model takes with the tokens that follow its prompt: where they stand, and what else it is given."""
+"""What a model takes with the tokens that follow its prompt: their positions and other arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ROW_DIM = -2
 
 @dataclass(frozen=True)
 class Following:
-    """What goes into the forwards behind a prompt, as the model's own preparation of its next token has it.
+    """The inputs of forwards after a prompt, taken from the model's own preparation of its next token.
 
     Attributes:
-        offsets: ``[*n, b, 1]`` position of a token, less its slot; ``None`` where these are the same in all dimensions.
-        marks: for each mark of tokens that the model takes ``[b, 1]``, equal for all tokens that follow.
+        offsets: ``[*n, b, 1]`` position of a token minus its slot; ``None`` where the two are equal in all dimensions.
+        marks: marks of tokens that the model takes, by name, each ``[b, 1]`` and equal for all tokens that follow.
         extra: other arguments, the same in every forward.
-        has_positions: whether the model takes positions, and does not count them by itself.
+        has_positions: whether the model takes positions instead of counting them itself.
     """
 
     offsets: torch.Tensor | None = None
@@ -41,14 +41,14 @@ class Following:
         slots: Sequence[int],
         output: Mapping[str, Any] | None = None,
     ) -> Following:
-        """Prepares one more token as the model's own ``generate`` does, and keeps what is not laid out by us.
+        """Prepares one more token as the model's own ``generate`` does, and keeps what we do not lay out ourselves.
 
         Args:
             model: the model.
             input_ids: ``[b, s]`` the prompt.
-            arguments: what ``generate`` has for the model's forward over it.
+            arguments: arguments that ``generate`` has prepared for the model's forward over it.
             slots: for each row the slot of the next token.
-            output: of that forward, ``None`` before it.
+            output: output of that forward, ``None`` before it.
 
         Raises:
             UnsupportedModelError: the model takes a tensor that differs from token to token.
@@ -69,14 +69,14 @@ class Following:
             else:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} takes a `{name}` of its own with every generated token, so that tokens "
-                    "cannot be drafted behind such a prompt. Call generate without `assistant`."
+                    "cannot be drafted after such a prompt. Call generate without `assistant`."
                 )
         positions = prepared.get("position_ids")
         has_positions = positions is not None or arguments.get("position_ids") is None
         return cls(None if positions is None else _offsets(positions, slots), marks, extra, has_positions)
 
     def positions(self, slots: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
-        """Positions ``[*n, b, s]`` of the tokens in slots ``[b, s]`` of all rows, or of some of them."""
+        """Returns positions ``[*n, b, s]`` of the tokens in slots ``[b, s]`` of all rows, or of ``rows``."""
         if self.offsets is None:
             return slots
         offsets = self.offsets.to(slots.device)
@@ -85,12 +85,12 @@ class Following:
         return offsets + slots
 
     def marks_of(self, count: int) -> dict[str, torch.Tensor]:
-        """The marks of so many tokens, each ``[b, count]``."""
+        """Returns the marks of ``count`` tokens, each ``[b, count]``."""
         return {name: mark.expand(-1, count) for name, mark in self.marks.items()}
 
 
 class _NoOutput(dict[str, Any]):
-    """What a model has returned before its first forward."""
+    """Stands for a model's output before its first forward: every attribute is ``None``."""
 
     def __getattr__(self, name: str) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Forwards and flags of single modules, replaced for a while and put back."""
+"""Replaces forwards and attributes of single modules temporarily."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MISSING = object()
 
 
 class InstanceForwards:
-    """Remembers what each module had before, so that :meth:`restore` leaves no trace.
+    """Replaces attributes and remembers the earlier ones, so that :meth:`restore` leaves no trace.
 
-    An instance ``forward`` that was there already (accelerate puts one) comes back as it was.
+    An existing instance ``forward`` (accelerate sets one) is restored, too.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class InstanceForwards:
         self.set(module, "forward", forward)
 
     def set(self, module: Any, name: str, value: Any) -> None:
-        """Gives ``module`` an attribute that is no parameter, buffer or module."""
+        """Sets an attribute of ``module`` that is not a parameter, buffer or module."""
         self.saved.append((module, name, module.__dict__.get(name, _MISSING)))
         module.__dict__[name] = value
 
     def restore(self) -> None:
-        """Puts everything back, last change first."""
+        """Restores everything, the last change first."""
         for module, name, value in reversed(self.saved):
             if value is _MISSING:
                 module.__dict__.pop(name, None)
@@ -51,7 +51,7 @@ class _Shared:
 
 
 class SharedChange:
-    """One kind of change to models, shared by threads: the first makes it, the last to leave takes it back."""
+    """One kind of change to models, shared by threads: the first one makes it, the last one to leave undoes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,16 +59,16 @@ class SharedChange:
 
     @contextmanager
     def of(self, model: Any, make: Callable[[InstanceForwards], None]) -> Iterator[None]:
-        """Keeps ``model`` changed, also where another thread leaves first; taken back after an exception, too.
+        """Keeps ``model`` changed, even if another thread leaves first; the change is undone after an exception, too.
 
         Args:
             model: the model, or a Python module.
-            make: makes the change; one that fails half-way is taken back.
+            make: makes the change; a change that fails half-way is undone.
         """
         with self._lock:
             shared = self._models.setdefault(model, _Shared())
             shared.users += 1
-            with ExitStack() as undo:  # a half-made change is taken back
+            with ExitStack() as undo:  # a half-made change is undone
                 undo.callback(self._leave, model, shared)
                 if shared.users == 1:
                     make(shared.forwards)
@@ -87,13 +87,13 @@ class SharedChange:
 
 
 def states_of(output: Any) -> torch.Tensor:
-    """``[b, s, d]`` the states in what a stack of layers returns."""
+    """Returns the states ``[b, s, d]`` in the output of a stack of layers."""
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
     return states
 
 
 def with_states(output: Any, states: torch.Tensor) -> Any:
-    """What a stack of layers returns, with other states."""
+    """Returns the output of a stack of layers with other states."""
     if isinstance(output, tuple):
         return (states, *output[1:])
     return type(output)(**{**output, "last_hidden_state": states})

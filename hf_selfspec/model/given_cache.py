@@ -1,4 +1,4 @@
-"""The caches that ``generate`` passes, and the one that takes their place."""
+"""The caches that ``generate`` passes on, and the one that replaces them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .cache import SpeculativeCache
 from .recurrences import SERVED
 
-# Layers that read another layer's keys and values have an empty place in newer versions' caches.
+# In newer versions' caches, layers that read another layer's keys and values have an empty entry.
 _ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
-# Those with recurrent states, whose tokens are taken back for models that this is proven for.
+# Cache layers with recurrent states, which can be rolled back for the models for which this is proven.
 _RECURRENT = tuple(
     getattr(cache_utils, name)
     for name in (
@@ -28,7 +28,7 @@ _RECURRENT = tuple(
 
 
 def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
-    """The cache that a model needs.
+    """Returns the cache that a model needs.
 
     Args:
         model: the model.
@@ -43,47 +43,47 @@ def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cach
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """What the forward of a model calls its cache."""
+    """Returns the name of the cache argument of a model's forward."""
     parameters = inspect.signature(type(model).forward).parameters
     return "cache_params" if "cache_params" in parameters else "past_key_values"
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
-    """The cache among a model's arguments: models without attention have another name for it."""
+    """Returns the cache among a model's arguments; models without attention use another name for it."""
     given = arguments.get("past_key_values")
     return arguments.get("cache_params") if given is None else given
 
 
 def tokens_in(cache: Cache) -> int:
-    """How many tokens the rows of a cache have, padding included.
+    """Returns how many tokens the rows of a cache have, padding included.
 
     Raises:
-        UnsupportedOptionError: it does not tell.
+        UnsupportedOptionError: the cache does not know it.
     """
     if not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return int(cache.get_seq_length())
     if any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers):
         raise UnsupportedOptionError(
-            "a cache of recurrent states alone does not tell how many tokens it holds, so a text cannot go on from it "
-            "with self-speculative decoding. Leave the cache out and pass the whole text."
+            "a cache of recurrent states alone does not know how many tokens it holds, so a text cannot continue from "
+            "it with self-speculative decoding. Leave the cache out and pass the whole text."
         )
     return 0
 
 
 def check_cache(cache: Any, model: PreTrainedModel) -> None:
-    """Checks that ``cache`` is one whose tokens can be taken back.
+    """Checks that the tokens of ``cache`` can be rolled back.
 
     Args:
-        cache: what ``generate`` passes.
+        cache: the cache that ``generate`` passes on.
         model: the model that it is for.
 
     Raises:
         UnsupportedOptionError: it is static, quantized, offloaded or of an unknown kind.
-        UnsupportedModelError: the model has none of ours, or keeps states in it that cannot be rolled back.
+        UnsupportedModelError: the model makes a cache of its own, or keeps states in it that cannot be rolled back.
     """
     if cache is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} makes a cache of its own, whose tokens cannot be taken back when a draft is "
+            f"{type(model).__name__} makes a cache of its own, whose tokens cannot be rolled back when a draft is "
             "rejected. Call generate without `assistant`."
         )
     if not isinstance(cache, DynamicCache) or cache.offloading:

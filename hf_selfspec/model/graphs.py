@@ -1,9 +1,9 @@
 """Forwards of fixed shape as compiled graphs.
 
 Our own forward runs once under a tracer, with the rows' cursors as a tensor, keys and values written by index into
-buffers of fixed capacity, and masks over all of it. What comes out is one graph of operations without any Python: plans
-and hooks of a forward are constants of its graph. ``torch.compile`` makes a kernel sequence of it (a CUDA graph with
-``mode="reduce-overhead"``).
+buffers of fixed capacity, and masks over the whole capacity. The result is one graph of operations without any Python:
+plans and hooks of a forward are constants of its graph. ``torch.compile`` turns it into a sequence of kernels (a CUDA
+graph with ``mode="reduce-overhead"``).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..notices import warn_once
 from .faster import Faster
 from .tracing import NotTraceableError, Turns, tracing
 
-# Tokens in a forward; fewer are filled up.
+# Sizes of forwards in tokens; other numbers are padded to the next size.
 SIZES = (1, 2, 4, 8, 16, 32)
 _FEWEST_SLOTS = 128
-# A graph is worth its compilation for what comes again and again: not for a set of blocks that is only tried, nor for
-# the last draft of a text, cut by its end.
+# A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
+# the last draft of a text, which is cut by its end.
 _USES = 8
-# Choices against graphs, without one for them, after which no more are made.
+# After this many choices against graphs, and none for them, no more graphs are made.
 _LOST = 2
-# Attributes of modules with values of these types are constants of a graph.
+# Module attributes with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
 
 Run = Callable[..., Sequence[torch.Tensor]]
@@ -46,9 +46,9 @@ _turns = Turns()
 
 
 class SpareBuffers:
-    """The buffers of keys and values that the last generation has left.
+    """The buffers of keys and values of the last generation, for reuse.
 
-    A CUDA graph writes where it was recorded, so the next generation has to have the same ones.
+    A CUDA graph writes where it was recorded, so the next generation needs the same buffers.
     """
 
     def __init__(self) -> None:
@@ -56,34 +56,34 @@ class SpareBuffers:
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """A buffer of zeros."""
+        """Returns a buffer of zeros."""
         with self._lock:
             for index, buffer in enumerate(self._spare):
                 if buffer.is_inference() != torch.is_inference_mode_enabled():
-                    continue  # torch writes into such a tensor in that mode alone
+                    continue  # torch writes to an inference tensor only in inference mode
                 if (buffer.shape, buffer.dtype, buffer.device) == (shape, like.dtype, like.device):
                     return self._spare.pop(index).zero_()
-            self._spare.clear()  # of other shapes, for which there is no use now
+            self._spare.clear()  # they have other shapes, which are not needed now
         buffer = like.new_zeros(shape)
         if buffer.is_cuda:
             torch._dynamo.mark_static_address(buffer)
         return buffer
 
     def give(self, buffers: list[torch.Tensor]) -> None:
-        """Leaves the buffers of a generation for the next one, in the place of those before."""
+        """Keeps the buffers of a generation for the next one, in place of earlier ones."""
         with self._lock:
             self._spare = buffers
 
 
 @dataclass
 class Graph:
-    """One graph, and whether it is taken.
+    """One graph, and the choice of whether to use it.
 
     Attributes:
-        run: takes the inputs, and returns the results.
-        what: it is of, for messages.
-        on_cpu: there a graph may be slower than the model's own code, whose linear layers are chosen by times; on GPUs
-            it never waits for Python.
+        run: maps the inputs to the results.
+        what: what it is a graph of, for messages.
+        on_cpu: whether it runs on a CPU. There a graph may be slower than the model's own code, whose linear layers are
+            chosen by timing; on GPUs a graph always pays, since it never waits for Python.
     """
 
     run: Run
@@ -92,7 +92,7 @@ class Graph:
     choices: dict[int, Faster] = field(default_factory=dict)
 
     def faster_of(self, count: int, by_graph: Callable[[], Result], eager: Callable[[], Result]) -> Result:
-        """The result for ``count`` tokens, by the graph or without it."""
+        """Returns the result for ``count`` tokens, by the graph or without it, whichever is faster."""
         if not self.on_cpu:
             return by_graph()
         return self.choices.setdefault(count, Faster()).run(by_graph, eager)
@@ -104,12 +104,12 @@ class Graphs:
 
     Attributes:
         config: how they are compiled.
-        state: what else of the model they depend on.
-        whose: the model, for messages.
-        seconds: spent on tracing and compiling.
+        state: properties of the model that they depend on.
+        whose: name of the model, for messages.
+        seconds: time spent on tracing and compiling.
         refused: why no (further) graphs are made, empty as long as they are.
         spare: buffers of keys and values.
-        beside: what others keep as long as the graphs last.
+        beside: values that others keep as long as the graphs live.
     """
 
     config: CompileConfig
@@ -126,17 +126,17 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of graphs."""
         return len(self._graphs)
 
     def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
-        """The graph of ``function``, ``None`` as long as there is none.
+        """Returns the graph of ``function``, ``None`` as long as there is none.
 
         Args:
-            key: what the graph depends on beside its inputs.
-            function: takes the inputs, and returns tensors.
-            inputs: an example; the graph is for their shapes.
-            what: the forward, for messages.
+            key: what the graph depends on besides its inputs.
+            function: maps the inputs to tensors.
+            inputs: example inputs; the graph is for their shapes.
+            what: description of the forward, for messages.
         """
         with self._lock:
             if key in self._graphs or self.refused:
@@ -147,7 +147,7 @@ class Graphs:
             return self._made(key, function, inputs, what)
 
     def report(self) -> None:
-        """Tells how many graphs were made since the last time, how long that took, and whether no more are made."""
+        """Logs how many graphs were made since the last report, how long that took, and whether no more are made."""
         count, seconds = self.count - self._told[0], self.seconds - self._told[1]
         if count:
             self._told = self.count, self.seconds
@@ -158,8 +158,8 @@ class Graphs:
     def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
         if not self._graphs:
             _logger.warning(
-                f"{self.whose}: making compiled graphs, one for each shape that comes again; each takes a second to a "
-                "minute, once in a process."
+                f"{self.whose}: making compiled graphs, one for each shape that recurs; each takes a second to a "
+                "minute, once per process."
             )
         began = perf_counter()
         try:
@@ -181,7 +181,7 @@ class Graphs:
         return graph
 
     def _are_slower(self) -> bool:
-        """Whether graphs have turned out to be slower than the model's own code, and so no more are made."""
+        """Whether graphs have turned out to be slower than the model's own code, so that no more are made."""
         choices = [
             (graph.what, choice)
             for graph in self._graphs.values()
@@ -201,7 +201,7 @@ class Graphs:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         if inputs[0].device.type == "cpu":
-            function(*inputs)  # linear layers choose how they multiply so many tokens, which needs values
+            function(*inputs)  # linear layers choose how to multiply this many tokens, for which they need values
         with warnings.catch_warnings(), tracing():
             warnings.simplefilter("ignore")
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
@@ -211,12 +211,12 @@ class Graphs:
 
 
 def _options(config: CompileConfig) -> dict[str, Any]:
-    """Arguments of ``torch.compile``."""
+    """The arguments of ``torch.compile``."""
     return config.to_dict() | {"fullgraph": True, "dynamic": False}
 
 
 def _in_turn(run: Run) -> Run:
-    """The same, while no graph is made."""
+    """Wraps ``run`` so that it runs only while no graph is being made."""
 
     def in_turn(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         with _turns.together():
@@ -226,7 +226,7 @@ def _in_turn(run: Run) -> Run:
 
 
 def _copied(run: Run) -> Run:
-    """The same with results of their own: those of a CUDA graph lie where the next run of any puts its own."""
+    """Wraps ``run`` to copy its results, since the next run of any CUDA graph overwrites them."""
 
     def copied(*inputs: torch.Tensor) -> list[torch.Tensor]:
         with _turns.alone():
@@ -241,14 +241,14 @@ _lock = threading.Lock()
 
 
 def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
-    """The graphs of a model with these options, which last as long as the model.
+    """Returns the graphs of a model with these options; they live as long as the model.
 
     Raises:
-        SettingError: torch knows no such options.
+        SettingError: torch does not have such options.
     """
     state = _state_of(model)
     with _lock:
-        # Graphs hold the weights that they were made with.
+        # Graphs refer to the weights that they were made with.
         known = _of_models[model] = [one for one in _of_models.get(model, []) if one.state == state]
         for graphs in known:
             if graphs.config.to_dict() == config.to_dict():
@@ -259,7 +259,7 @@ def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
 
 
 def _state_of(model: PreTrainedModel) -> Hashable:
-    """What graphs have taken from a model: where its weights are, its settings, and plain values of its modules."""
+    """What graphs depend on in a model: where its weights are, its settings, and plain values of its modules."""
     values = itertools.chain(model.parameters(), model.buffers())
     weights = tuple((id(value), value.data_ptr()) for value in values)
     plain = tuple(
@@ -273,14 +273,14 @@ def _state_of(model: PreTrainedModel) -> Hashable:
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """The forward that somebody else has given this one module."""
+    """The forward that other code has set on this module instance."""
     forward = vars(module).get("forward")
     is_ours = str(getattr(forward, "__module__", "")).startswith(f"{__package__.partition('.')[0]}.")
     return None if is_ours else forward
 
 
 def _constant(value: Any) -> Hashable | None:
-    """What a graph takes from an attribute of a module, ``None`` where that is nothing."""
+    """What a graph depends on in an attribute of a module, ``None`` for nothing."""
     if type(value) in _PLAIN:
         return (value,)
     if isinstance(value, torch.Tensor):
@@ -303,16 +303,16 @@ def _check(config: CompileConfig) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """The beginning of a message, as a sentence."""
+    """The first line of a message, as a sentence."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0].rstrip(".") + "."
 
 
 def size_for(count: int) -> int | None:
-    """The smallest size that takes so many tokens."""
+    """Returns the smallest size of a forward that fits ``count`` tokens, ``None`` if they are too many."""
     return next((size for size in SIZES if size >= count), None)
 
 
 def step_above(slots: int) -> int:
-    """The smallest of 128, 256, 512, ... that is at least ``slots``: few capacities, so that few shapes are met."""
+    """Returns the smallest of 128, 256, 512, ... that is at least ``slots``: few capacities make few shapes."""
     return max(_FEWEST_SLOTS, 1 << (slots - 1).bit_length())

@@ -1,4 +1,4 @@
-"""A model's own output head, on states that did not come from its own last layer."""
+"""Runs a model's own output head on states that do not come from its last layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _head_lock = threading.Lock()
 
 @contextmanager
 def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """``module`` returns ``output`` in this thread; one thread at a time, so that none takes off another's forward."""
+    """Makes ``module`` return ``output`` in this thread; only one thread at a time can replace its forward."""
     forwards, thread = InstanceForwards(), threading.get_ident()
     with _head_lock:
         original = module.forward
@@ -34,10 +34,10 @@ def _returning(module: nn.Module, output: Any) -> Iterator[None]:
 
 
 class OwnHead:
-    """Whatever the model does between its stack of layers and its logits: projections, head, scale, soft-cap.
+    """Everything that the model does between its stack of layers and its logits: projections, head, scale, soft-cap.
 
-    No architecture is written again: the model's forward runs, and its stack of layers returns the given states at
-    once. What a stack returns beside states is taken from a forward of it that was seen before.
+    No architecture is reimplemented: the model's forward runs, and its stack of layers returns the given states
+    directly. What a stack returns besides states is copied from an earlier forward that was observed.
 
     Args:
         model: a causal LM of transformers.
@@ -52,17 +52,17 @@ class OwnHead:
 
     @property
     def has_seen(self) -> bool:
-        """Whether there was a forward to take the form of an output from."""
+        """Whether a forward was observed, which shows the form of the stack's output."""
         return self._output is not None
 
     def see(self, output: Any) -> None:
-        """Takes the form of an output of the stack, and the autocast that is on."""
+        """Remembers the form of an output of the stack, and the autocast that is on."""
         self._output = output
         self._autocast = Autocast.around(states_of(output))
 
     @contextmanager
     def seeing(self) -> Iterator[list[torch.Tensor]]:
-        """Sees the forwards of this thread; gives what each of them sends to the head, ``[b, s, d]``."""
+        """Observes the forwards of this thread; yields a list of what each sends to the head, ``[b, s, d]``."""
         found: list[torch.Tensor] = []
         thread = threading.get_ident()
 
@@ -78,24 +78,26 @@ class OwnHead:
             handle.remove()
 
     def forget(self) -> None:
-        """Lets go of that output."""
+        """Releases that output."""
         self._output = None
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Runs the head. Hooks that others put on the model's stack of layers run as well, for ids of zeros.
+        """Runs the head.
+
+        Hooks that others have registered on the model's stack of layers run as well, with ids of zeros.
 
         Args:
-            states: ``[n, d]`` or ``[b, s, d]``, as they leave the stack (behind a final norm, if there is one).
+            states: ``[n, d]`` or ``[b, s, d]``, as they leave the stack (after its final norm, if it has one).
 
         Returns:
-            ``[n, v]`` or ``[b, s, v]`` logits, in the precision (autocast) of the forward that was seen.
+            ``[n, v]`` or ``[b, s, v]`` logits, in the precision (autocast) of the observed forward.
         """
         output = self._output
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
         replaced = with_states(output, batch)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
-        # The class's forward, without what others have wrapped around the instance's: of that, autocast is kept.
+        # The forward of the class, without what others have wrapped around the instance's, except for its autocast.
         with within(self._autocast), _returning(self._stack, replaced):
             result = type(self._model).forward(self._model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits

@@ -9,35 +9,35 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from .linear import FewTokenLinear
 
-# The logit of tokens without a row. Beside those that a model gives to others, its probability is 0 in all floating
-# types, unless a soft-cap or a high temperature lifts it; whatever it is, it is what tokens are drawn by. Unlike an
-# infinity it leaves scales and soft-caps numbers.
+# The logit of tokens without a row. Next to the logits of other tokens its probability is 0 in all floating types,
+# unless a soft-cap or a high temperature raises it; in any case sampling uses exactly that probability. Unlike an
+# infinity it does not turn into NaN in scales and soft-caps.
 NOTHING = -3e4
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits of states, ``None`` where the model does not tell."""
+    """Returns the module that maps states to logits, ``None`` if the model does not name it."""
     try:
         found: nn.Module | None = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    except (AttributeError, NotImplementedError):  # of code that is not transformers' own
+    except (AttributeError, NotImplementedError):  # raised by code that is not transformers' own
         return None
     return found
 
 
 class HeadRows:
-    """The rows of a model's head that some tokens have, as they are when the first states come.
+    """The rows of a model's head for some tokens, copied when the first states arrive.
 
     Args:
         model: a causal LM of transformers.
         tokens: ``[r]`` ids, in order.
 
     Raises:
-        UnsupportedModelError: its head is no plain linear layer, or has other tokens.
+        UnsupportedModelError: the model's head is not a plain linear layer, or has other tokens.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
         head = output_head(model)
-        # Parameters that are spread over processes have a mesh of devices, or no numbers here.
+        # Parameters that are spread over processes have a device mesh, or no values in this process.
         if type(head) is not nn.Linear or hasattr(head.weight, "device_mesh") or not _is_matrix(head.weight):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no output head that is a plain linear layer of this process (quantised, "
@@ -56,11 +56,11 @@ class HeadRows:
 
     @property
     def size(self) -> int:
-        """How many tokens have a row."""
+        """Number of tokens with a row."""
         return len(self.tokens)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """``[..., v]`` logits of states ``[..., d]``, in the place of the head."""
+        """Returns logits ``[..., v]`` of states ``[..., d]``, in place of the head."""
         if self._rows is None:
             self._rows = self._cut()
         found: torch.Tensor = self._rows(states.to(self.tokens.device))
@@ -68,7 +68,7 @@ class HeadRows:
         return logits.index_copy_(-1, self.tokens, found)
 
     def only(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[..., v]`` logits of the whole head as this one would give them."""
+        """Changes logits ``[..., v]`` of the whole head to those that this head would return."""
         tokens = self.tokens.to(logits.device)
         return torch.full_like(logits, NOTHING).index_copy_(-1, tokens, logits.index_select(-1, tokens))
 

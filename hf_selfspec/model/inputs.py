@@ -1,4 +1,4 @@
-"""What one call of ``generate`` has for a model: its prompts laid out, how they go in, and what goes in behind them."""
+"""The inputs of one call of ``generate``: its prompts laid out, how they are prefilled, and what follows them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Inputs:
     """The input of one call.
 
     Attributes:
-        anatomy: the model's parts, with what they can do in this call.
+        anatomy: the model's parts, with what they support in this call.
         prompt: the prompts.
         prefill: puts them into the cache.
-        following: goes in behind them. An :class:`OwnPrefill` replaces it.
+        following: the inputs after them. An :class:`OwnPrefill` replaces it.
         fixed: see :class:`Text`.
     """
 
@@ -49,27 +49,27 @@ class Inputs:
         Args:
             model: the model.
             anatomy: its parts.
-            input_ids: ``[b, s]``.
-            arguments: what ``generate`` has for the model's forward.
-            config: of the call.
+            input_ids: ``[b, s]`` the prompts.
+            arguments: arguments that ``generate`` has prepared for the model's forward.
+            config: generation config of the call.
 
         Raises:
-            SelfSpecError: there is input that cannot be served; the message names it.
+            SelfSpecError: an input is not supported; the message names it.
         """
         extra = extra_arguments(model, arguments)
         prompt = _prompt(input_ids, arguments, config, anatomy.ragged)
         if anatomy.is_recurrent and prompt.holes is not None:
             raise UnsupportedOptionError(
-                f"{anatomy.model_name} has recurrent states, into which masked columns inside a prompt go as well: "
-                "padding between the turns of a batched chat, for example. Pass prompts that are padded on the left "
-                "alone, or call generate without `assistant`."
+                f"{anatomy.model_name} has recurrent states, which masked columns inside a prompt would change: "
+                "padding between the turns of a batched chat, for example. Pass prompts that are padded only on the "
+                "left, or call generate without `assistant`."
             )
         text = TextPrefill(given_cache(arguments), config.prefill_chunk_size)
         if takes_text_only(model):
             return cls(anatomy, prompt, text, Following(extra=extra))
         following = Following.of(model, input_ids, arguments, prompt.tokens_of_rows())
         if not has_tensors(extra) and not prompt.own_positions:
-            # What is in the cache may have been more than text.
+            # The cache may hold more than text.
             return cls(anatomy, prompt, text, Following(following.offsets, extra=extra), prompt.cursors)
         if not following.has_positions:
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)

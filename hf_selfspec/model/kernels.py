@@ -1,8 +1,8 @@
-"""Transformers' functions for recurrences, which leave to the cache what a state is while it is ours.
+"""Replaces transformers' functions for recurrences and convolutions, so that our cache keeps their states.
 
 A model's file calls its recurrence, and its convolutions, by the name of a function. While a model speculates, that
-name stands for a function that hands the call to the state whose turn it is in this thread; without one it is the
-original.
+name refers to a function that passes the call on to the state whose turn it is in this thread; if there is none, to the
+original function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import UnsupportedModelError
 from .forwards import InstanceForwards, SharedChange
 from .recurrences import SERVED
 
-# Takes the original function and the arguments of a call, and returns what the function would.
+# Takes the original function and the arguments of a call, and returns what the function would return.
 Run = Callable[..., Any]
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -30,7 +30,7 @@ _FIRST_OF_CONVOLUTION = ("hidden_states", "weight", "bias")
 
 
 class _Turn(threading.local):
-    """What serves the next calls of this thread: those of a recurrence until it ends, one of a convolution."""
+    """What handles the next calls of this thread: those of a recurrence until it ends, one of a convolution."""
 
     recurrence: Run | None = None
     calls = 0
@@ -42,21 +42,21 @@ _served = SharedChange()
 
 
 def expect_recurrence(run: Run) -> None:
-    """Makes ``run`` what serves this thread's next calls of recurrences."""
+    """Makes ``run`` handle this thread's next calls of recurrences."""
     _turn.recurrence, _turn.calls = run, 0
 
 
 def end_recurrence() -> int:
-    """Has further calls go to the original function, and returns how many calls there were."""
+    """Passes further calls to the original function, and returns how many calls there were."""
     _turn.recurrence = None
     return _turn.calls
 
 
 def expect_convolution(run: Run) -> None:
-    """Makes ``run`` what serves this thread's next call of a convolution.
+    """Makes ``run`` handle this thread's next call of a convolution.
 
     Raises:
-        UnsupportedModelError: there was none since the last time.
+        UnsupportedModelError: the last one that was expected did not come.
     """
     _check_convolution()
     _turn.convolution = run
@@ -72,7 +72,7 @@ def _check_convolution() -> None:
 
 @contextmanager
 def turns() -> Iterator[None]:
-    """A forward: whatever happens inside, calls behind it go to the original functions."""
+    """Encloses a forward: whatever happens inside, later calls go to the original functions."""
     try:
         yield
         _check_convolution()
@@ -82,7 +82,7 @@ def turns() -> Iterator[None]:
 
 @contextmanager
 def served_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Puts the functions on, for all threads that use them, and takes them off again."""
+    """Installs the functions, for all threads that use them, and removes them afterwards."""
     with ExitStack() as stack:
         if model.config.model_type in SERVED:
             recurrence = SERVED[model.config.model_type]
@@ -92,10 +92,10 @@ def served_kernels(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_kernels(model: PreTrainedModel) -> None:
-    """Checks that the file of a model with recurrent states has the functions that we know, as we know them.
+    """Checks that the file of a model with recurrent states has the functions and parameters that we support.
 
     Raises:
-        UnsupportedModelError: it has not.
+        UnsupportedModelError: it does not.
     """
     if model.config.model_type not in SERVED:
         return
@@ -108,8 +108,8 @@ def check_kernels(model: PreTrainedModel) -> None:
     if not known:
         raise UnsupportedModelError(
             f"{type(model).__name__} computes its recurrent states in a way that is not known here: this version of "
-            "transformers has other functions for it, or such with other parameters. So they cannot be taken back when "
-            "a draft is rejected. Call generate without `assistant`."
+            "transformers has other functions for it, or functions with other parameters. So they cannot be rolled "
+            "back when a draft is rejected. Call generate without `assistant`."
         )
 
 

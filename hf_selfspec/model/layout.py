@@ -1,4 +1,4 @@
-"""How the tokens of one forward hang together, and what each of them may see."""
+"""The tree that the tokens of one forward form, and what each of them may attend to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..transfer import upload
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Tokens of one forward that are not simply a line.
+    """The structure of a forward's tokens where they are not a plain line.
 
     Attributes:
         parents: for each row, or for all together, the parent of each token: its index, -1 for a token that continues
             the text. Parents come before children.
-        depths: likewise for each token its distance in position from the slot that the forward starts at. Tokens that
-            are in the text already, and go through the model again, have negative ones.
-        hidden: slots before the first token that no token sees: where the text's own copy of them is.
-        ids: for each row the ids of the tokens behind the first one, where they go to the device together with this.
+        depths: likewise for each token the distance of its position from the slot at which the forward starts. It is
+            negative for tokens that are in the text already and go through the model again.
+        hidden: number of slots before the first token that no token sees, where the text's own copy of the tokens is.
+        ids: for each row the ids of the tokens after the first one, if they are uploaded together with this layout.
     """
 
     parents: Sequence[Sequence[int]]
@@ -32,12 +32,12 @@ class TreeLayout:
 
     @classmethod
     def of_tree(cls, parents: Sequence[Sequence[int]], ids: Sequence[Sequence[int]] | None = None) -> TreeLayout:
-        """The last token of each row and its draft.
+        """The layout of each row's last token and its draft.
 
         Args:
             parents: for each row the parent of nodes 1 and up, node 0 being the last token; -1 for a node that does not
-                count, which sees nothing but itself and the text.
-            ids: of these nodes, where the host knows them.
+                count, which sees only itself and the text.
+            ids: ids of these nodes, if the host knows them.
         """
         depths = []
         for row in parents:
@@ -49,7 +49,7 @@ class TreeLayout:
 
     @classmethod
     def of_packed(cls, packed: torch.Tensor) -> TreeLayout:
-        """The layout that is on a device already, see :meth:`packed`."""
+        """A layout that is on a device already, see :meth:`packed`."""
         count = packed.shape[1]
         layout = cls([[-1] * count], [[0] * count])
         layout._on[packed.device] = packed
@@ -57,7 +57,7 @@ class TreeLayout:
 
     @classmethod
     def replay(cls, count: int) -> TreeLayout:
-        """The last ``count`` tokens whose KV is known, in line, beside that KV."""
+        """The last ``count`` tokens with known keys and values as a line, in slots after those."""
         return cls([list(range(-1, count - 1))], [list(range(-count, 0))], count)
 
     @classmethod
@@ -71,15 +71,15 @@ class TreeLayout:
         return len(self.depths[0])
 
     def offsets(self, device: torch.device) -> torch.Tensor:
-        """``[1 or b, t]`` the depths."""
+        """The depths ``[1 or b, t]``."""
         return self.packed(device)[:, :, self.size]
 
     def tokens(self, device: torch.device) -> torch.Tensor:
-        """``[b, t - 1]`` the ids."""
+        """The ids ``[b, t - 1]``."""
         return self.packed(device)[:, 1:, -1]
 
     def of_rows(self, rows: Sequence[int], pick: Callable[[torch.Tensor, int], torch.Tensor]) -> TreeLayout:
-        """The layout of some rows, which ``pick`` takes from a tensor's dimension."""
+        """The layout of ``rows`` alone, which ``pick`` selects along a dimension of a tensor."""
         if len(self.parents) == 1:
             return self
         found = TreeLayout([self.parents[row] for row in rows], [self.depths[row] for row in rows], self.hidden)
@@ -88,11 +88,11 @@ class TreeLayout:
         return found
 
     def ancestry(self, device: torch.device) -> torch.Tensor:
-        """``[1 or b, t, t]`` whether the column's token is the row's token or an ancestor of it."""
+        """Whether the column's token is the row's token or one of its ancestors, ``[1 or b, t, t]``."""
         return self.packed(device)[:, :, : self.size].bool()
 
     def packed(self, device: torch.device) -> torch.Tensor:
-        """``[1 or b, t, t + 2]`` the ancestry with depths and ids behind it, uploaded once."""
+        """The ancestry, followed by depths and ids, ``[1 or b, t, t + 2]``, uploaded once."""
         if device not in self._on:
             packed = np.zeros((len(self.parents), self.size, self.size + 2), dtype=np.int64)
             packed[:, :, self.size] = self.depths
@@ -107,15 +107,15 @@ class TreeLayout:
         return self._on[device]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the tokens in the cache's slots stand, and which of them each token may see at most.
+        """The positions of the tokens in the cache's slots, and which of them each token may see at most.
 
         Args:
             slots: ``[b, t]`` the slot of each token of the tree.
-            length: ``n`` slots in all.
-            first: the first token that runs; what comes before it is in the cache.
+            length: ``n``, number of slots in all.
+            first: the first token that runs; the ones before it are in the cache.
 
         Returns:
-            Positions ``[b, n]`` and ``[b, s, n]`` for the ``s`` tokens from ``first`` on.
+            Positions ``[b, n]``, and visibility ``[b, s, n]`` for the ``s`` tokens from ``first`` on.
         """
         device, (b, t) = slots.device, slots.shape
         keys = torch.arange(length, device=device)[None]

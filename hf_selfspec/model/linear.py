@@ -1,9 +1,9 @@
 """Linear layers over a handful of tokens in float32 on a CPU.
 
-Drafting and verification run one to 32 tokens at once. There the time goes into streaming the weights, and how well a
-library does that depends on the processor, the shape and the number of tokens, by factors of up to three. One thread
-of an AMD EPYC (Zen 4) with MKL 2024.2 and oneDNN 3.12, a 1536 x 576 weight that is in no cache, each way's time over
-that of ``torch.nn.functional.linear`` for one token (330 µs):
+Drafting and verification run one to 32 tokens at once. Most of the time then goes into streaming the weights, and how
+well a library does that depends on the processor, the shape and the number of tokens, by factors of up to three. One
+thread of an AMD EPYC (Zen 4) with MKL 2024.2 and oneDNN 3.12, a 1536 x 576 weight that is not in any cache, time of
+each way divided by that of ``torch.nn.functional.linear`` for one token (330 µs):
 
 =====================  ====  ====  ====  ====  ====  ====  ====
 tokens                    1     2     3     4     8    16    32
@@ -14,8 +14,8 @@ tokens                    1     2     3     4     8    16    32
 ``onednn_transposed``  0.87  1.34  1.37  1.36  1.39  1.37  2.25
 =====================  ====  ====  ====  ====  ====  ====  ====
 
-On an Intel Xeon the order is another one. So :class:`FastestWays` times the ways where they are needed and keeps to
-the fastest. bfloat16 and GPUs need none of this.
+On an Intel Xeon the order is different. So :class:`FastestWays` times the ways where they are needed and uses the
+fastest. bfloat16 and GPUs need none of this.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from torch.nn.functional import linear as blas
 
 from .tracing import is_tracing
 
-# Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would spare less
-# than the choice costs; of a 192 x 576 one (46 µs) it spares a third.
+# Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
+# than the choice costs; of a 192 x 576 one (46 µs) it saves a third.
 _SMALLEST = 2**16
-# Token counts for which ways are timed; others go with the next larger one.
+# Token counts for which ways are timed; other counts use the way of the next larger one.
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
 # Ways whose time came within this factor of the fastest one's are timed once more.
 _CLOSE = 1.2
-# Numbers of a weight's rows that one run multiplies for each thread (1 ms), and what the number of rows is a multiple
-# of, as that of most weights is. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and more
-# with oneDNN.
+# How many of a weight's numbers one timed run multiplies per thread (1 ms), and the factor of which its number of rows
+# is a multiple, as in most weights. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and
+# more than that with oneDNN.
 _PIECE = 3 * 2**20
 _ROWS = 64
 
@@ -53,7 +53,7 @@ def blas_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     """BLAS with the tokens as the right-hand matrix, so that it does not pack the weight for them."""
     out, width = weight.shape
     if input.shape[0] == 1 and out % 2 == 0:
-        # For one column alone BLAS would be called for a vector, which takes up to twice as long; two halves are not.
+        # For a single column BLAS would be called for a vector, which takes up to twice as long; two halves avoid that.
         found = torch.bmm(weight.view(2, out // 2, width), input.t().expand(2, width, 1)).view(1, out)
     else:
         found = torch.mm(weight, input.t()).t().contiguous()
@@ -65,7 +65,7 @@ def _onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return found
 
 
-# The same as an operation that graphs call as it is: inductor takes that of torch for weights that it has packed alone.
+# The same as an operation that graphs call unchanged: inductor takes torch's own only for weights that it has packed.
 _library = torch.library.Library("hf_selfspec", "FRAGMENT")
 _library.define("onednn(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("onednn", _onednn, "CPU")
@@ -77,14 +77,14 @@ def _onednn_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def onednn(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """oneDNN's kernels for few rows, which torch uses for bfloat16 alone."""
+    """oneDNN's kernels for few rows, which torch uses only for bfloat16."""
     found: torch.Tensor = (torch.ops.hf_selfspec.onednn if is_tracing() else _onednn)(input, weight, bias)
     return found
 
 
 def onednn_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """oneDNN with the two matrices in each other's place: the weight is read once, in order, for up to 16 tokens."""
-    # A right-hand matrix with gaps takes it a hundred times as long.
+    """oneDNN with the two matrices swapped: the weight is read once, in order, for up to 16 tokens."""
+    # With gaps in the right-hand matrix it takes a hundred times as long.
     found = onednn(weight, input.contiguous(), None).t().contiguous()
     return found if bias is None else found.add_(bias)
 
@@ -94,8 +94,8 @@ class Way:
     """A way to multiply.
 
     Attributes:
-        multiply: makes ``[n, o]``, contiguous, of input ``[n, i]``, weight ``[o, i]`` and bias ``[o]`` or ``None``.
-        compiles: whether the first time that it meets a shape takes longer (oneDNN's: 0.3 to 0.5 ms).
+        multiply: maps input ``[n, i]``, weight ``[o, i]`` and bias ``[o]`` or ``None`` to ``[n, o]``, contiguous.
+        compiles: whether its first run for a shape takes longer (oneDNN's: 0.3 to 0.5 ms).
     """
 
     multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -103,7 +103,7 @@ class Way:
 
 
 def available_ways() -> tuple[Way, ...]:
-    """The ways that this build of torch has."""
+    """Returns the ways that this build of torch has."""
     of_blas = Way(blas), Way(blas_transposed)
     if not torch.backends.mkldnn.is_available():
         return of_blas
@@ -113,8 +113,8 @@ def available_ways() -> tuple[Way, ...]:
 class FastestWays:
     """Knows the fastest way for each shape of weight, number of tokens and number of threads.
 
-    A way is chosen at its first use and stays, so that equal calls have equal results as long as the process lives.
-    Threads share what was found; one times while the others that need a new choice wait.
+    A way is chosen at the first use and never changed, so that equal calls have equal results as long as the process
+    lives. Threads share the choices; while one times, others that need a new choice wait.
 
     Args:
         ways: what to choose from.
@@ -145,7 +145,7 @@ class FastestWays:
         return way
 
     def known(self, count: int, weight: torch.Tensor) -> Way | None:
-        """Returns the way that was chosen, ``None`` before the first use."""
+        """Returns the chosen way, ``None`` before the first use."""
         return self._found.get(_key(count, weight))
 
     def _timed(self, count: int, alike: Sequence[torch.Tensor]) -> Way:
@@ -161,7 +161,7 @@ class FastestWays:
         for way in self._ways:
             if way.compiles:
                 seconds_of(way)
-        # What disturbs a run makes it longer.
+        # Disturbances only make a run longer.
         seconds = {way: min(seconds_of(way), seconds_of(way)) for way in self._ways}
         limit = _CLOSE * min(seconds.values())
         close = [way for way in self._ways if seconds[way] <= limit]
@@ -175,7 +175,7 @@ def _key(count: int, weight: torch.Tensor) -> tuple[torch.Size, int, int]:
 
 
 def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """One block of rows after the other, as in a forward: when a weight's turn comes, no cache holds it any more."""
+    """Yields one block of rows after another, as in a forward: at a weight's turn no cache holds it any more."""
     out, width = weights[0].shape
     rows = min(out, max(1, _PIECE * torch.get_num_threads() // width // _ROWS) * _ROWS)
     for weight in weights:
@@ -187,12 +187,12 @@ _fastest = FastestWays(available_ways())
 
 
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether ``module`` is a float32 linear layer of some size in CPU memory that nobody else has changed."""
+    """Returns whether ``module`` is a large enough float32 linear layer in CPU memory, unchanged by other code."""
     return type(module) is nn.Linear and "forward" not in module.__dict__ and _has_ways(module.weight)
 
 
 def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
-    """Whether layers of ``modules`` were found to be faster than their own forwards over so many tokens."""
+    """Returns whether some of ``modules`` have a faster way than their own forward for ``count`` tokens."""
     if not 0 < count <= _COUNTS[-1]:
         return False
     ways = (_fastest.known(count, module.weight) for module in modules if is_served(module))
@@ -202,10 +202,10 @@ def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
 def few_token_forwards(
     modules: Iterable[nn.Module], is_active: Callable[[], bool]
 ) -> list[tuple[nn.Linear, Callable[..., Any]]]:
-    """Forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
+    """Returns forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
     known = list(modules)
     if any(hasattr(parameter, "device_mesh") for module in known for parameter in module.parameters(recurse=False)):
-        return []  # of sharded weights, whole ones come and go with each forward
+        return []  # whole weights exist only during a forward
     served = [module for module in known if is_served(module)]
     alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
     for module in served:
@@ -216,7 +216,7 @@ def few_token_forwards(
 def _few_token_forward(
     module: nn.Linear, alike: Sequence[torch.Tensor], is_active: Callable[[], bool]
 ) -> Callable[..., Any]:
-    # Called for each layer of each forward, so what can be known beforehand is: 3 µs a call in the place of 10.
+    # Called for each layer of each forward, so everything possible is computed in advance: 3 µs a call instead of 10.
     original, parameters, (out, width) = module.forward, module._parameters, module.weight.shape
     most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], Way]()
 
@@ -228,7 +228,7 @@ def _few_token_forward(
             return original(input)
         way = chosen.get(key)
         if way is None and is_tracing():
-            return original(input)  # without values there is nothing to time
+            return original(input)  # a tensor without values cannot be timed
         if way is None:
             way = chosen[key] = _fastest.way(size // width, weight, alike)
         if way.multiply is blas:
@@ -240,10 +240,10 @@ def _few_token_forward(
 
 
 class FewTokenLinear(nn.Linear):
-    """A linear layer that is faster over few tokens where no gradients are wanted."""
+    """A linear layer that is faster over few tokens where no gradients are needed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[..., v]`` of ``[..., d]``."""
+        """Maps ``[..., d]`` to ``[..., v]``."""
         weight = self.weight
         if not torch.is_grad_enabled() and _has_ways(weight) and _are_few(input, weight):
             return _of_few(input, self, (weight,))

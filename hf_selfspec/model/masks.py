@@ -1,4 +1,4 @@
-"""Attention masks for tokens at positions of their own: ragged rows, windows and token trees in one rule.
+"""Attention masks for tokens at arbitrary positions: ragged rows, windows and token trees in one rule.
 
 Transformers describes each mask (causal, sliding window, chunks) as a function of a query's and a key's position and
 expands it over a rectangle of consecutive ones. While a :class:`Geometry` is active in the current thread, the same
@@ -22,21 +22,21 @@ from .attention import grouped_attention
 from .layout import TreeLayout
 from .prompt import Holes
 
-# Numbers of which sdpa's kernels on a GPU want a multiple from each row of a mask to the next.
+# sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 _ALIGNED = 8
 
 
 @dataclass
 class Geometry:
-    """Where the tokens of one forward stand.
+    """The positions of the tokens of one forward.
 
     Attributes:
         query_positions: ``[b, s]`` position of each token that runs.
-        length: ``n``, cache slots.
-        key_positions: ``[b, n]`` position of the token in each of them, ``None`` where that is its number.
-        is_fixed: masks are for any position of the tokens, so there always is one.
+        length: ``n``, number of cache slots.
+        key_positions: ``[b, n]`` position of the token in each slot, ``None`` where it is the slot's number.
+        is_fixed: whether masks are for any positions of the tokens, so that there always is one.
         visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
-        grouped: masks, each with how attention has already laid it out for grouped query heads.
+        grouped: masks, each with its layout for grouped query heads once that was made.
     """
 
     query_positions: torch.Tensor
@@ -55,13 +55,13 @@ class Geometry:
         first_node: int,
         holes: Holes | None,
     ) -> Geometry:
-        """Where tokens at positions ``[b, s]`` stand, which may be nodes of a tree; see :meth:`Target.step`."""
+        """The geometry of tokens at positions ``[b, s]``, which may be nodes of a tree; see :meth:`Target.step`."""
         device = positions.device
         length = max(cursors) + positions.shape[1]
         keys: torch.Tensor | None = None
         visible: torch.Tensor | None = None
         if nodes is not None:
-            # Slots of the tree: from each row's first node on, one for each node in order.
+            # The slots of the tree: from each row's first node on, one per node, in order.
             slots = cursors.on(device) - first_node + torch.arange(nodes.size, device=device)
             keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, first_node)
         if holes is not None:
@@ -70,10 +70,10 @@ class Geometry:
         return cls(positions, length, keys, visible)
 
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-        """``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads in line, additive.
+        """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads one after another, additive.
 
-        Made once a forward, with rows that begin where GPUs read fast: sdpa would make an additive mask of a boolean
-        one, and pad one of another width, in each layer.
+        Done once per forward, with rows aligned as GPUs need them: sdpa would convert a boolean mask, and pad one of
+        another width, in each layer.
         """
         key = (id(mask), group, dtype)
         if key not in self.grouped:
@@ -83,13 +83,13 @@ class Geometry:
                 wide[..., :n].masked_fill_(~mask[:, :, None], -torch.inf)
             else:
                 wide[..., :n] = mask[:, :, None]
-            # The mask itself is kept too: another one would get its id once it is freed.
+            # The mask itself is kept too: once it is freed, another one could get its id.
             self.grouped[key] = mask, wide.view(b, 1, group * s, -1)[..., :n]
         return self.grouped[key][1]
 
 
 def padded_mask(padding: torch.Tensor, length: int) -> torch.Tensor:
-    """``[b, length]`` attention mask of left-padded prompts ``[b, m]`` with all tokens behind them."""
+    """Returns the attention mask ``[b, length]`` of left-padded prompts ``[b, m]`` and all tokens after them."""
     missing = length - padding.shape[1]
     if missing <= 0:
         return padding[:, :length]
@@ -105,7 +105,7 @@ _current = _Current()
 
 @contextmanager
 def at_positions(geometry: Geometry | None) -> Iterator[None]:
-    """Makes ``geometry`` what masks are built from in this thread (``None``: as transformers builds them)."""
+    """Builds masks from ``geometry`` in this thread (``None``: as transformers builds them)."""
     previous = _current.geometry
     _current.geometry = geometry
     try:
@@ -142,7 +142,7 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
         if keys is None:
             keys = torch.arange(n, device=device)[None]
         batch = torch.arange(b, device=device)[:, None, None, None]
-        # Masks are the same for all heads, so the number of any row serves as that of a head.
+        # Masks are the same for all heads, so the row indices can be passed as head indices.
         allowed = mask_function(
             batch, batch[0, 0, 0, 0], geometry.query_positions[:, None, :, None], keys[:, None, None, :]
         ).expand(b, 1, s, n)
@@ -168,7 +168,7 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-# What attention implementations are served, as far as transformers knows them.
+# The attention implementations that are served, as far as this version of transformers has them.
 SERVED_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 _lock = threading.Lock()
@@ -180,8 +180,8 @@ _registered: list[tuple[Any, dict[str, Any]]] = []
 def speculative_attention() -> Iterator[None]:
     """Lets transformers' attention obey the :class:`Geometry` of the thread; threads without one are not affected.
 
-    Every fused implementation (sdpa, flash, flex) is served by sdpa while a geometry is active, since theirs take no
-    mask of this kind; eager attention keeps its own code and gets the additive mask that it expects.
+    Every fused implementation (sdpa, flash, flex) is replaced by sdpa while a geometry is active, since the others take
+    no mask of this kind; eager attention keeps its own code and gets the additive mask that it expects.
     """
     global _users
     with _lock:

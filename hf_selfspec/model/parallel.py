@@ -1,4 +1,4 @@
-"""Models whose layers are spread over several processes, which have to decide alike."""
+"""Models whose layers are spread over several processes, which have to make the same decisions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
-    """Whether each layer of the model is spread over several processes."""
+    """Returns whether each layer of the model is spread over several processes."""
     return (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def clock_of(model: PreTrainedModel) -> Callable[[], float]:
-    """Seconds, those of the first process for all processes of a model, which read them together.
+    """Returns a clock in seconds; all processes of a model read that of the first one, together.
 
-    So what follows from timings is the same everywhere. Each reading is a broadcast then.
+    So decisions based on timings are the same everywhere. Each reading is then a broadcast.
     """
     if not is_tensor_parallel(model):
         return perf_counter

@@ -2,7 +2,7 @@
 
 While a generation runs, the decoder layers and their blocks carry an instance ``forward`` that obeys the
 :class:`ForwardPass` of the current thread: run, pass the hidden state through, or start from a stored one. No
-architecture is written again: logits of an early exit come from the model's own norm, head, scale and soft-cap.
+architecture is reimplemented: logits of an early exit come from the model's own norm, head, scale and soft-cap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerPlan:
         skipped_attention: layers whose attention block is left out.
         skipped_mlp: layers whose MLP block is left out.
 
-    A layer in both sets is passed through as a whole.
+    A layer in both sets is skipped as a whole.
     """
 
     num_layers: int
@@ -52,26 +52,26 @@ class LayerPlan:
 
     @classmethod
     def early_exit(cls, num_layers: int, layer: int) -> LayerPlan:
-        """Layers ``0 .. layer-1`` run."""
+        """The plan that runs layers ``0 .. layer-1``."""
         skipped = frozenset(range(layer, num_layers))
         return cls(num_layers, skipped, skipped)
 
     @classmethod
     def of_picture(cls, picture: str) -> LayerPlan:
-        """The reverse of :meth:`picture`."""
+        """The inverse of :meth:`picture`."""
         attention = frozenset(index for index, mark in enumerate(picture) if mark in "m.")
         return cls(len(picture), attention, frozenset(index for index, mark in enumerate(picture) if mark in "a."))
 
     @property
     def skipped_layers(self) -> frozenset[int]:
-        """Layers of which nothing runs."""
+        """The layers of which nothing runs."""
         return self.skipped_attention & self.skipped_mlp
 
     @property
     def first_altered(self) -> int:
         """The first layer that does not run in full (``L`` for the whole model).
 
-        Hidden states entering it, and KV below it, are those of the full model: the exact prefix.
+        Hidden states that enter it, and keys and values below it, are those of the full model: the exact prefix.
         """
         return min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
 
@@ -83,31 +83,31 @@ class LayerPlan:
         )
 
 
-# (layer, state that entered it, state that left it), both [b, s, d], to what goes on from there.
+# Maps (layer, state that entered it, state that left it), both [b, s, d], to what enters the next layer.
 AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-# (layer, state [b, s, d] that enters it) to whether the forward ends there.
+# Maps (layer, state [b, s, d] that enters it) to whether the forward ends there.
 StopFn = Callable[[int, torch.Tensor], bool]
 
 
 @dataclass
 class ForwardPass:
-    """One forward of a partial model: what runs, what it starts from, what it leaves behind.
+    """One forward of a partial model: what runs, what it starts from, and the states that it stores.
 
     Attributes:
         plan: blocks to run.
-        start: layers below it are passed through; its input is ``state``.
+        start: layers below it are skipped; its input is ``state``.
         state: ``[b, s, d]`` the hidden state that enters layer ``start``.
-        stop: layers from here on are passed through (``L`` for none).
-        capture: layer whose entering hidden state is kept, or -1.
-        after_layer: decides what each layer hands to the next, ``None`` for what left it.
+        stop: layers from here on are skipped (``L`` for none).
+        capture: layer whose input state is kept, or -1.
+        after_layer: returns what each layer passes to the next, ``None`` for its output.
         stop_fn: called at layers ``start + 1`` to ``stop``; the forward ends at the first that it returns ``True`` for.
-        head_input_fn: maps ``exit_state`` to the input of the head, in the place of the stack's final norm.
-        head_rows: what runs in the place of the output head, ``None`` for that.
-        chooses: the tokens that the logits favour are wanted, too; only graphs find them.
-        captured: ``[b, s, d]`` that state, after the forward.
-        exit_state: ``[b, s, d]`` what left the last layer, after the forward.
-        autocast: what was on in the last layer, after the forward.
-        best: those tokens, after the forward.
+        head_input_fn: maps ``exit_state`` to the input of the head, in place of the stack's final norm.
+        head_rows: what runs in place of the output head, ``None`` for that head itself.
+        chooses: whether the tokens with the highest logits are needed, too; only graphs compute them.
+        captured: ``[b, s, d]`` the state kept by ``capture``, after the forward.
+        exit_state: ``[b, s, d]`` output of the last layer, after the forward.
+        autocast: the autocast that was on in the last layer, after the forward.
+        best: the tokens requested by ``chooses``, after the forward.
     """
 
     plan: LayerPlan
@@ -135,7 +135,7 @@ class ForwardPass:
             self.passed = self.plan.skipped_layers.union(outside)
 
     def check_stop(self, layer: int, state: torch.Tensor) -> None:
-        """Ends the forward with what enters ``layer`` if ``stop_fn`` returns ``True``; later layers pass that on."""
+        """Ends the forward with the input of ``layer`` if ``stop_fn`` returns ``True``; later layers pass it on."""
         if self.start < layer and (self.stop is None or layer <= self.stop):
             assert self.stop_fn is not None
             if self.stop_fn(layer, state):
@@ -156,7 +156,7 @@ def _is_speculating() -> bool:
 
 @contextmanager
 def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
-    """Makes ``forward_pass`` what prepared models obey in this thread."""
+    """Makes prepared models obey ``forward_pass`` in this thread."""
     previous = _current.forward_pass
     _current.forward_pass = forward_pass
     try:
@@ -242,7 +242,7 @@ class _Installation:
         return forward
 
     def _block_forward(self, module: nn.Module, is_skipped: Callable[[LayerPlan], bool], silent: bool) -> Forward:
-        """``silent`` blocks contribute nothing when skipped; the others hand their input on at no cost."""
+        """``silent`` blocks contribute nothing when skipped; the others pass their input on at no cost."""
         original, arity, kind = module.forward, self.arity, type(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ class _Installation:
                 return output
             hidden = args[0] if args else kwargs["hidden_states"]
             if silent:
-                # Blocks that add the residual themselves (BLOOM, MPT) must give it back untouched.
+                # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
                 residual = _residual(args, kwargs, original)
                 hidden = torch.zeros_like(hidden) if residual is None else residual
             return _with_arity(hidden, arity.get(kind))
@@ -301,8 +301,8 @@ _installations = SharedChange()
 def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`.
 
-    Threads without one are not affected. Several threads share one preparation; the last to leave removes it, also
-    after an exception. An instance ``forward`` that was there before (accelerate) runs underneath and is put back.
+    Threads without one are not affected. Several threads share one preparation; the last one to leave removes it, also
+    after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards.
     """
     with _installations.of(model, lambda forwards: _Installation(anatomy, forwards).install(model)):
         yield

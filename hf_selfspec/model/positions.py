@@ -1,4 +1,4 @@
-"""How far the positions of rows may go."""
+"""The last positions that rows may reach."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _NO_END = 1 << 62
 
 
 class LastPositions:
-    """The last position that each row's tokens can have: rows that ride along may be behind the end of their text.
+    """The last position that each row's tokens can have; rows that have ended may be past the end of their text.
 
     Args:
-        reachable: for each row the last position that its text can reach, ``None`` if there is no end.
-        limit: positions that have an embedding, ``None`` where any has.
+        reachable: for each row the last position that its text can reach, ``None`` if unlimited.
+        limit: number of positions with an embedding, ``None`` if unlimited.
     """
 
     def __init__(self, reachable: Sequence[int] | None, limit: int | None) -> None:
@@ -23,7 +23,7 @@ class LastPositions:
         self._known = RowNumbers([_NO_END])
 
     def of(self, rows: Sequence[int], last_slots: Sequence[int]) -> RowNumbers:
-        """Those of some rows, whose last tokens stand in these slots of all rows."""
+        """The last positions of ``rows``, given the slots of all rows' last tokens."""
         found = tuple(self._one(row, last_slots[row]) for row in rows)
         if self._known != found:
             self._known = RowNumbers(found)

@@ -1,4 +1,4 @@
-"""How prompts go through the model: as tokens that were laid out, or as the model's own ``generate`` has it."""
+"""How prompts go through the model: as tokens that we have laid out, or as in the model's own ``generate``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .target import Target
 
 
 class Prefill(Protocol):
-    """What puts prompts into the cache."""
+    """Puts prompts into the cache."""
 
     def run(self, target: Target, prompt: Prompt) -> torch.Tensor:
         """Runs the whole model over the prompts and returns the logits ``[b, v]`` of each row's last token."""
@@ -31,11 +31,11 @@ class Prefill(Protocol):
 
 @dataclass(frozen=True)
 class TextPrefill:
-    """Prompts of text alone.
+    """Prompts of text only.
 
     Attributes:
         past: cache with their beginnings, possibly empty.
-        chunk: most tokens in one forward, ``None`` for all.
+        chunk: maximum number of tokens in one forward, ``None`` for no limit.
     """
 
     past: Cache
@@ -62,14 +62,14 @@ class TextPrefill:
 
 @dataclass(frozen=True)
 class OwnPrefill:
-    """Prompts with images or sound, or with positions of their own: as plain ``generate`` has them, to the last bit.
+    """Prompts with images or sound, or with positions of their own: bit for bit as in plain ``generate``.
 
-    The model fills a cache of transformers, padding included; from there the tokens move to their slots.
+    The model fills a cache of transformers, padding included; from there the tokens are copied to their slots.
 
     Attributes:
-        input_ids: ``[b, s]`` as ``generate`` has them.
-        config: of the call.
-        arguments: what ``generate`` has for the model's forward, the cache included.
+        input_ids: ``[b, s]`` as ``generate`` passes them.
+        config: generation config of the call.
+        arguments: arguments that ``generate`` has prepared for the model's forward, including the cache.
     """
 
     input_ids: torch.Tensor
@@ -80,7 +80,7 @@ class OwnPrefill:
         """See :meth:`Prefill.run`.
 
         Raises:
-            UnsupportedOptionError: the model has put another number of tokens in the place of the prompt's.
+            UnsupportedOptionError: the model has replaced the prompt's tokens by another number of tokens.
             UnsupportedModelError: see :meth:`Following.of`.
         """
         model, past = target.model, copy.deepcopy(self.arguments["past_key_values"])
@@ -93,9 +93,9 @@ class OwnPrefill:
         target.autocast = run.autocast
         if past.get_seq_length() != prompt.width:
             raise UnsupportedOptionError(
-                f"{target.anatomy.model_name} has made {past.get_seq_length()} tokens of a prompt of {prompt.width}. "
-                "Pass a prompt with one placeholder for each token of an image or sound, as the model's current "
-                "processor makes it, or call generate without `assistant`."
+                f"{target.anatomy.model_name} has turned a prompt of {prompt.width} tokens into "
+                f"{past.get_seq_length()}. Pass a prompt with one placeholder for each token of an image or sound, as "
+                "the model's current processor makes it, or call generate without `assistant`."
             )
         target.cache.take_in(past, prompt.past_columns(prompt.width), prompt.ends())
         if (observer := target.prefill_observer) is not None:
@@ -105,7 +105,7 @@ class OwnPrefill:
 
 
 def _watching(target: Target, states: list[torch.Tensor]) -> ForwardPass:
-    """A forward of the whole model that keeps what the target's observer waits for."""
+    """A forward of the whole model that keeps the states for the target's observer."""
     observer: PrefillObserver | None = target.prefill_observer
     if observer is None:
         return ForwardPass(target.full_plan)

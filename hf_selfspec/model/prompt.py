@@ -1,4 +1,4 @@
-"""What ``generate`` hands over, laid out so that every row starts at slot 0."""
+"""The prompts that ``generate`` passes on, laid out so that every row starts at slot 0."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import SettingError, UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Holes:
-    """Masked columns between tokens, which sliding windows count as ``generate`` does.
+    """Masked columns between tokens, which count for sliding windows, as in ``generate``.
 
     Attributes:
         coordinates: ``[b, n]`` column of the token in each slot of the prompt, counted from the row's first token.
-        counts: tokens of each row's prompt.
-        masked: masked columns of each row after its first token.
+        counts: ``[b, 1]`` number of tokens of each row's prompt.
+        masked: ``[b, 1]`` number of masked columns of each row after its first token.
     """
 
     coordinates: torch.Tensor
@@ -26,7 +26,7 @@ class Holes:
 
     @classmethod
     def of(cls, valid: torch.Tensor) -> Holes | None:
-        """The holes of a mask ``[b, m]``, ``None`` where all tokens of each row stand together at its end."""
+        """The holes of a mask ``[b, m]``, ``None`` if the tokens of each row are contiguous at its end."""
         counts = valid.sum(1, keepdim=True)
         first = valid.int().argmax(1, keepdim=True)
         masked = valid.shape[1] - first - counts
@@ -35,7 +35,7 @@ class Holes:
         return cls(_front(valid) - first, counts, masked)
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Coordinates of ``slots`` ``[b or 1, s]``."""
+        """Coordinates ``[b, s]`` of ``slots`` ``[b or 1, s]``."""
         slots = slots.expand(self.counts.shape[0], -1)
         prompt = self.coordinates.gather(1, slots.clamp(max=self.coordinates.shape[1] - 1))
         return torch.where(slots < self.counts, prompt, slots + self.masked)
@@ -47,14 +47,14 @@ class Prompt:
 
     Attributes:
         tokens: ``[b, s]`` ids or ``[b, s, d]`` embeddings that have not been through the model, junk on the right.
-        cursors: for each row the slot of its first token (its tokens in an earlier cache).
+        cursors: for each row the slot of its first token (the number of its tokens in an earlier cache).
         lengths: for each row how many of ``tokens`` are real.
         base: for each row the slot of column 0 of ``input_ids``.
-        width: columns of the prompt as the attention mask counts them, earlier cache included.
+        width: number of columns of the prompt in the attention mask, including an earlier cache.
         valid: ``[b, width]`` which columns hold tokens, ``None`` for all.
         padding: the mask, where rows must stay left-padded (see :class:`Target`).
         holes: masked columns between tokens, ``None`` for none.
-        own_positions: whether ``position_ids`` of several dimensions are others than 0, 1, 2, ... in each.
+        own_positions: whether ``position_ids`` of several dimensions differ from 0, 1, 2, ... in any.
     """
 
     tokens: torch.Tensor
@@ -85,14 +85,14 @@ class Prompt:
             inputs_embeds: ``[b, s, d]`` in place of ids, or ``None``.
             attention_mask: ``[b, m]`` over the whole text, ``None`` for all ones.
             position_ids: ``[b or 1, m]`` as ``generate`` prepared them, or ``[n, b or 1, m]`` for a rotary embedding of
-                several dimensions, which are equal in text and not in images; ``None`` for none.
+                several dimensions, which are equal for text but not for images; ``None`` for none.
             past: cache with the text's beginning, possibly empty.
             mask_length: ``m`` where ``generate`` dropped a mask of ones.
             ragged: whether the model takes rows at different lengths.
 
         Raises:
             SettingError: a prompt is empty.
-            UnsupportedOptionError: position ids of the user's own.
+            UnsupportedOptionError: there are position ids of the user's own.
         """
         b, columns = input_ids.shape
         seen = past.get_seq_length()
@@ -127,7 +127,7 @@ class Prompt:
         if not valid[:, -1].all():
             raise SettingError(
                 f"the prompt of row {int(valid[:, -1].int().argmin())} is padded on the right: its attention mask ends "
-                "with 0. Generation goes on from the last column, so set the tokenizer's padding_side='left'."
+                "with 0. Generation continues after the last column, so set the tokenizer's padding_side='left'."
             )
         total = valid.sum(1).tolist()
         lengths = valid[:, seen:].sum(1).tolist()
@@ -146,28 +146,28 @@ class Prompt:
         )
 
     def past_columns(self, seen: int) -> torch.Tensor | None:
-        """``[b, seen]`` columns of an earlier cache in the order of slots, ``None`` if they are in order."""
+        """The columns ``[b, seen]`` of an earlier cache in the order of slots, ``None`` if they are in order."""
         return None if self.valid is None else _front(self.valid[:, :seen])
 
     def ends(self) -> list[int]:
-        """The slot behind each row's prompt."""
+        """The slot after each row's prompt."""
         return [cursor + length for cursor, length in zip(self.cursors, self.lengths, strict=True)]
 
     def tokens_of_rows(self) -> list[int]:
-        """How many tokens each row has in all."""
+        """The total number of tokens of each row."""
         if self.padding is not None:
             return self.padding.sum(1).tolist()
         return self.ends()
 
     def aligned(self, values: torch.Tensor) -> torch.Tensor:
-        """``[*n, b, s, d]`` of the columns that ``generate`` feeds, as ``tokens`` stand: padding behind each row."""
+        """Aligns ``[*n, b, s, d]`` for the columns that ``generate`` feeds like ``tokens``: padding after each row."""
         if self.valid is None:
             return values
         order = _front(self.valid[:, -values.shape[-2] :])[:, : max(self.lengths)]
         return values.take_along_dim(order[..., None].to(values.device), dim=-2)
 
     def slots(self, total: int, generated: list[int]) -> torch.Tensor | None:
-        """``[b, total]`` slot of each column of the padded text, -1 where there is none, ``None`` if in order."""
+        """The slot of each column of the padded text ``[b, total]``, -1 where there is none, ``None`` if in order."""
         if self.valid is None:
             return None
         ranks = self.valid.long().cumsum(1) - 1
@@ -179,12 +179,12 @@ class Prompt:
 
 
 def _front(valid: torch.Tensor) -> torch.Tensor:
-    """Column numbers ``[b, n]`` with the valid ones first, otherwise in order."""
+    """Column indices ``[b, n]`` with the valid ones first, otherwise in order."""
     return (~valid).int().argsort(dim=1, stable=True)
 
 
 def is_right_padded(attention_mask: torch.Tensor) -> bool:
-    """Whether a row of a mask ``[b, m]`` ends with masked columns after its tokens; rows without any do not count."""
+    """Returns whether a row of a mask ``[b, m]`` ends with masked columns after its tokens; empty rows do not count."""
     valid = attention_mask.bool()
     return bool((valid.any(1) & ~valid[:, -1]).any())
 
@@ -194,15 +194,15 @@ def _check_filled(mask: torch.Tensor) -> None:
     if not all(filled):
         raise SettingError(
             f"the prompt of row {filled.index(False)} is empty: its attention mask has no ones among the "
-            f"{mask.shape[1]} new columns. Pass at least one token to go on from, e.g. the tokenizer's bos token."
+            f"{mask.shape[1]} new columns. Pass at least one token to continue from, e.g. the tokenizer's bos token."
         )
 
 
 def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
-    """Whether positions of several dimensions are others than 0, 1, 2, ... over each row's tokens.
+    """Whether positions of several dimensions differ from 0, 1, 2, ... over each row's tokens.
 
     Raises:
-        UnsupportedOptionError: positions of one dimension are.
+        UnsupportedOptionError: positions of one dimension do.
     """
     if position_ids is None:
         return False

@@ -1,4 +1,4 @@
-"""Rows of a batch that have ended leave the forwards; everything outside still sees the whole batch."""
+"""Takes rows that have ended out of the forwards; everything outside still sees the whole batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ROW_DIM = -3
 
 @dataclass(frozen=True)
 class ActiveRows:
-    """The rows of a batch that go on.
+    """The rows of a batch that are still generating.
 
     Attributes:
-        kept: their numbers.
-        total: ``b``, rows of the whole batch.
+        kept: their indices.
+        total: ``b``, number of rows of the whole batch.
     """
 
     kept: list[int]
@@ -47,13 +47,13 @@ class ActiveRows:
         return values.index_select(dim, self._index(values.device))
 
     def spread(self, values: torch.Tensor, dim: int = _ROW_DIM) -> torch.Tensor:
-        """A tensor of these rows as one of the whole batch, zeros in the other rows."""
+        """Expands a tensor of these rows to the whole batch, with zeros in the other rows."""
         shape = list(values.shape)
         shape[dim] = self.total
         return values.new_zeros(shape).index_copy_(dim, self._index(values.device), values)
 
     def _index(self, device: torch.device) -> torch.Tensor:
-        """The numbers on a device, made once."""
+        """The indices on a device, uploaded once."""
         if device not in self._indices:
             self._indices[device] = upload(self.kept, device)
         return self._indices[device]
@@ -63,7 +63,7 @@ class ActiveRows:
         return None if nodes is None else nodes.of_rows(self.kept, self.pick)
 
     def enter(self, run: ForwardPass) -> ForwardPass:
-        """The forward over these rows; what looks into it sees the whole batch."""
+        """The forward over these rows; its callbacks see the whole batch."""
         stop_fn, head_input_fn = run.stop_fn, run.head_input_fn
 
         def stop(layer: int, states: torch.Tensor) -> bool:
@@ -83,7 +83,7 @@ class ActiveRows:
         )
 
     def leave(self, run: ForwardPass) -> None:
-        """Makes what the forward has left behind that of the whole batch."""
+        """Expands the states that the forward has stored to the whole batch."""
         for name in ("captured", "exit_state"):
             if (found := getattr(run, name)) is not None:
                 setattr(run, name, self.spread(found))

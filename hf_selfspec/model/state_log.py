@@ -1,7 +1,7 @@
 """One recurrent state, addressed by slots as keys and values are.
 
-What tokens feed into the state is kept in a log behind a checkpoint at each row's root. The state at any slot of the
-log follows from the checkpoint and the log, without a forward, so taking back rejected tokens means to drop their
+What tokens feed into the state is kept in a log after a checkpoint at each row's root. The state at any slot of the log
+follows from the checkpoint and the log, without a forward, so rolling back rejected tokens only means dropping their
 entries. Rows may be at different slots.
 """
 
@@ -29,7 +29,7 @@ class _Segment:
 
     Attributes:
         starts: for each row the slot of the first entry.
-        firsts, ends: slots of the entries that count: from the first to before the end.
+        firsts, ends: for each row the first slot of the entries that count, and the slot after the last one.
         entries: ``[b, c, t, ...]`` tensors.
     """
 
@@ -39,11 +39,11 @@ class _Segment:
     entries: Entries
 
     def cut(self, ends: list[int]) -> None:
-        """Drops what stands at these slots and behind them."""
+        """Drops the entries from these slots on."""
         self.ends = [min(end, new) for end, new in zip(self.ends, ends, strict=True)]
 
     def reaches(self, slots: list[int]) -> bool:
-        """Whether an entry of any row stands at or behind its slot."""
+        """Whether any row has an entry at or after its slot."""
         return any(end > max(first, slot) for first, end, slot in zip(self.firsts, self.ends, slots, strict=True))
 
 
@@ -51,12 +51,12 @@ class StateLog:
     """The checkpoint and the log of one state.
 
     Args:
-        advance: the state after entries of the log.
+        advance: computes the state after entries of the log.
     """
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
-        # Points at the beginning of the log, at the roots, and where the last forward began.
+        # Points: the beginning of the log, the roots, and where the last forward began.
         self._floor: _Point | None = None
         self._root: _Point | None = None
         self._latest: _Point | None = None
@@ -64,7 +64,7 @@ class StateLog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is known of a text."""
+        """Whether no state is known yet."""
         return self._root is None
 
     @property
@@ -86,13 +86,13 @@ class StateLog:
         return self._root.state
 
     def restart(self, slots: list[int], state: torch.Tensor) -> None:
-        """Begins anew with a state before these slots."""
+        """Starts over with a state before these slots."""
         self._floor = self._root = _Point(list(slots), state)
         self._latest = None
         self._segments = []
 
     def state_at(self, slots: Sequence[int]) -> torch.Tensor:
-        """The state before the tokens at these slots; of slots older than the log, before its first one."""
+        """The state before the tokens at these slots; for slots older than the log, before its first entry."""
         assert self._floor is not None
         assert self._root is not None
         slots = [max(slot, first) for slot, first in zip(slots, self._floor.slots, strict=True)]
@@ -106,12 +106,12 @@ class StateLog:
         return state
 
     def add(self, starts: list[int], ends: list[int], entries: Entries) -> None:
-        """Takes in what a forward fed into the state, in place of what stood there and behind it.
+        """Adds what a forward fed into the state, replacing the entries there and after it.
 
-        What stands before the roots stays as it is.
+        Entries before the roots are not changed.
 
         Args:
-            starts, ends: for each row the slot of the first token and the one behind the last.
+            starts, ends: for each row the slot of the first token and the one after the last.
             entries: ``[b, c, t, ...]`` tensors.
         """
         assert self._floor is not None
@@ -138,7 +138,7 @@ class StateLog:
 
         Args:
             roots: for each row the slot of its last token, which has not been through the model.
-            history: how many slots before the roots stay in the log, at least; all where it has fewer.
+            history: minimum number of slots before the roots that stay in the log; all if it has fewer.
         """
         if self._root is None or self._floor is None:
             return
@@ -147,7 +147,7 @@ class StateLog:
         if not history:
             self._floor, self._segments = self._root, []
             return
-        # A row that has ended stays where it is, while the others go on.
+        # A row that has ended stays where it is, while the others continue.
         first = [
             root - history if root - floor >= 2 * history else floor
             for root, floor in zip(roots, self._floor.slots, strict=True)
@@ -157,7 +157,7 @@ class StateLog:
         self._segments = [segment for segment in self._segments if segment.reaches(first)]
 
     def keep_rows(self, kept: list[int]) -> None:
-        """Drops all rows but some."""
+        """Drops all rows but ``kept``."""
         for point in {id(p): p for p in (self._floor, self._root, self._latest) if p is not None}.values():
             point.slots = [point.slots[row] for row in kept]
             point.state = point.state[kept]

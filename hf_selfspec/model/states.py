@@ -1,4 +1,4 @@
-"""The layer of our cache that holds recurrent states, and the inputs of convolutions, as it holds keys and values."""
+"""The layer of our cache for recurrent states and the inputs of convolutions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .state_log import StateLog
 
 @dataclass
 class Feed:
-    """Which tokens the running forward feeds.
+    """The tokens that the running forward feeds into recurrent states.
 
     Attributes:
         starts: for each row the slot of the first token.
-        counts: for each row the tokens of a prompt that count, ``None`` where all do and may be taken back.
-        nodes: how they hang together, ``None`` for a line.
-        is_scratch: nothing of it is kept.
+        counts: for each row how many tokens of a prompt count, ``None`` where all do and may be rolled back.
+        nodes: the tree that they form, ``None`` for a line.
+        is_scratch: whether nothing of it is kept.
     """
 
     starts: Sequence[int]
@@ -37,11 +37,11 @@ class Feed:
 
     @classmethod
     def of(cls, cursors: Sequence[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
-        """What a forward feeds: a prompt, of which some tokens count, a line, or a tree."""
+        """The feed of a forward over prompts, of which some tokens count, a line, or a tree."""
         if nodes is None:
             return cls(cursors, counts)
         if nodes.hidden:
-            # A line that is in the text already: it begins where its first token stands.
+            # A line that is in the text already starts at the slot of its first token.
             return cls([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
         return cls(cursors, nodes=nodes)
 
@@ -52,7 +52,7 @@ class Feed:
         return torch.arange(length, device=device) < torch.tensor(self.counts, device=device)[:, None]
 
     def begin(self, log: StateLog) -> Sequence[int]:
-        """For each row the slot of its first token in a log; a row with none goes on where it is."""
+        """For each row the slot of its first token in a log; a row without tokens stays where it is."""
         if self.counts is None or log.is_empty:
             return self.starts
         return [
@@ -60,7 +60,7 @@ class Feed:
         ]
 
     def ends(self, starts: Sequence[int], length: int) -> list[int]:
-        """For each row the slot behind its tokens."""
+        """For each row the slot after its tokens."""
         counts = [length] * len(starts) if self.counts is None else self.counts
         return [start + count for start, count in zip(starts, counts, strict=True)]
 
@@ -69,9 +69,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     """Recurrent states of one layer, to be combined with a layer for keys and values.
 
     Args:
-        number_of_states: states of each kind.
-        recurrence: how recurrent states go on, ``None`` for convolutions alone.
-        name: of the model, for messages.
+        number_of_states: number of states of each kind.
+        recurrence: how recurrent states are updated, ``None`` for convolutions alone.
+        name: name of the model, for messages.
     """
 
     is_compileable = False
@@ -90,7 +90,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def feed(self) -> Feed:
-        """What the running forward feeds."""
+        """The tokens that the running forward feeds."""
         raise NotImplementedError
 
     def logs(self) -> list[StateLog]:
@@ -101,7 +101,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     # Caches of transformers -----------------------------------------------------------------------------------------
 
     def take_states(self, source: Any, slots: list[int]) -> None:
-        """Takes in the states of a layer that an earlier ``generate`` returned, each row's before its slot."""
+        """Copies the states of a layer that an earlier ``generate`` returned, for each row before its slot."""
         for index, inputs in source.conv_states.items():
             if inputs is not None and source.has_previous_state[index]:
                 convolution = Convolution(source.conv_kernel_size[index] or inputs.shape[2])
@@ -126,14 +126,14 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Inputs of a convolution ``[b, c, s]`` with those before them; the recurrence behind it comes next."""
+        """Returns inputs of a convolution ``[b, c, s]`` with those before them; the recurrence follows."""
         if self._recurrence is not None:
             calls = itertools.count()
             kernels.expect_recurrence(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
         feed, width = self.feed, conv_kernel_size or 0
         if not width:
             raise UnsupportedModelError(
-                f"{self._model_name} keeps inputs of convolutions without their number, so they cannot be taken back. "
+                f"{self._model_name} keeps inputs of convolutions without their number, so they cannot be rolled back. "
                 "Call generate without `assistant`."
             )
         if state_idx not in self._convolutions:
@@ -156,16 +156,16 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return torch.cat([state, conv_states], 2)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """The model has computed a state; it is known already.
+        """Ignores a state that the model has computed, since it is known already.
 
         Raises:
-            UnsupportedModelError: it has done so in a way that is not known.
+            UnsupportedModelError: the model has computed it in a way that is not supported.
         """
         states = self._recurrent.get(state_idx, [])
         if not states or kernels.end_recurrence() != len(states):
             raise UnsupportedModelError(
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
-                "of its own, so they cannot be taken back. Call generate without `assistant`."
+                "of its own, so they cannot be rolled back. Call generate without `assistant`."
             )
         self._has_parts = recurrent_states.dim() > states[0][1].state.dim()
         return recurrent_states
@@ -203,6 +203,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 def _at_windows(
     windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """What a convolution gives at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
+    """The output of a convolution at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
     output = original(windows, *args, **kwargs)[:, :, -1]
     return output.unflatten(0, (rows, -1)).transpose(1, 2)

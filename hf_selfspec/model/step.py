@@ -1,4 +1,4 @@
-"""What forwards give, and who looks into prefills."""
+"""The results of forwards, and observers of prefills."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class Best:
-    """The tokens that logits favour.
+    """The tokens with the highest logits.
 
     Attributes:
-        tokens: ``[b, s]`` the one of the highest logit.
+        tokens: ``[b, s]`` the token with the highest logit.
         highest: ``[b, s]`` that logit.
     """
 
@@ -23,13 +23,13 @@ class Best:
 
 @dataclass
 class Step:
-    """What one forward gave.
+    """The results of one forward.
 
     Attributes:
         logits: ``[b, s, v]``, or ``None`` for a forward without the output head.
-        prefix_state: ``[b, s, d]`` hidden state at the layer that was to be captured, else ``None``.
+        prefix_state: ``[b, s, d]`` hidden state that enters the captured layer, ``None`` if none was captured.
         exit_state: ``[b, s, d]`` hidden state that left the last layer that ran, before the final norm.
-        best: what the logits favour, where a graph has found that, too.
+        best: the tokens with the highest logits, if a graph has found them, too.
     """
 
     logits: torch.Tensor | None
@@ -40,11 +40,11 @@ class Step:
 
 @dataclass
 class PrefillObserver:
-    """What receives the states of prefills.
+    """Receives the states that enter one layer in prefills.
 
     Attributes:
         layer: the layer.
-        observe: receives the states ``[b, s, d]`` that enter it, each row's first slot and number of real tokens.
+        observe: called with the states ``[b, s, d]`` that enter it, each row's first slot and number of real tokens.
     """
 
     layer: int

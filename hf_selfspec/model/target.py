@@ -43,14 +43,14 @@ class Target:
         padding: ``[b, m]`` attention mask of the prompt where rows must stay left-padded because the model cannot
             take rows at different lengths (``anatomy.ragged`` is false), else ``None``.
         holes: masked columns inside the prompts, ``None`` for none.
-        last_positions: for each row the last position that its text can reach, ``None`` if there is no end.
-        following: what goes in behind the prompts beside their tokens.
-        plan: what plays the whole model, ``None`` for all of it.
+        last_positions: for each row the last position that its text can reach, ``None`` if unlimited.
+        following: what the model takes with the tokens after the prompts.
+        plan: the blocks that stand in for the whole model, ``None`` for all of it.
 
     Attributes:
-        clock: gives seconds, the same to all processes of a model that is spread over several.
+        clock: returns seconds, the same in all processes of a model that is spread over several.
         active_rows: the rows that forwards run over, ``None`` for all.
-        autocast: in which the whole model's layers run, as the last prefill has shown it.
+        autocast: the autocast in which the whole model's layers run, as seen in the last prefill.
         prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer; see
             :meth:`observe_prefill`.
     """
@@ -89,37 +89,37 @@ class Target:
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:
-        """Everything that a speculating model carries, put on and taken off again."""
+        """Prepares the model for speculation, and restores it afterwards."""
         with ExitStack() as stack:
             stack.enter_context(partial_forwards(self.model, self.anatomy))
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             stack.enter_context(served_kernels(self.model))
             if is_compiled(self.model):
-                # A compiled graph knows neither the plan nor the changing shapes; it would be traced anew each time.
+                # A compiled graph would be traced again for each plan and each shape.
                 stack.enter_context(eagerly())
             yield self
             if self.fixed is not None:
                 self.fixed.end()
 
     def compile(self, config: CompileConfig) -> None:
-        """Has forwards over a few tokens be compiled graphs, where the call allows it."""
+        """Runs forwards over a few tokens as compiled graphs, where the call allows it."""
         self.fixed = FixedShapes.of(self, config)
         self.cache.spare = None if self.fixed is None else self.fixed.graphs.spare
 
     @property
     def compile_seconds(self) -> float:
-        """Time in which this generation has waited for graphs to be made."""
+        """Time that this generation has waited for graphs to be compiled."""
         return 0.0 if self.fixed is None else self.fixed.waited_seconds
 
     @property
     def can_leave(self) -> bool:
-        """Whether rows can leave the forwards: nothing that belongs to rows is known outside of this class."""
+        """Whether rows can leave the forwards, since nothing outside of this class depends on them."""
         return self.fixed is None and self.takes_any_rows
 
     @property
     def takes_any_rows(self) -> bool:
-        """Whether a forward depends on the tokens and their places alone."""
+        """Whether a forward depends only on the tokens and their positions."""
         following = self.following
         return self.padding is None and self.holes is None and not following.extra and not following.marks
 
@@ -128,17 +128,17 @@ class Target:
         return self.active_rows is None or row in self.active_rows.kept
 
     def observe_prefill(self, observer: PrefillObserver) -> None:
-        """Has an observer see all prefills.
+        """Registers an observer of all prefills.
 
         Raises:
             UnsupportedOptionError: there is another one.
         """
         if self.prefill_observer is not None:
-            raise UnsupportedOptionError("one draft source at a time can take the prompt's states; give one of these.")
+            raise UnsupportedOptionError("only one draft source can use the prompt's states: give one of these.")
         self.prefill_observer = observer
 
     def leave(self, ended: Callable[[int], bool]) -> None:
-        """Leaves rows that have ended out of all further forwards, and their keys and values out of the cache."""
+        """Removes rows that have ended from all further forwards, and their keys and values from the cache."""
         total = len(self.last_slots)
         before = list(range(total)) if self.active_rows is None else self.active_rows.kept
         kept = [row for row in before if not ended(row)]
@@ -154,11 +154,11 @@ class Target:
         self.cache.keep_path(moves)
 
     def commit(self, roots: Sequence[int]) -> None:
-        """Makes the text before these slots, one for each row, what recurrent states are made of."""
+        """See :meth:`SpeculativeCache.commit`."""
         self.cache.commit(roots if self.active_rows is None else self.active_rows.of_list(roots))
 
     def first_slots(self) -> list[int]:
-        """For each row the first slot that a forward can begin at; recurrent states are known from later on."""
+        """See :meth:`SpeculativeCache.first_slots`."""
         known = self.cache.first_slots()
         if self.active_rows is None:
             return known
@@ -169,12 +169,12 @@ class Target:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 
         Args:
-            tokens: ``[b, s]`` ids, or ``[b, s, d]`` embeddings; rows start left and may have junk on the right.
+            tokens: ``[b, s]`` ids, or ``[b, s, d]`` embeddings; rows start on the left and may have junk on the right.
             cursors: slot of each row's first token.
-            lengths: number of real tokens in each row. Of a row without any, what is returned is junk.
+            lengths: number of real tokens in each row. For a row without any, the logits are junk.
 
         Returns:
-            ``[b, v]``.
+            ``[b, v]`` logits.
         """
         width, counts = tokens.shape[1], lengths
         lengths = [max(length, 1) for length in lengths]
@@ -217,22 +217,22 @@ class Target:
         head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         head_rows: HeadRows | None = None,
     ) -> Step:
-        """One forward over a few tokens at the end of each row.
+        """Runs one forward over a few tokens at the end of each row.
 
         Args:
-            tokens: ``[b, s]``.
+            tokens: ``[b, s]`` ids.
             cursors: slot (and so position) of each row's first node.
             plan: which blocks run; the whole model by default.
             nodes: the draft tree, of which ``tokens`` are the last ``s`` nodes; a line by default.
             first_node: index of the first of ``tokens`` among the nodes; earlier nodes are in the cache already.
-            state: ``[b, s, d]`` hidden states entering layer ``capture``; the layers below are not run.
-            capture: layer whose entering state is returned. Without ``head``, nothing runs from there on.
-            head: whether logits are wanted.
+            state: ``[b, s, d]`` hidden states that enter layer ``capture``; the layers below are not run.
+            capture: layer whose input state is returned. Without ``head``, nothing runs from there on.
+            head: whether logits are needed.
             keep: how many of the last tokens need logits, 0 for all; a model may return more.
-            chooses: whether the tokens that logits favour are wanted, too, where a graph can find them.
+            chooses: whether the tokens with the highest logits are needed, too, where a graph can find them.
             after_layer: changes what goes from each layer to the next, see :class:`ForwardPass`.
-            head_input_fn: returns the input of the head, see there.
-            head_rows: runs in the place of the head.
+            head_input_fn: returns the input of the head, see :class:`ForwardPass`.
+            head_rows: runs in place of the head.
 
         Returns:
             The :class:`Step`.
@@ -250,7 +250,7 @@ class Target:
             head_rows=head_rows,
             chooses=chooses,
         )
-        # Arguments of the user's own are the whole model's.
+        # Only the whole model gets the user's own arguments.
         module = self.model if head or self.following.extra else self._decoder
         logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node, keep=keep)
         return Step(logits if head else None, run.captured, run.exit_state, run.best)
@@ -264,17 +264,17 @@ class Target:
         state: torch.Tensor | None = None,
         stop_fn: StopFn | None = None,
     ) -> torch.Tensor:
-        """Runs layers ``start .. stop-1`` over a line of tokens, or fewer of them.
+        """Runs layers ``start .. stop-1`` over a line of tokens, or fewer layers if ``stop_fn`` ends it.
 
         Args:
-            tokens: ``[b, s]``.
-            cursors: slot of each row's first one.
+            tokens: ``[b, s]`` ids.
+            cursors: slot of each row's first token.
             start, stop: layers, ``stop`` below ``L``.
-            state: ``[b, s, d]`` what enters layer ``start``, ``None`` where that is 0.
-            stop_fn: tells for each layer from ``start + 1`` to ``stop`` whether to end there, see :class:`ForwardPass`.
+            state: ``[b, s, d]`` the input of layer ``start``, ``None`` if that is 0.
+            stop_fn: for each layer from ``start + 1`` to ``stop`` whether to end there, see :class:`ForwardPass`.
 
         Returns:
-            ``[b, s, d]`` what enters layer ``stop``, or the one at which it ended.
+            ``[b, s, d]`` the state that enters layer ``stop``, or the layer at which it ended.
         """
         run = ForwardPass(self.full_plan, start=start, state=state, stop=stop, capture=stop, stop_fn=stop_fn)
         module = self.model if self.following.extra else self._decoder
@@ -296,7 +296,7 @@ class Target:
         simple: bool = False,
         counts: list[int] | None = None,
     ) -> tuple[torch.Tensor | None, ForwardPass]:
-        """Logits, or what the module returns for them, and what the forward left behind."""
+        """Returns the logits, ``None`` if the module has none, and the forward with its stored states."""
         run, rows, starts = ForwardPass(plan) if run is None else run, self.active_rows, RowNumbers.of(cursors)
         if rows is not None:
             tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
@@ -314,5 +314,5 @@ class Target:
         return logits, run
 
     def last_positions(self, rows: int) -> RowNumbers:
-        """The last positions that the rows of a forward can have."""
+        """The last positions that ``rows`` rows of a forward can have."""
         return self._positions.of(range(rows) if self.active_rows is None else self.active_rows.kept, self.last_slots)

@@ -1,4 +1,4 @@
-"""While a forward is traced: who knows of it, what it must not read, and who waits."""
+"""Tracing of forwards: which thread is tracing, what it must not read, and what waits meanwhile."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _current = _Current()
 
 
 def is_tracing() -> bool:
-    """Whether this thread runs a forward to trace it, with tensors that have no values."""
+    """Returns whether this thread runs a forward to trace it, with tensors that have no values."""
     return _current.is_tracing
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Tells this thread's forwards that they are traced."""
+    """Marks this thread's forwards as traced."""
     _current.is_tracing = True
     try:
         yield
@@ -53,7 +53,7 @@ class ChangingNumber:
 
 
 class Turns:
-    """Graphs run side by side, and are made alone: torch's tracer changes modules and flags of the whole process."""
+    """Lets graphs run concurrently but be made one at a time: torch's tracer changes process-wide state."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -61,7 +61,7 @@ class Turns:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """The others of this kind may run at the same time."""
+        """Runs at the same time as others that use this method."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
             self._running += 1
@@ -74,7 +74,7 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nothing else runs meanwhile."""
+        """Runs while nothing else does."""
         with self._changed:
             self._waiting += 1
             try:

@@ -1,4 +1,4 @@
-"""Which part of a model to draft with, found by measuring."""
+"""Searches for the part of a model to draft with, by measuring."""
 
 from .choice import ExitChoice, SkipChoice
 from .on_the_fly import ClosestLayers, OnTheFlySearch

@@ -1,4 +1,4 @@
-"""Sets of skipped blocks proposed by Bayesian optimisation (SWIFT §4.1), with the package bayesian-optimization."""
+"""Proposes sets of skipped blocks by Bayesian optimisation (SWIFT §4.1), with the package bayesian-optimization."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..model.partial import LayerPlan
 from .skip_space import SkipSpace
 
 # The authors' settings of the Gaussian process and its acquisition function. Their kernel is the package's (Matérn),
-# which generalises little in 60 dimensions; blocks that matter do so by themselves, and a linear kernel finds them.
+# which generalises little in 60 dimensions; blocks matter independently of each other, so a linear kernel finds them.
 _KAPPA, _NOISE = 2.5, 1e-2
-# What bounds the time of a proposal: scored sets that the process is fitted to, exchanges in a step, and steps.
+# Bounds on the time of a proposal: scored sets that the process is fitted to, exchanges per step, and steps.
 _HISTORY, _EXCHANGES, _STEPS = 200, 200, 32
 
 
 class _BestExchange(UpperConfidenceBound):
-    """Upper confidence bound, followed uphill from the best known set by exchanging one block for another.
+    """Upper confidence bound, maximised by hill climbing from the best known set, exchanging one block for another.
 
-    The package's own maximiser draws points in the unit cube and refines some by gradients, which takes seconds at 60
-    dimensions and leaves sets of the wanted size only by rounding.
+    The package's own maximiser samples points in the unit cube and refines some by gradients, which takes seconds at 60
+    dimensions and gives sets of the required size only by rounding.
     """
 
     def __init__(self, rng: np.random.Generator, resize: bool) -> None:
@@ -48,7 +48,7 @@ class _BestExchange(UpperConfidenceBound):
         return np.asarray(found)
 
     def _exchanged(self, found: np.ndarray) -> np.ndarray:
-        """``[n, blocks]`` sets that differ from ``found`` in one skipped and one running block, or one block alone."""
+        """Sets ``[n, blocks]`` that differ from ``found`` in one skipped and one running block, or in one block."""
         skipped, running = np.flatnonzero(found > 0.5), np.flatnonzero(found <= 0.5)
         pairs = np.stack(np.meshgrid(skipped, running), -1).reshape(-1, 2)
         pairs = self._rng.permutation(pairs)[:_EXCHANGES]
@@ -64,13 +64,13 @@ class _BestExchange(UpperConfidenceBound):
 def suggest(
     space: SkipSpace, scores: Mapping[LayerPlan, float], rng: np.random.Generator, resize: bool = False
 ) -> LayerPlan:
-    """The set with the highest upper confidence bound to which exchanges lead from the best one.
+    """Returns the set with the highest upper confidence bound that hill climbing from the best set finds.
 
     Args:
         space: blocks to choose from.
-        scores: of the sets that were tried, oldest first; at least one. The best and the latest of them count.
-        rng: decides which exchanges are considered.
-        resize: whether the set may have another size than those that were tried.
+        scores: scores of the sets that were tried, oldest first; at least one. The best and the latest of them count.
+        rng: random generator for the exchanges that are considered.
+        resize: whether the set may have a size that was not tried.
     """
     known = list(scores)
     if len(known) > _HISTORY:
@@ -90,6 +90,6 @@ def suggest(
         point = {name: float(place in skipped) for place, name in enumerate(names)}
         optimiser.register(params=point, target=scores[plan])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # length scales at the end of their range
+        warnings.simplefilter("ignore")  # about length scales at the end of their range
         found = optimiser.suggest()
     return space.plan(place for place, name in enumerate(names) if found[name] > 0.5)

@@ -1,4 +1,4 @@
-"""What single blocks are worth, from scores of sets of them on different windows of text."""
+"""Estimates the effect of skipping single blocks from scores of sets of them on different windows of text."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import numpy as np
 
 from .estimates import Scores
 
-# Weight of no effect against the trials, for each block and for each window of text: the variance of the noise over
-# that of effects. A block counts as much as one trial; a window hardly, since texts differ as they like.
+# Weight of the prior (no effect) against the trials, for each block and for each window of text: the variance of the
+# noise divided by that of effects. For a block it counts like one trial, for a window hardly: texts differ freely.
 _NO_EFFECT, _USUAL_TEXT = 1.0, 1e-3
-# A set with an expected score so far below the best counts for 1/e, if as many trials as this count then: more than
-# the 60 effects of a model of 32 layers. Otherwise the scale is widened by that factor.
+# A set whose expected score is this far below the best has the weight 1/e, provided that the effective number of trials
+# is then at least this: more than the 60 effects of a model with 32 layers. Otherwise the scale grows by this factor.
 _NEAR, _LEAST, _WIDER = 0.1, 80, 1.3
-# Weights follow from expected scores and these from weights, so both are computed in turn.
+# Weights follow from expected scores and these from weights, so both are computed alternately.
 _ROUNDS = 3
-# Effects that are drawn towards 0 use up less than one degree of freedom each, and most trials remain in any case.
+# Degrees of freedom that each effect uses up, less than one since it is shrunk towards 0; also the least share of the
+# trials that remains.
 _DEGREES = 0.3
 
 
 @dataclass(frozen=True)
 class BlockEffects:
-    """A linear fit of what skipping each block brings, and of how sure that is.
+    """A linear fit of the effect of skipping each block, with its uncertainty.
 
     Attributes:
         mean: ``[blocks]`` expected effects.
         doubt: ``[blocks, blocks]``, a square root of their covariance.
-        sets: ``[sets]`` the estimate of each set on the usual text.
+        sets: ``[sets]`` the estimated score of each set on average text.
     """
 
     mean: np.ndarray
@@ -35,27 +36,27 @@ class BlockEffects:
     sets: np.ndarray
 
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
-        """``[blocks]`` effects drawn from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
+        """Samples effects ``[blocks]`` from their posterior (Thompson sampling, Agrawal and Goyal, arXiv:1209.3352)."""
         return np.asarray(self.mean + self.doubt @ rng.standard_normal(len(self.mean)))
 
 
 def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffects:
-    """Fits scores by the blocks that are skipped and by the window of text.
+    """Fits scores as a function of the skipped blocks and of the window of text.
 
     The model is ``s = level + x' beta + b(window) + noise / sqrt(weight)``, with ``x`` the skipped blocks and a normal
-    prior about 0 for ``beta``: Bayesian linear regression. Its posterior mean is ``A^-1 X' W s`` and its covariance
-    ``noise A^-1`` with ``A = X' W X + _NO_EFFECT I``; the windows are taken out of both first (the Schur complement of
-    their diagonal block), since there may be many. What is left over is a set's own effect, drawn towards 0 as in
+    prior around 0 for ``beta``: Bayesian linear regression. Its posterior mean is ``A^-1 X' W s`` and its covariance
+    ``noise A^-1`` with ``A = X' W X + _NO_EFFECT I``; the windows are eliminated from both first (the Schur complement
+    of their diagonal block), since there may be many. The residual is a set's own effect, shrunk towards 0 as in
     :func:`.estimates.effects`.
 
-    Blocks add up only among sets that are about as good, so what is near the best counts most: a trial's weight is
+    Effects are additive only among sets that are about as good, so trials near the best count most: a trial's weight is
     multiplied by ``exp((expected - best) / scale)``, with a scale at which the effective number of trials
     ``(sum w)^2 / sum w^2`` (Kish 1965) is large enough.
 
     Args:
-        scores: of the trials.
-        blocks: ``[sets, blocks]`` 1 for those that each set skips.
-        doubt: weight of what its blocks suggest against that of a set's own trials.
+        scores: scores of the trials.
+        blocks: ``[sets, blocks]`` 1 for the blocks that each set skips.
+        doubt: weight of the prediction from a set's blocks, against that of its own trials.
     """
     values, weights, sets, windows = scores.values, scores.weights, scores.sets, scores.windows
     rows, width = blocks[sets], blocks.shape[1]
@@ -83,7 +84,7 @@ def block_effects(scores: Scores, blocks: np.ndarray, doubt: float) -> BlockEffe
 
 
 def _nearness(suggested: np.ndarray) -> np.ndarray:
-    """``[n]`` how much trials with such expected scores count, 1 for the best."""
+    """The weights ``[n]`` of trials with these expected scores, 1 for the best."""
     below, scale = suggested - suggested.max(), _NEAR
     while True:
         near = np.exp(below / scale)

@@ -1,4 +1,4 @@
-"""How much time looking for better drafts may take of a call."""
+"""The share of a call's time that may be spent on looking for better drafts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# What a further token adds to a forward, in one-token forwards, until that is measured. On CPUs in float32 it was 0.02
-# to 0.1 (SmolLM2 and the demo model, AMD EPYC, one thread), on GPUs less.
+# What each further token adds to a forward, in one-token forwards, until that is measured. On CPUs in float32 it was
+# 0.02 to 0.1 (SmolLM2 and the demo model, AMD EPYC, one thread), on GPUs less.
 _TOKEN = 0.1
-# How much the rounds before count beside the last one.
+# Weight of the earlier rounds against the last one.
 _MEMORY = 0.9
 
 
 class Budget:
-    """The time of one call, which begins with it.
+    """The time budget of one call; created at its start.
 
     Args:
-        share: of the call's time so far that may be spent, 1 for no limit.
-        clock: gives seconds.
+        share: share of the call's time so far that may be spent, 1 for no limit.
+        clock: returns seconds.
     """
 
     def __init__(self, share: float, clock: Callable[[], float]) -> None:
@@ -39,7 +39,7 @@ class Budget:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Counts the time of what is done inside."""
+        """Counts the time that is spent inside."""
         self._spending_since = begun = self._clock()
         try:
             yield
@@ -49,27 +49,27 @@ class Budget:
 
 
 class Pace:
-    """What forwards take, as far as that was seen."""
+    """The times of forwards seen so far."""
 
     def __init__(self) -> None:
         self._one = 0.0
         self._token = _TOKEN
 
     def add_round(self, seconds: float) -> None:
-        """Takes in how long a round took; without a draft that is a one-token forward, with one it is more."""
+        """Records the time of a round; without a draft it is that of a one-token forward, with one it is longer."""
         self._one = _MEMORY * self._one + (1 - _MEMORY) * seconds if self._one else seconds
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Takes in how long a forward over several tokens took."""
+        """Records the time of a forward over several tokens."""
         if self._one and tokens:
             self._token = max(seconds / self._one - 1, 0.0) / tokens
 
     def seconds(self, tokens: int) -> float:
-        """What a forward over so many tokens will take; infinite before the first round."""
+        """Expected time of a forward over ``tokens`` tokens; infinite before the first round."""
         return self._one * (1 + self._token * tokens) if self._one else math.inf
 
     def tokens(self, seconds: float) -> int:
-        """How many tokens a forward of at most so many seconds can have, at least 0."""
+        """How many tokens a forward of at most ``seconds`` seconds can have, at least 0."""
         if not self._one or seconds < self._one:
             return 0
         further = (seconds / self._one - 1) / self._token if self._token else math.inf

@@ -1,4 +1,4 @@
-"""What a search or a probe has chosen: blocks that draft, the rule that ends drafts, and what is expected of them."""
+"""What a search or a probe has chosen: the blocks that draft, the stop rule, and the expected speed-up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LayerArm(Arm):
 
     Attributes:
         plan: the blocks that run; all of them where nothing is drafted.
-        stop: the rule that ends a draft, ``None`` for the default one.
+        stop: the stop rule, ``None`` for the default one.
     """
 
     plan: LayerPlan
@@ -35,10 +35,10 @@ class Choice:
 
     Attributes:
         plan: the blocks that run in a draft.
-        drafts: whether it drafts; it does not where no draft would be faster than none.
-        stop: the rule that ends its drafts, ``None`` as long as none was chosen.
-        expected_speedup: over one-token steps, ``None`` where matchness decides.
-        acceptance_rate: α that is expected of its drafts.
+        drafts: whether it drafts at all; it does not if no draft would be faster than none.
+        stop: the stop rule of its drafts, ``None`` as long as none was chosen.
+        expected_speedup: expected speed-up over one-token steps, ``None`` where matchness decides.
+        acceptance_rate: expected acceptance rate α of its drafts.
     """
 
     plan: LayerPlan
@@ -49,11 +49,11 @@ class Choice:
 
     @classmethod
     def of(cls: type[_C], arm: LayerArm, **details: Any) -> _C:
-        """The choice of ``arm``, which drafts where it pays."""
+        """The choice of ``arm``, which drafts if that pays."""
         return cls(arm.plan, arm.pays, arm.stop, arm.speedup, arm.acceptance_rate, **details)
 
     def state(self) -> dict[str, Any]:
-        """The choice, as JSON has it."""
+        """The choice as JSON values."""
         return {
             "stop": None if self.stop is None else rule_state(self.stop),
             "expected_speedup": self.expected_speedup,
@@ -62,7 +62,7 @@ class Choice:
 
 
 def _settings_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The reverse of :meth:`Choice.state`: arguments of a choice."""
+    """The inverse of :meth:`Choice.state`: arguments of a choice."""
     stop, speedup = state["stop"], state["expected_speedup"]
     return {
         "stop": None if stop is None else rule_of(stop),
@@ -76,9 +76,9 @@ class ExitChoice(Choice):
     """The exit layer that a probe has chosen.
 
     Attributes:
-        by_layer: the best expected speed-up of each exit that was tried.
+        by_layer: for each exit layer that was tried its best expected speed-up.
         reuse_from: the number of drafted tokens from which KVQ reuse pays.
-        tokens: tokens of text on which the choice is based.
+        tokens: number of tokens of text on which the choice is based.
     """
 
     stop: StopRule
@@ -99,10 +99,10 @@ class ExitChoice(Choice):
 
     @classmethod
     def of_state(cls, state: dict[str, Any], num_layers: int) -> ExitChoice:
-        """The reverse of :meth:`state`.
+        """The inverse of :meth:`state`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else, or of another model.
+            KeyError, TypeError, ValueError: ``state`` is something else, or of another model.
         """
         layer, settings = state["layer"], _settings_of(state)
         by_layer = {as_count(exit_layer): as_number(speed) for exit_layer, speed in state["by_layer"]}
@@ -143,10 +143,10 @@ class SkipChoice(Choice):
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> SkipChoice:
-        """The reverse of :meth:`state`.
+        """The inverse of :meth:`state`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: ``state`` is something else.
         """
         if not isinstance(drafts := state["drafts"], bool):
             raise TypeError(f"{drafts!r} is neither yes nor no")
@@ -155,21 +155,21 @@ class SkipChoice(Choice):
 
 
 def fastest_run(runs: Sequence[Replay]) -> int:
-    """The index of the replay with the least time per token."""
+    """Returns the index of the replay with the least time per token."""
     return min(range(len(runs)), key=lambda index: runs[index].seconds_per_token)
 
 
 def replayed_arm(
     plan: LayerPlan, rules: Sequence[Rule], traces: Iterable[Trace], costs: ForwardCosts, max_draft: int
 ) -> LayerArm:
-    """A plan with the stop rule that is the fastest along texts.
+    """Returns a plan with the stop rule that is the fastest along the texts.
 
     Args:
         plan: the blocks that run in a draft.
         rules: stop rules to compare.
         traces: what the plan predicts along the texts.
         costs: measured forwards.
-        max_draft: most tokens in a draft.
+        max_draft: maximum number of tokens in a draft.
     """
     runs = replays(traces, rules, plan, costs, max_draft)
     index = fastest_run(runs)

@@ -1,7 +1,7 @@
-"""Which layers to skip, from one forward: dynamic programming over hidden states (CLaSp, arXiv 2505.24196).
+"""Finds layers to skip with one forward: dynamic programming over hidden states (CLaSp, arXiv 2505.24196).
 
 ``g(i, j)``, the state after ``i`` layers of which ``j`` were skipped, is the better one of ``f_i(g(i-1, j))`` and
-``g(i-1, j-1)``: the one closer, by cosine, to what the whole model has there, which is ``g(i, 0)``. All ``j`` go
+``g(i-1, j-1)``: the one with the higher cosine similarity to the whole model's state there, ``g(i, 0)``. All ``j`` go
 through a layer together, as copies of one token that do not see each other.
 """
 
@@ -27,13 +27,13 @@ class _Table:
         self.skips: list[torch.Tensor] = []
 
     def after_layer(self, layer: int, entered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        """What goes on, for each number of skipped layers: states ``[..., most + 1, d]`` (Gemma 3n has several)."""
+        """Returns what enters the next layer, per number of skipped layers: states ``[..., most + 1, d]``."""
         if layer not in self.layers:
             return left
         whole = left[..., :1, :].float()
         run = F.cosine_similarity(left.float(), whole, dim=-1).flatten(0, -2).mean(0)
         skip = F.cosine_similarity(entered.float(), whole, dim=-1).flatten(0, -2).mean(0).roll(1)
-        # With j of the first i layers skipped, 0 <= j <= i; before the first of them nothing was.
+        # With j of the first i layers skipped, 0 <= j <= i; before the first layer j is 0.
         passed = len(self.skips)
         places = torch.arange(self.most + 1, device=left.device)
         skips = ((skip > run) & (places > 0) | (places == passed + 1)) & (places <= passed + 1)
@@ -41,7 +41,7 @@ class _Table:
         return torch.where(skips[:, None], entered.roll(1, dims=-2), left)
 
     def skipped(self) -> list[list[int]]:
-        """The layers of the best way to skip 1, 2, ... ``most``."""
+        """For each count from 1 to ``most`` the best layers to skip."""
         table = torch.stack(self.skips).tolist()
         ways = []
         for count in range(1, self.most + 1):
@@ -56,13 +56,16 @@ class _Table:
 
 @torch.no_grad()
 def closest_layers(target: Target, text: Text, layers: Sequence[int], most: int) -> list[LayerPlan]:
-    """For each count from 1 to ``most`` the layers without which the last token stays closest to the whole model's.
+    """Finds, for each count from 1 to ``most``, the layers to skip that change the last token's state least.
 
     Args:
-        target: the prepared model; slots from each row's last token on are scratch.
-        text: the batch.
-        layers: those that may be skipped, in order.
-        most: at most as many as ``layers``; in a batch the layers are the same for all rows.
+        target: the prepared model; slots from each row's last token on are used as scratch space.
+        text: the batch; the layers are the same for all rows.
+        layers: layers that may be skipped, in order.
+        most: maximum number of skipped layers, at most as many as ``layers``.
+
+    Returns:
+        The plans for 1, 2, ... ``most`` skipped layers.
     """
     num_layers = target.anatomy.num_layers
     table = _Table(layers, most)

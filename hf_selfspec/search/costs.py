@@ -1,4 +1,4 @@
-"""What forwards over part of a model cost, measured."""
+"""Measured costs of forwards over part of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..transfer import RowNumbers
 
-# Tokens in the forwards of several.
+# Numbers of tokens in the forwards over several tokens.
 FEW, MANY = 2, 8
 
 
@@ -28,7 +28,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, clock: Callable[[], float] = perf_counter) -> float:
-    """Time of ``run`` by a clock, the wall's unless another one is given."""
+    """Returns the time of ``run`` by a clock, by default wall-clock time."""
     wait_for(device)
     begun = clock()
     run()
@@ -38,20 +38,20 @@ def seconds_of(run: Callable[[], object], device: torch.device, clock: Callable[
 
 @dataclass(frozen=True)
 class ForwardCosts:
-    """Seconds of forwards.
+    """A model of the seconds that forwards take.
 
-    One over all blocks and one token takes ``fixed + L (attention + mlp)``; one over ``m > 1`` tokens takes
-    ``further[m - 1]`` more, or ``several + L token (m - 1)`` where rounds of so many were not timed.
+    A forward over all blocks and one token takes ``fixed + L (attention + mlp)``; one over ``m > 1`` tokens takes
+    ``further[m - 1]`` more, or ``several + L token (m - 1)`` if rounds of that size were not timed.
 
     Attributes:
-        fixed: embedding, masks, head and whatever else does not depend on the blocks.
+        fixed: embedding, masks, head and everything else that does not depend on the blocks.
         attention: an attention block with one token.
         mlp: an MLP block with one token.
-        several: what other kernels for more than one token cost, all layers together.
-        token: what each further token adds to a layer.
-        step: what drafting a token takes beside its forward.
+        several: extra cost of the kernels for more than one token, all layers together.
+        token: cost of each further token in a layer.
+        step: cost of drafting a token besides its forward.
         num_layers: ``L``.
-        further: what 0, 1, 2, ... further tokens add to a round, as rounds were timed; empty where they were not.
+        further: cost of 0, 1, 2, ... further tokens in a round, from timed rounds; empty if none were timed.
     """
 
     fixed: float
@@ -65,10 +65,10 @@ class ForwardCosts:
 
     @classmethod
     def of_state(cls, state: dict[str, Any], num_layers: int) -> ForwardCosts:
-        """The reverse of ``asdict``, for a model of ``num_layers`` layers.
+        """The inverse of ``asdict``, for a model with ``num_layers`` layers.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: ``state`` is something else.
         """
         state = dict(state)
         layers, further = as_count(state.pop("num_layers")), tuple(map(as_number, state.pop("further", ())))
@@ -79,44 +79,44 @@ class ForwardCosts:
         return costs
 
     def draft(self, plan: LayerPlan) -> float:
-        """Drafting one token."""
+        """Time of drafting one token."""
         attention = self.attention * (self.num_layers - len(plan.skipped_attention))
         return self.fixed + attention + self.mlp * (self.num_layers - len(plan.skipped_mlp)) + self.step
 
     def plain(self) -> float:
-        """One token through the whole model."""
+        """Time of one token through the whole model."""
         return self.fixed + self.num_layers * (self.attention + self.mlp)
 
     def verify(self, prefix: int, drafted: int) -> float:
-        """Verifying ``drafted`` tokens of a plan whose first altered layer is ``prefix``, with reuse where it pays."""
+        """Time of verifying ``drafted`` tokens of a plan with first altered layer ``prefix``, reusing where it pays."""
         if drafted == 0:
             return self.plain()
         whole = self.plain() + self._further(drafted)
         if drafted < self.reuse_from(prefix):
             return whole
-        # What these layers spare is at most their part of what was timed.
+        # What reuse saves is at most these layers' share of the timed cost.
         spared = min(prefix * self.token * drafted, prefix / self.num_layers * self._further(drafted))
         return whole + self.fixed - spared
 
     def _further(self, drafted: int) -> float:
-        """What so many tokens add to a forward over one."""
+        """What ``drafted`` tokens add to a forward over one."""
         timed = len(self.further) - 1
         if timed < 0:
             return self.several + self.num_layers * self.token * drafted
         return self.further[min(drafted, timed)] + self.num_layers * self.token * max(drafted - timed, 0)
 
     def reuse_from(self, prefix: int) -> int:
-        """From how many drafted tokens on starting from their states behind the exact prefix pays (LayerSkip §4.3).
+        """The number of drafted tokens from which it pays to start from their states (LayerSkip §4.3).
 
-        It spares them the first ``prefix`` layers, but the last of them has to go through these on its own, in one
-        forward more. Either way each layer runs once, so what counts is what a further token adds to it.
+        This saves their pass through the first ``prefix`` layers, but the last of them has to go through these layers
+        alone, in an extra forward. Either way each layer runs once, so only the cost of further tokens counts.
         """
         spared = prefix * self.token
         return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
 def _from(slots: Sequence[int], count: int, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-    """``[b, count]`` tokens from each row's slot on, of ``ids`` ``[b, n]``, which begin at other slots."""
+    """The ``count`` tokens ``[b, count]`` from each row's slot on, from ``ids`` ``[b, n]`` that begin at ``starts``."""
     columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)]).on(ids.device)
     columns = (columns + torch.arange(count, device=ids.device)).clamp(max=ids.shape[1] - 1)
     return ids.gather(1, columns.expand(len(ids), count))
@@ -127,8 +127,8 @@ class Stopwatch:
     """Repeated timings of the forwards from which costs follow, and of drafting a token.
 
     Attributes:
-        early: what runs in the early forwards; some layers are left out as a whole.
-        attention: a plan that leaves out MLP blocks alone, ``None`` where attention and MLP need not be told apart.
+        early: the plan of the ``early`` forwards, which leaves out some layers as a whole.
+        attention: a plan that leaves out only MLP blocks, ``None`` if attention and MLP need not be told apart.
         seconds: all times of the forwards ``early``, ``attention``, ``full``, ``few`` and ``many``, and of ``draft``.
     """
 
@@ -137,7 +137,7 @@ class Stopwatch:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, other: Stopwatch) -> None:
-        """Takes in the times of another one."""
+        """Adds the times of another stopwatch."""
         for name, times in other.seconds.items():
             self.seconds.setdefault(name, []).extend(times)
 
@@ -155,17 +155,17 @@ class Stopwatch:
 
         Args:
             target: the prepared model.
-            ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache; junk behind
-                them where there are fewer.
+            ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache; junk after them
+                in rows that have fewer.
             starts: slot of the first of them.
             roots: slot of each row's last token.
-            repeats: how often; what the first time takes longer is left out by the shortest one.
+            repeats: number of repetitions; the shortest time excludes the warm-up of the first one.
             draft: drafts one token with the early plan, ``None`` to leave drafting out.
-            may_run: whether there is time for a forward over so many tokens, ``None`` for always. Where there is not,
-                the next call goes on from there.
+            may_run: whether there is time for a forward over a number of tokens, ``None`` for always. If there is not,
+                the next call continues from there.
 
         Returns:
-            Whether all was timed.
+            Whether everything was timed.
         """
         last = _from(roots, 1, ids, starts)
         few_starts = [max(root - FEW + 1, start) for root, start in zip(roots, starts, strict=True)]
@@ -191,10 +191,10 @@ class Stopwatch:
         return True
 
     def costs(self, of: Callable[[list[float]], float] = min) -> ForwardCosts:
-        """The costs that follow from the times so far.
+        """Computes the costs from the times so far.
 
         Args:
-            of: what counts of repeated times; the shortest by default, since what disturbs a time makes it longer.
+            of: reduces repeated times to one; by default the shortest, since disturbances only make a time longer.
         """
         found = {name: of(times) for name, times in self.seconds.items()}
         layers, full = self.early.num_layers, found["full"]
@@ -220,8 +220,8 @@ class Timings:
 
     Attributes:
         costs: measured forwards, ``None`` before the first timings.
-        disturbed: how much longer a one-token step usually takes than the shortest one took.
-        count: on how many texts forwards were timed.
+        disturbed: usual time of a one-token step divided by the shortest one.
+        count: number of texts on which forwards were timed.
         stopwatch: all times.
     """
 
@@ -231,12 +231,12 @@ class Timings:
     stopwatch: Stopwatch | None = None
 
     def add(self, stopwatch: Stopwatch, rounds: Sequence[float] = (), anew: bool = False) -> ForwardCosts:
-        """Takes in the times of one text and returns the costs that follow.
+        """Adds the times of one text and returns the resulting costs.
 
         Args:
             stopwatch: the times.
-            rounds: seconds of rounds with 0, 1, 2, ... drafted tokens; empty where they were not timed.
-            anew: earlier times count no longer.
+            rounds: seconds of rounds with 0, 1, 2, ... drafted tokens; empty if they were not timed.
+            anew: whether earlier times no longer count.
         """
         self.count += 1
         if self.stopwatch is None or anew:

@@ -1,4 +1,4 @@
-"""The exit layer and stop rule that give the most tokens per second, from agreement and measured costs."""
+"""Chooses the exit layer and stop rule with the most tokens per second, from agreement and measured costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .choice import ExitChoice, LayerArm, replayed_arm
 from .costs import ForwardCosts, Stopwatch, Timings
 from .replay import Rule, Trace
 
-# Tokens of text after which a probe looks at no more.
+# Tokens of text after which a probe stops looking.
 ENOUGH = 1024
 
 
@@ -24,10 +24,10 @@ class ExitStudy:
         num_layers: ``L``.
 
     Attributes:
-        tokens: tokens of text that were looked at.
-        timings: of forwards.
+        tokens: number of tokens of text that were looked at.
+        timings: timings of forwards.
         choice: the best exit and rule on all texts together, ``None`` before the first.
-        changed: is called when there is a new choice, unless it is ``None``.
+        changed: called when there is a new choice, or ``None``.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -51,7 +51,7 @@ class ExitStudy:
         return self.choice is not None and not self.choice.drafts and self.tokens >= ENOUGH
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Does nothing: a call without a draft shows nothing about exits."""
+        """Ignores a call without a draft, which shows nothing about exits."""
 
     def report(self, stats: GenerationStats) -> None:
         """Adds whether drafts pay."""
@@ -65,7 +65,7 @@ class ExitStudy:
         max_draft: int,
         rounds: Sequence[float] = (),
     ) -> ExitChoice:
-        """Takes in more text, with new timings unless there are enough, and chooses again.
+        """Adds more text, with new timings unless there are enough, and chooses again.
 
         Args:
             traces, candidates, max_draft: see :func:`choose_exit`.
@@ -89,14 +89,14 @@ class ExitStudy:
         return choice
 
     def state(self) -> dict[str, Any]:
-        """The choice, as JSON has it."""
+        """The choice as JSON values."""
         return {} if self.choice is None else self.choice.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state` gave.
+        """Restores what :meth:`state` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: ``state`` is something else.
         """
         if state:
             self.choice = ExitChoice.of_state(state, self.num_layers)
@@ -106,7 +106,7 @@ class ExitStudy:
 def choose_exit(
     traces: dict[int, list[Trace]], candidates: Sequence[Rule], costs: ForwardCosts, max_draft: int
 ) -> ExitChoice:
-    """The exit and rule with the least expected time per token.
+    """Returns the exit and rule with the least expected time per token.
 
     Args:
         traces: what each exit predicts along the same texts.
@@ -132,7 +132,7 @@ def _tokens(traces: dict[int, list[Trace]]) -> int:
 
 
 def exits_to_try(num_layers: int) -> list[int]:
-    """Exit layers that a probe looks at: all of 12 layers; of more the first four, some up to half-way, fewer above."""
+    """Returns the exit layers to look at: all in models of up to 12 layers, else the first four and some above."""
     if num_layers <= 12:
         return list(range(1, num_layers))
     half = num_layers // 2

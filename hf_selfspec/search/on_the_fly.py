@@ -1,4 +1,4 @@
-"""Settings of the searches that go on while text is generated."""
+"""Settings of the searches that run while text is generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..settings import MOST_WINDOW, check_count, check_share
 
 
 def usual_ratio(parameters: int) -> float:
-    """The skip ratio that SWIFT takes for models of this size."""
+    """Returns the skip ratio that SWIFT uses for models with this number of parameters."""
     return 0.5 if parameters >= 30e9 else 0.45 if parameters >= 10e9 else 0.4
 
 
@@ -20,14 +20,14 @@ class OnTheFlySearch:
     """Random sets, now and then one by Bayesian optimisation, tried on the last generated tokens (SWIFT §4.1).
 
     Args:
-        context_window: generated tokens on which a set is tried (γ).
-        max_steps: sets to try at most (S).
-        bayes_interval: every so many sets, Bayesian optimisation proposes one; the others are drawn at random (β).
-        patience: sets without a better one among them after which the search ends.
-        target_matchness: matchness, over three windows at least, at which it ends.
-        budget: share of the time of each call that the search may take, the first one too; 1 for no limit and a trial
-            after each round, as in the paper. Calls in which a trial takes more than that try nothing.
-        seed: of the random sets.
+        context_window: number of generated tokens on which a set is tried (γ).
+        max_steps: maximum number of sets to try (S).
+        bayes_interval: Bayesian optimisation proposes one of this many sets; the others are random (β).
+        patience: number of sets without a better one after which the search ends.
+        target_matchness: matchness, over at least three windows, at which the search ends.
+        budget: share of the time of each call that the search may take, including the first call; 1 for no limit and a
+            trial after each round, as in the paper. Calls in which a trial would take more than that try nothing.
+        seed: seed of the random sets.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -54,14 +54,14 @@ class ClosestLayers:
     """Sets without which the hidden states stay closest to the whole model's (CLaSp, arXiv 2505.24196).
 
     One forward over copies of the last token finds such sets, of whole layers and of all sizes. Whenever a window of
-    text is complete, or the text at its end, the best set so far and new ones are tried on it, and the best one stays.
-    (The paper takes a new set for each stretch of text.)
+    text is complete, and at the end of the text, the best set so far and new ones are tried on it, and the best one is
+    kept. (The paper uses a new set for each stretch of text.)
 
     Args:
-        context_window: generated tokens on which sets are tried, all rows together; the first ones on 32 at most.
-        max_steps: trials at most.
-        patience: trials without a better set after which the search ends.
-        target_matchness: matchness, over three windows at least, at which it ends.
+        context_window: number of generated tokens on which sets are tried, all rows together; at most 32 for the first.
+        max_steps: maximum number of trials.
+        patience: number of trials without a better set after which the search ends.
+        target_matchness: matchness, over at least three windows, at which the search ends.
         budget: as in :class:`OnTheFlySearch`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which sets of skipped blocks a search tries next."""
+"""Proposes the sets of skipped blocks that a search tries next."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .skip_space import SkipSpace
 # Returns the closest sets of 1, 2, ... layers, up to the given number.
 ProposeLayers = Callable[[int], list[LayerPlan]]
 
-# Below this matchness fewer blocks are to be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B).
+# Below this matchness fewer blocks should be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B).
 _TOO_LOW = 0.7
 _STEP = 0.1
 _LEAST, _MOST = 0.1, 0.8
-# A set's own scores weigh as much as what other sets suggest once it was tried on so many windows of text. Of
-# many sets some score much by luck.
+# After trials on this many windows of text a set's own scores weigh as much as what other sets suggest. Among many sets
+# some score high by luck.
 _DOUBT = 4.0
-# A search whose best set of all sizes stays below this expected speed-up in two windows is given up. One set is tried
-# again every 16 windows all the same.
+# A search whose best set of all sizes stays below this expected speed-up in two windows is given up. One set is still
+# tried again every 16 windows.
 _HOPELESS = 0.9
-# Sets that are drawn uniformly before the trials show which blocks matter.
+# Number of sets that are drawn uniformly, before the trials show which blocks matter.
 _UNIFORM = 30
 
 
 class Proposer(Protocol):
-    """Proposes sets, and learns how the search goes."""
+    """Proposes sets, given the results so far."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether sets of the last window are left to be tried before another one begins."""
+        """Whether sets of the last window still have to be tried before another window begins."""
         return False
 
     @property
@@ -44,22 +44,22 @@ class Proposer(Protocol):
         return 0
 
     def estimates(self, scores: Scores) -> np.ndarray:
-        """``[sets]`` what each set would score on the usual text, from its own trials and those of others."""
+        """Estimated score of each set on average text ``[sets]``, from its own trials and those of others."""
 
     def propose(self, scores: Scores, steps: int, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """The next set; ``None`` where there is nothing to try before the next window.
+        """Returns the next set; ``None`` if there is nothing to try before the next window.
 
         Args:
-            scores: of the trials so far.
-            steps: their number.
-            propose_layers: finds sets for the text as it is.
+            scores: scores of the trials so far.
+            steps: number of trials so far.
+            propose_layers: finds sets for the current text.
         """
 
     def may_end_with(self, plan: LayerPlan) -> bool:
         """Whether the search may end because this set scores well."""
 
     def gives_up(self, speedup: float) -> bool:
-        """Whether the search may end because the best set of all sizes is so far from paying."""
+        """Whether the search may end because the best set of all sizes has only this expected speed-up."""
         return False
 
     def prepare(self, propose_layers: ProposeLayers) -> None:
@@ -67,20 +67,20 @@ class Proposer(Protocol):
         return None
 
     def first(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """The set that drafts before any was tried, ``None`` for the one that does."""
+        """The set to draft with before any was tried, ``None`` to keep the current one."""
         return None
 
     def begin_window(self, best: LayerPlan, matchness: float) -> None:
-        """Begins a window of new text, given the best set so far and its matchness."""
+        """Starts a window of new text, given the best set so far and its matchness."""
         return None
 
     def go_on(self, best: LayerPlan, matchness: float) -> bool:
-        """Whether to search on with sets of another size, where those of this size bring nothing more."""
+        """Whether to continue with sets of another size, after those of this size brought no improvement."""
         return False
 
 
 def proposer_of(settings: Search, space: SkipSpace, ratio: float, auto: bool) -> Proposer:
-    """The proposer of a search; see the classes below."""
+    """Returns the proposer of a search; see the classes below."""
     if isinstance(settings, ClosestLayers):
         return Closest(settings, space, ratio, auto)
     return RandomAndBayes(settings, space, ratio, auto)
@@ -89,9 +89,9 @@ def proposer_of(settings: Search, space: SkipSpace, ratio: float, auto: bool) ->
 class RandomAndBayes(Proposer):
     """SWIFT's proposals: random sets of one size, every so often one by Bayesian optimisation (§4.1).
 
-    The first random sets are uniform; after these, blocks are drawn by what skipping them has brought so far
-    (:class:`BlockEffects`, Thompson sampling). The paper's stay uniform: of a known half of 60 blocks they find two
-    thirds.
+    The first random sets are uniform; later ones are sampled by what skipping each block has brought so far
+    (:class:`BlockEffects`, Thompson sampling). In the paper all are uniform: if half of 60 blocks are good to skip,
+    those sets find two thirds of them.
 
     Args:
         settings, space, ratio, auto: see ``SkipSearch``.
@@ -112,7 +112,7 @@ class RandomAndBayes(Proposer):
         if scores.plans and (steps + 1) % self.settings.bayes_interval == 0:
             worth = zip(scores.plans, self.estimates(scores).tolist(), strict=True)
             if like := {plan: value for plan, value in worth if self._has_this_size(plan)}:
-                from .bayes import suggest  # scikit-learn and SciPy, which few calls need
+                from .bayes import suggest  # needs scikit-learn and SciPy, which few calls use
 
                 return suggest(self.space, like, self._rng)
         if steps < _UNIFORM:
@@ -190,7 +190,7 @@ class Closest(Proposer):
         else:
             self.count = len(best.skipped_layers) or self.count
             fewer, more = self.count - self._step, self.count + self._step
-            # With too little matchness a smaller set is tried, with much a larger one; in between they take turns.
+            # With low matchness a smaller set is tried, with high matchness a larger one; in between they alternate.
             in_turn = more if self._windows % 2 else fewer
             easy = matchness > self.settings.target_matchness
             sizes = [self.count, fewer if matchness < _TOO_LOW else more if easy else in_turn]

@@ -1,8 +1,8 @@
-"""What drafting part of a model would bring, replayed along texts that the whole model wrote.
+"""Replays drafts by part of a model along texts that the whole model generated, to estimate their speed.
 
 What a draft would have done on such a text is known without drafting: its prediction after each token is the token that
-it would have drafted there. (For an early exit exactly, by the exact prefix; other drafts read keys and values of their
-own where they go on from drafted tokens.) So one forward over the text stands for all drafts that could have been made.
+it would have drafted there. (For an early exit this is exact, by the exact prefix; other drafts read keys and values of
+their own when they continue from drafted tokens.) So one forward over the text replaces all possible drafts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRODUCTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 @dataclass(frozen=True)
 class Trace:
-    """What part of a model predicts along texts that the whole model wrote.
+    """What part of a model predicts along texts that the whole model generated.
 
     Attributes:
         accept: ``[b, n]`` probability that a token drafted at each position is accepted, after accepted ones.
@@ -39,26 +39,26 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Positions in it."""
+        """Number of positions."""
         return self.accept.size
 
     def eased(self, factor: float) -> Trace:
-        """Tokens accepted so much more often, at most always."""
+        """The trace with acceptance probabilities scaled by ``factor``, at most 1."""
         return Trace(np.minimum(self.accept * factor, 1.0), self.confidence) if factor != 1.0 else self
 
     def part(self, row: int, start: int, end: int) -> Trace:
-        """Some positions of one row."""
+        """The positions from ``start`` to before ``end`` of one row."""
         return Trace(self.accept[row : row + 1, start:end], self.confidence[row : row + 1, start:end])
 
 
 def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor, do_sample: bool) -> Trace:
-    """What a draft predicts where the whole model's scores are known.
+    """Returns the trace of a draft where the whole model's scores are known.
 
     Args:
         drafted: ``[b, n, v]`` processed logits of the draft.
         scores: ``[b, n, v]`` processed logits of the full model at the same positions.
         confidence: ``[b, n]`` the draft's top-1 probability.
-        do_sample: tokens are drawn, so that a draft is accepted with probability ``Σ min(p, q)``.
+        do_sample: whether tokens are sampled, so that a draft is accepted with probability ``Σ min(p, q)``.
     """
     if do_sample:
         accept = torch.minimum(drafted.softmax(-1), scores.softmax(-1)).sum(-1)
@@ -74,7 +74,7 @@ class Replay:
 
     Attributes:
         seconds: expected time.
-        tokens, drafted, accepted: expected tokens generated, drafted and accepted.
+        tokens, drafted, accepted: expected numbers of tokens that are generated, drafted and accepted.
     """
 
     seconds: float
@@ -84,7 +84,7 @@ class Replay:
 
     @property
     def seconds_per_token(self) -> float:
-        """Expected time of each generated token."""
+        """Expected time per generated token."""
         return self.seconds / self.tokens
 
     @property
@@ -103,12 +103,12 @@ class Replay:
 def replays(
     traces: Iterable[Trace], rules: Sequence[Rule], plan: LayerPlan, costs: ForwardCosts, max_draft: int
 ) -> list[Replay]:
-    """What is expected of each rule when ``plan`` drafts along all of the texts.
+    """Returns the expected result of each rule if ``plan`` drafts along all of the texts.
 
-    A round that starts at position ``i`` drafts ``D_i`` tokens and moves on by one more than are accepted. After a
-    rejected token the draft would go on along another text; the confidences of this one stand for its. A draft that
-    reaches the end goes on at the beginning, so that the last drafts are as long as the others. Rows of a batch are
-    taken as if each were alone, although they wait for the one that drafts longest.
+    A round that starts at position ``i`` drafts ``D_i`` tokens and advances by one more than are accepted. After a
+    rejected token a real draft would follow another text; the confidences of this text are used instead. A draft that
+    reaches the end continues at the beginning, so that the last drafts are as long as the others. Rows of a batch are
+    treated as if each were alone, although they wait for the one with the longest draft.
     """
     prefix, counts = plan.first_altered, np.arange(max_draft + 1)
     seconds = counts * costs.draft(plan) + [costs.verify(prefix, length) for length in counts.tolist()]
@@ -117,8 +117,8 @@ def replays(
         b, n = trace.accept.shape
         lengths = np.stack([draft_lengths(trace.confidence, rule, max_draft) for rule in rules])
         ahead = (np.arange(n)[:, None] + counts[:-1]) % n
-        # [b, n, max_draft + 1]: the chance that so many tokens of a long draft are accepted; [rules, b, n, ...]: that
-        # so many and no more of these drafts are.
+        # [b, n, max_draft + 1]: the probability that at least 0, 1, ... tokens of a long draft are accepted;
+        # [rules, b, n, ...]: that exactly so many tokens of each rule's draft are.
         at_least = np.concatenate([np.ones((b, n, 1)), trace.accept[:, ahead].cumprod(-1)], -1)
         exactly = np.where(counts < lengths[..., None], at_least - np.roll(at_least, -1, -1), at_least)
         exactly *= counts <= lengths[..., None]
@@ -135,7 +135,7 @@ def replays(
 
 
 def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndarray:
-    """``[b, n]`` how many tokens a draft has that starts at each position."""
+    """Returns how many tokens a draft that starts at each position has, ``[b, n]``."""
     b, n = confidence.shape
     if isinstance(rule, FixedLength):
         return np.full((b, n), min(rule.num_tokens, max_draft))
@@ -149,17 +149,17 @@ def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndar
 
 
 def can_replay(rule: Any) -> TypeGuard[Rule]:
-    """Whether a trace is enough to tell where the rule would end drafts."""
+    """Returns whether a trace is enough to find where the rule would end drafts."""
     return isinstance(rule, Rule) and getattr(rule, "confidence", None) is None
 
 
 def rules_for(stop: Any, max_draft: int) -> list[Rule]:
-    """Stop rules to compare: the given one alone where there is one that can be replayed."""
+    """Returns the stop rules to compare: only the given one, if it can be replayed."""
     return [stop] if can_replay(stop) else rules(max_draft)
 
 
 def rules(max_draft: int) -> list[Rule]:
-    """Stop rules that a probe compares."""
+    """Returns the stop rules that a probe compares."""
     return [
         *(FixedLength(length) for length in _LENGTHS if length <= max_draft),
         *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),
@@ -168,12 +168,12 @@ def rules(max_draft: int) -> list[Rule]:
 
 
 def rule_state(rule: Any) -> dict[str, Any]:
-    """A rule of those that are compared, as JSON has it."""
+    """Returns one of the compared rules as JSON values."""
     return {"class": type(rule).__name__, **asdict(rule)}
 
 
 def rule_of(state: dict[str, Any]) -> Rule:
-    """The reverse of :func:`rule_state`."""
+    """The inverse of :func:`rule_state`."""
     kinds: dict[str, type[Rule]] = {
         kind.__name__: kind for kind in (FixedLength, ConfidenceThreshold, ProductThreshold)
     }

@@ -1,4 +1,4 @@
-"""When a search tries which set, when it times forwards, and when it is over."""
+"""The schedule of a search: when it tries which set, when it times forwards, and when it ends."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .estimates import Scores
 from .on_the_fly import Search
 from .proposers import ProposeLayers, Proposer
 
-# Best sets that are tried again on each new window.
+# How many of the best sets are tried again on each new window.
 _TRIED_AGAIN = 3
 # On how many windows a set has to be good enough to end the search.
 _CONFIRMED = 3
 # Windows after which a set that does not pay is tried once more.
 _IDLE = 16
-# Texts on which forwards are timed in a search, and trials between them.
+# Number of texts on which forwards are timed in a search, and of trials between them.
 _TIMED_TEXTS, _TIMED_AFTER = 2, 4
 
 
@@ -23,14 +23,14 @@ class Schedule:
     """The course of one search.
 
     Args:
-        settings: what is tried, and when that ends.
+        settings: what is tried, and when the search ends.
         proposer: proposes new sets.
 
     Attributes:
-        window: number of the current window of text.
-        steps: trials so far.
+        window: index of the current window of text.
+        steps: number of trials so far.
         is_over: whether the best set is final (SWIFT's acceleration phase).
-        has_begun: whether the set to begin with was chosen.
+        has_begun: whether the first set was chosen.
         queue: sets to try before new ones.
     """
 
@@ -64,7 +64,7 @@ class Schedule:
         return count < _TIMED_TEXTS and self.steps >= _TIMED_AFTER * count
 
     def begin(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """The set to begin with and to try first, ``None`` if there is one already."""
+        """Returns the set to start with and to try first, ``None`` if there is one already."""
         if self.has_begun:
             return None
         self.has_begun = True
@@ -74,30 +74,30 @@ class Schedule:
         return plan
 
     def next(self, scores: Callable[[], Scores], propose_layers: ProposeLayers) -> LayerPlan | None:
-        """The next set to try, ``None`` where there is nothing to try before the next window."""
+        """Returns the next set to try, ``None`` if there is nothing to try before the next window."""
         if self.queue:
             return self.queue.pop(0)
         return None if self.is_over else self.proposer.propose(scores(), self.steps, propose_layers)
 
     def begin_window(self, leaders: list[LayerPlan], best: LayerPlan, matchness: float) -> None:
-        """Has the best ones of ``leaders`` tried again, or ``best`` where there are none, and then new sets."""
+        """Queues the best of ``leaders`` to be tried again, or ``best`` if there are none; new sets follow."""
         count = _TRIED_AGAIN if self.settings.tries_each_round or not self.steps else 1
         self.queue = leaders[:count] or [best]
         self.proposer.begin_window(best, matchness)
 
     def retry(self, plan: LayerPlan) -> None:
-        """Has the set of a search that is over tried once more."""
+        """Queues the set of a search that is over to be tried once more."""
         self.queue, self._last_retry = [plan], self.window
 
     def resume(self, steps: int, window: int, is_over: bool) -> None:
-        """Goes on with a search that was saved."""
+        """Resumes a search that was saved."""
         self.steps, self.window, self.is_over, self._last_retry = steps, window, is_over, window
 
     def add_trial(self, is_better: bool, best: LayerPlan, matchness: float, trials: int) -> None:
-        """Counts a trial, and ends the search where that is due.
+        """Counts a trial, and ends the search if it is done.
 
         Args:
-            is_better: whether it has brought a new best set.
+            is_better: whether the trial found a new best set.
             best, matchness, trials: the best set, its matchness and the number of its trials.
         """
         settings, self.has_begun = self.settings, True

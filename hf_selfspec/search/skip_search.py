@@ -24,35 +24,35 @@ from .trials import Records, Trial
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
 _PHASES = ("optimization", "acceleration")
-# Trials that are kept of a set once the search is over, and those that are kept for pictures.
+# How many trials of a set are kept once the search is over, and how many are kept for plots.
 _KEPT, _LOGGED = 16, 4096
 
 
 class SkipSearch:
     """One search for one model and kind of call; threads may share it.
 
-    A window of 32 tokens shows little, some text is easier than other, and the best of many scores is too good: a set
-    that scored well is tried again on later text, and what counts is by how much it beats others on the same text
-    (:class:`Records`; SWIFT keeps the highest score: a set that had been lucky once would never be replaced).
+    A window of 32 tokens shows little, some texts are easier than others, and the best of many scores is too high. So a
+    set that scored well is tried again on later text, and sets are compared on the same text (:class:`Records`; SWIFT
+    keeps the highest score, so that a set that was lucky once would never be replaced).
 
     Args:
-        settings: what is tried, and when that ends.
+        settings: what is tried, and when the search ends.
         space: blocks to choose from.
-        ratio: share of these blocks that a proposed set skips; where ``auto``, of the first ones.
+        ratio: share of these blocks that a proposed set skips; with ``auto`` that of the first sets.
         start: the set that drafts until a better one is found.
-        auto: whether the ratio is searched for; then speed decides, otherwise matchness.
+        auto: whether the ratio is searched for, too; then speed decides, otherwise matchness.
         rules: stop rules to compare.
-        max_draft: most tokens in a draft.
+        max_draft: maximum number of tokens in a draft.
 
     Attributes:
         choice: what drafts.
-        trials: all of them, in order.
-        generated: tokens generated with it.
+        trials: all trials, in order.
+        generated: number of tokens generated during the search.
         seconds, search_seconds: time of these generations, and of the trials in them.
-        timings: of forwards.
-        pace: what rounds and trials take.
-        found: for each change of the best set its step and that set.
-        changed: is called after each trial, unless it is ``None``.
+        timings: timings of forwards.
+        pace: times of rounds and trials.
+        found: for each change of the best set its step and the new set.
+        changed: called after each trial, or ``None``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SkipSearch:
         self._schedule.queue, self._schedule.has_begun = [start], False
 
     def _untried(self, plan: LayerPlan) -> SkipChoice:
-        """Where speed decides, nothing drafts before it is known to pay."""
+        """The choice of a set without trials: where speed decides, it drafts only once that is known to pay."""
         return SkipChoice(plan, not self.auto, None, None, 0.0, 0.0)
 
     def _start_over(self) -> None:
@@ -110,7 +110,7 @@ class SkipSearch:
 
     @property
     def steps(self) -> int:
-        """Trials of the current search, or of the last one."""
+        """Number of trials of the current search, or of the last one."""
         return self._schedule.steps
 
     @property
@@ -125,12 +125,12 @@ class SkipSearch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no draft pays and nothing is to be tried in the next window."""
+        """Whether no draft pays and nothing will be tried in the next window."""
         return not self.choice.drafts and self._schedule.is_waiting
 
     @property
     def wants_timings(self) -> bool:
-        """Whether forwards are to be timed on this text."""
+        """Whether forwards should be timed on this text."""
         return self.auto and self._schedule.wants_timings(self.timings.count)
 
     @property
@@ -144,7 +144,7 @@ class SkipSearch:
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
     def begin(self, propose_layers: ProposeLayers) -> None:
-        """Lets the proposer's first set draft before any was tried, unless speed decides."""
+        """Drafts with the proposer's first set before any was tried, unless speed decides."""
         with self._lock:
             if not self.auto:
                 self._begin(propose_layers)
@@ -157,17 +157,17 @@ class SkipSearch:
                 self._schedule.proposer.prepare(propose_layers)
 
     def propose(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """The next set to try, the one that drafts already first; ``None`` before the next window.
+        """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window.
 
         Args:
-            propose_layers: finds the closest sets for the text as it is, for ``ClosestLayers``.
+            propose_layers: finds the closest sets for the current text, for ``ClosestLayers``.
         """
         with self._lock:
             self._begin(propose_layers)
             return self._schedule.next(self._records.scores, propose_layers)
 
     def begin_window(self) -> None:
-        """Begins a window of new text, on which what looks best is to be tried."""
+        """Starts a window of new text, on which the sets that look best will be tried."""
         with self._lock:
             schedule = self._schedule
             schedule.window += 1
@@ -186,12 +186,12 @@ class SkipSearch:
                     return
                 self._start_over()
             if not self._has_drafted:
-                self._feedback = Feedback()  # which no draft corrects
+                self._feedback = Feedback()  # without drafts nothing would correct it
             self._has_drafted = False
             self._schedule.begin_window(leaders, self.best, self.choice.matchness)
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
-        """Takes in what ``plan`` predicts where the text's tokens are known."""
+        """Records a trial: what ``plan`` predicts where the text's tokens are known."""
         with self._lock:
             trial = Trial(plan, tuple(traces), self._schedule.window, self.generated)
             self.trials.append(trial)
@@ -205,16 +205,16 @@ class SkipSearch:
             self.changed()
 
     def stopwatch(self) -> Stopwatch:
-        """The timings to go on with, in this call or a later one."""
+        """The timings to continue, in this call or a later one."""
         if self._unfinished is None:
             self._unfinished = Stopwatch(*self.space.timed_plans())
         return self._unfinished
 
     def time(self, stopwatch: Stopwatch, rounds: Sequence[float] = ()) -> None:
-        """Takes in timings of forwards, and of rounds as in :meth:`Timings.add`."""
+        """Records timings of forwards, and of rounds as in :meth:`Timings.add`."""
         with self._lock:
             self._unfinished = None
-            # Once a search is over, the machine may be another or busier than it was.
+            # Once a search is over, the machine may be a different or busier one.
             costs = self.timings.add(stopwatch, rounds, anew=self.is_over)
             if self.auto:
                 self._records.use(costs)
@@ -222,13 +222,13 @@ class SkipSearch:
                 self._choose()
 
     def spent(self, seconds: float, search_seconds: float) -> None:
-        """Takes in how long a round took, and how much of that went into trials."""
+        """Records how long a round took, and how much of that went into trials."""
         with self._lock:
             self.seconds += seconds
             self.search_seconds += search_seconds
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Takes in a call that neither drafted nor tried anything."""
+        """Records a call that neither drafted nor tried anything."""
         with self._lock:
             self.generated += tokens
             self.seconds += seconds
@@ -239,17 +239,17 @@ class SkipSearch:
     def watch(
         self, plan: LayerPlan, rows: int, drafted: int, tokens: int, steps: int, nodes: int, seconds: float
     ) -> None:
-        """Takes in one round of drafting, without which each row would have had one token.
+        """Records one round of drafting; without it each row would have gained one token.
 
-        How often drafts are accepted, compared with what the trials promised, shows how hard the text is. Where that
-        changes much for the worse, the search begins again (SWIFT's dynamic streams, Figure 7).
+        How often drafts are accepted, compared with what the trials predicted, shows how hard the text is. If it has
+        become much harder, the search starts over (SWIFT's dynamic streams, Figure 7).
 
         Args:
             plan: the set that drafted.
             rows: number of rows that took part.
-            drafted, tokens: tokens drafted and generated, all rows.
-            steps: drafting steps, all rows together.
-            nodes: drafted tokens that were verified, for each row.
+            drafted, tokens: numbers of tokens drafted and generated, all rows.
+            steps: number of drafting steps, all rows together.
+            nodes: number of drafted tokens per row that were verified.
             seconds: time of drafting and verification.
         """
         with self._lock:
@@ -265,7 +265,7 @@ class SkipSearch:
             self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows, foretold, seconds)
 
     def state(self) -> dict[str, Any]:
-        """What was found, as JSON has it."""
+        """What was found, as JSON values."""
         with self._lock:
             costs = self.timings.costs
             return {
@@ -277,10 +277,10 @@ class SkipSearch:
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state` gave.
+        """Restores what :meth:`state` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: ``state`` is something else.
         """
         layers, choice = self.space.num_layers, SkipChoice.of_state(state)
         costs = None if state["costs"] is None else ForwardCosts.of_state(state["costs"], layers)
@@ -303,7 +303,7 @@ class SkipSearch:
             self._lead(self._untried(plan))
 
     def _choose(self) -> bool:
-        """Takes the best set; whether it is another one. Once the search is over, the set stays."""
+        """Switches to the best set, and returns whether it is a new one. Once the search is over, the set is kept."""
         worth = self._records.worth()
         best = self.best if self.is_over else max(worth, key=lambda plan: worth[plan])
         if self._records.costs is None:

@@ -1,4 +1,4 @@
-"""Which blocks of a model may be skipped, and sets of them."""
+"""The blocks of a model that may be skipped, and sets of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SkipSpace:
         """
         if anatomy.num_layers < 4:
             raise SettingError(
-                f"a search for blocks to skip needs a model of at least 4 layers, {anatomy.model_name} has "
+                f"a search for blocks to skip needs a model of at least 4 layers, but {anatomy.model_name} has "
                 f"{anatomy.num_layers}. Use SkipLayers() without a search."
             )
         inner = range(1, anatomy.num_layers - 1)
@@ -53,14 +53,14 @@ class SkipSpace:
 
     @property
     def whole_layers(self) -> tuple[int, ...]:
-        """Layers that may be skipped as a whole."""
+        """The layers that may be skipped as a whole."""
         attention, mlp, both = ({layer for layer, block in self.blocks if block == name} for name in (*_BLOCKS, _LAYER))
         return tuple(sorted(attention & mlp | both))
 
     def timed_plans(self) -> tuple[LayerPlan, LayerPlan | None]:
-        """Plans from whose times the costs of blocks follow: without every second layer, and without MLP blocks.
+        """The plans whose times give the costs of blocks: without every second layer, and without MLP blocks.
 
-        ``None`` for the latter where no MLP block can be skipped alone.
+        The latter is ``None`` where no MLP block can be skipped alone.
         """
         some = frozenset(self.whole_layers[::2])
         mlp = frozenset(layer for layer, block in self.blocks if block == "mlp")
@@ -68,11 +68,11 @@ class SkipSpace:
         return LayerPlan(self.num_layers, some, some), without
 
     def count(self, ratio: float) -> int:
-        """How many blocks a skip ratio stands for, at least one."""
+        """Number of blocks that a skip ratio corresponds to, at least one."""
         return max(1, round(ratio * len(self.blocks)))
 
     def plan(self, chosen: Iterable[int]) -> LayerPlan:
-        """The plan that skips the blocks at these places of :attr:`blocks`."""
+        """The plan that skips the blocks at these indices of :attr:`blocks`."""
         skipped: dict[str, set[int]] = {name: set() for name in _BLOCKS}
         for place in chosen:
             layer, name = self.blocks[place]
@@ -81,12 +81,12 @@ class SkipSpace:
         return LayerPlan(self.num_layers, frozenset(skipped["attention"]), frozenset(skipped["mlp"]))
 
     def places(self, plan: LayerPlan) -> frozenset[int]:
-        """Places of the blocks that ``plan`` skips."""
+        """Indices of the blocks that ``plan`` skips."""
         skipped = {"attention": plan.skipped_attention, "mlp": plan.skipped_mlp, _LAYER: plan.skipped_layers}
         return frozenset(place for place, (layer, name) in enumerate(self.blocks) if layer in skipped[name])
 
     def row(self, plan: LayerPlan) -> np.ndarray:
-        """``[blocks]`` 1 for those that ``plan`` skips."""
+        """``[blocks]``: 1 for those that ``plan`` skips, else 0."""
         row = np.zeros(len(self.blocks))
         row[list(self.places(plan))] = 1.0
         return row
@@ -97,7 +97,7 @@ class SkipSpace:
         return self.plan(order[: self.count(ratio)].tolist())
 
     def random(self, rng: np.random.Generator, ratio: float) -> LayerPlan:
-        """A set drawn uniformly among those of this ratio."""
+        """A set drawn uniformly from those of this ratio."""
         return self.highest(rng.random(len(self.blocks)), ratio)
 
 

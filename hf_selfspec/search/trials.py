@@ -1,4 +1,4 @@
-"""Sets of skipped blocks, tried on windows of text, and what each is worth."""
+"""Trials of sets of skipped blocks on windows of text, and the estimated value of each set."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .costs import ForwardCosts
 from .estimates import Scores
 from .replay import Replay, Rule, Trace, replays
 
-# Tokens that weigh as much as one of SWIFT's windows.
+# Number of tokens of one of SWIFT's windows, which has the weight 1.
 _WINDOW = 32
-# Trials that are replayed anew when text has become harder or easier.
+# How many trials are replayed again when text has become harder or easier.
 _REPLAYED = 4
 
 
@@ -29,8 +29,8 @@ class Trial:
     Attributes:
         plan: the set.
         traces: what it predicts there, one for each row.
-        window: number of the window.
-        generated: tokens generated until then, in all calls of this kind.
+        window: index of the window.
+        generated: number of tokens generated until then, in all calls of this kind.
     """
 
     plan: LayerPlan
@@ -39,13 +39,13 @@ class Trial:
     generated: int = 0
 
     def state(self) -> dict[str, Any]:
-        """The trial, as JSON has it."""
+        """The trial as JSON values."""
         traces = [{"accept": _short(t.accept[0]), "confidence": _short(t.confidence[0])} for t in self.traces]
         return {"set": self.plan.picture(), "window": self.window, "generated": self.generated, "rows": traces}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Trial:
-        """The reverse of :meth:`state`."""
+        """The inverse of :meth:`state`."""
         rows = tuple(Trace(_shares(row["accept"]), _shares(row["confidence"])) for row in state["rows"])
         if not rows or any(row.accept.shape != row.confidence.shape for row in rows):
             raise ValueError("a trial has rows of as many acceptances as confidences")
@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it was tried on."""
+        """Number of tokens that it was tried on."""
         return sum(trace.tokens for trace in self.traces)
 
 
@@ -68,7 +68,7 @@ class SetRecord:
     Attributes:
         trials: the trials and their replays, oldest first.
         rule: the index of the fastest rule on all of them.
-        run: what that rule brings, ``None`` without replays.
+        run: the sum of that rule's replays, ``None`` without replays.
     """
 
     def __init__(self, trials: Iterable[tuple[Trial, list[Replay]]] = ()) -> None:
@@ -76,7 +76,7 @@ class SetRecord:
         self._compare_rules()
 
     def add(self, trial: Trial, replays: list[Replay], keep: int | None) -> None:
-        """Takes in one more trial, and forgets the first ones where there are more than ``keep``."""
+        """Adds a trial, and forgets the oldest ones if there are more than ``keep``."""
         self.trials.append((trial, replays))
         if keep is not None:
             del self.trials[:-keep]
@@ -89,10 +89,10 @@ class SetRecord:
         self._eased: dict[float, list[Replay]] = {}
 
     def with_ease(self, ease: float, replay: Callable[[Trial, float], list[Replay]]) -> tuple[int, Replay, Replay]:
-        """The fastest rule where tokens are accepted ``ease`` times as often as in the trials.
+        """Finds the fastest rule if tokens are accepted ``ease`` times as often as in the trials.
 
         Returns:
-            The rule's index, what it brings there, and what it brings on the same trials as they were.
+            The rule's index, its replay under that assumption, and its replay on the same trials unchanged.
         """
         recent = self.trials[-_REPLAYED:]
         if ease not in self._eased:
@@ -106,15 +106,15 @@ _Score = Callable[[SetRecord, Trial, list[Replay]], float]
 
 
 class Records:
-    """The trials of one search by set.
+    """The trials of one search, by set.
 
-    With costs, what counts of a trial is the speed-up that follows from its trace, from these costs and from the set's
-    best stop rule; without, it is the matchness.
+    With costs, the score of a trial is the speed-up that follows from its trace, these costs and the set's best stop
+    rule; without costs it is the matchness.
 
     Args:
         rules: stop rules to compare.
-        max_draft: most tokens in a draft.
-        estimate: estimates what each set would score on the usual text.
+        max_draft: maximum number of tokens in a draft.
+        estimate: estimates the score of each set on average text.
         costs: measured forwards, ``None`` where matchness decides.
 
     Attributes:
@@ -136,7 +136,7 @@ class Records:
         self._estimated: dict[_Score, dict[LayerPlan, float]] = {}
 
     def add(self, trial: Trial, keep: int | None = None) -> None:
-        """Takes in a trial, and forgets the first ones of its set where it has more than ``keep``."""
+        """Adds a trial, and forgets the oldest ones of its set if it has more than ``keep``."""
         self.sets.setdefault(trial.plan, SetRecord()).add(trial, self._replays(trial), keep)
         self._estimated.clear()
 
@@ -148,36 +148,36 @@ class Records:
             self.sets[plan] = SetRecord((trial, self._replays(trial)) for trial, _ in record.trials)
 
     def worth(self) -> dict[LayerPlan, float]:
-        """What each set is estimated to bring on the usual text: speed-up, or matchness."""
+        """The estimated speed-up, or matchness, of each set on average text."""
         if self.costs is None:
             return self.matchness()
         return {plan: math.exp(value) for plan, value in self._estimates(self._log_speed).items()}
 
     def matchness(self) -> dict[LayerPlan, float]:
-        """What each set is estimated to match of the usual text."""
+        """The estimated matchness of each set on average text."""
         return self._estimates(_matchness)
 
     def leaders(self) -> list[LayerPlan]:
-        """The sets, those that are worth most first."""
+        """The sets, best first."""
         worth = self.worth()
         return sorted(worth, key=lambda plan: -worth[plan])
 
     def arm(self, plan: LayerPlan, ease: float) -> tuple[LayerArm, float]:
-        """A set with its fastest rule where tokens are accepted ``ease`` times as often as in its trials.
+        """A set with its fastest rule if tokens are accepted ``ease`` times as often as in its trials.
 
         Returns:
-            The arm, and the acceptance rate that the trials promised for its rule.
+            The arm, and the acceptance rate that the trials predicted for its rule.
         """
         record = self.sets[plan]
         rule, run, usual = record.with_ease(ease, self._replays)
         assert record.run is not None
-        # The last trials, replayed as hard as drafting has been, show by how much to correct the estimate.
+        # The last trials, replayed with the acceptance seen in drafting, show how to correct the estimate.
         speedup = self.worth()[plan] * record.run.seconds_per_token / run.seconds_per_token
         arm = LayerArm(plan, self._rules[rule], speedup=speedup, acceptance_rate=run.acceptance_rate)
         return arm, usual.acceptance_rate
 
     def scores(self) -> Scores:
-        """What decides of all trials: log speed-ups, or matchness."""
+        """The scores of all trials: log speed-ups, or matchness."""
         return self._scores(_matchness if self.costs is None else self._log_speed)
 
     def _replays(self, trial: Trial, ease: float = 1.0) -> list[Replay]:
@@ -187,7 +187,7 @@ class Records:
         return replays(traces, self._rules, trial.plan, self.costs, self._max_draft)
 
     def _estimates(self, score: _Score) -> dict[LayerPlan, float]:
-        """The estimates of one kind of score, kept until more is known."""
+        """The estimates of one kind of score, cached until there is a new trial."""
         if score not in self._estimated:
             scores = self._scores(score)
             found = self._estimate(scores).tolist() if scores.plans else []

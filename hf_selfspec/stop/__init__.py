@@ -1,4 +1,4 @@
-"""When drafting stops."""
+"""Rules for when drafting stops."""
 
 from .adaptive import AdaptiveThreshold
 from .calibrated import CalibratedEntropy

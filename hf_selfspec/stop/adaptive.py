@@ -1,4 +1,4 @@
-"""A threshold that follows how drafts fare (Draft & Verify, AdaSPEED appendix A)."""
+"""A threshold that adapts to the acceptance rate (Draft & Verify, AdaSPEED appendix A)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .rules import Comparing, ConfidenceThreshold, Memory, ProductThreshold, Run
 @register("stop")
 @dataclass(frozen=True)
 class AdaptiveThreshold:
-    """Raises a rule's threshold while fewer drafted tokens than wanted are accepted, and lowers it while more are.
+    """Raises a rule's threshold while the acceptance rate is below a target, and lowers it while it is above.
 
     After each round, with ``AR_e`` the share of its drafted tokens that were accepted::
 
         AR <- rate_memory AR + (1 - rate_memory) AR_e
         γ  <- threshold_memory γ + (1 - threshold_memory) (γ + step if AR <= target else γ - step)
 
-    A draft that ran to its greatest length leaves γ as it is where AR is above the target: a lower one would not make
-    it longer. Each row of a batch has a threshold of its own; the next call with the model begins with their mean.
-    Constants are those of Draft & Verify.
+    A draft of maximum length does not lower γ, since a lower threshold would not make it longer. Each row of a batch
+    has a threshold of its own; the next call with the model starts with their mean. The constants are those of Draft &
+    Verify.
 
     Args:
         rule: :class:`ConfidenceThreshold` (Draft & Verify) or :class:`ProductThreshold` (AdaSPEED); its threshold is
-            the first one.
-        target: the wanted acceptance rate α.
-        step: how far a round moves the threshold at most (ε).
+            the initial one.
+        target: the target acceptance rate α.
+        step: step of the threshold in a round, before smoothing (ε).
         rate_memory, threshold_memory: β1 and β2.
 
     Raises:

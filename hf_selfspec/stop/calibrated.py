@@ -13,21 +13,24 @@ from ..registry import register
 from ..settings import check_share
 from .rules import Memory, RunningRule
 
-# Verified tokens that count, those before which no draft is ended, and how often the threshold is found anew.
+# Number of last verified tokens that count, number before which no draft ends, and tokens between two calibrations.
 _REMEMBERED, _LEAST, _EVERY = 1024, 32, 16
 
 
 @register("stop")
 @dataclass(frozen=True)
 class CalibratedEntropy:
-    """Stops after a token whose distribution's entropy is above what lets a share ``epsilon`` of tokens be accepted.
+    """Stops after a token whose entropy is too high for a share ``epsilon`` of such tokens to be accepted.
 
-    The threshold is the loosest at or below which that share of the last verified tokens was accepted, as DSSD
-    calibrates those of its heads on held-out text; here it is the drafts themselves that it is calibrated on, all rows
-    and calls with a model together. Until 32 tokens were verified no draft is ended.
+    The threshold is the highest entropy at or below which that share of the last verified tokens was accepted. DSSD
+    calibrates the thresholds of its heads in this way on held-out text; here the drafts themselves are used, of all
+    rows and calls with a model. No draft is ended before 32 tokens were verified.
 
     Args:
-        epsilon: between 0 and 1, both excluded.
+        epsilon: the target share, between 0 and 1, both excluded.
+
+    Raises:
+        SettingError, SettingTypeError: ``epsilon`` is not allowed.
     """
 
     epsilon: float = 0.9
@@ -62,7 +65,7 @@ class _Calibrating:
         entropies = torch.stack(self._draft).tolist()
         with self._memory.lock:
             for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
-                # Of tokens behind the first wrong one nothing is known.
+                # Nothing is known about tokens after the first wrong one.
                 for depth in range(min(count, kept + 1)):
                     self._memory.value.append((entropies[depth][row], depth < kept))
                     self._unseen += 1
@@ -70,7 +73,7 @@ class _Calibrating:
                 self._unseen, self.most = 0, self._found()
 
     def _found(self) -> float:
-        """The most entropy; that of no token where the share is never reached."""
+        """The highest entropy allowed, one that no token has where the share is never reached."""
         known = list(self._memory.value)
         if len(known) < _LEAST:
             return float("inf")

@@ -24,13 +24,13 @@ def check_fitted_rule(
 
     Args:
         stop: the rule.
-        plan: the blocks that draft, ``None`` where that is not known yet.
+        plan: the blocks that draft, ``None`` where they are not known yet.
         source: what drafts, for the message.
-        do_sample: whether tokens are drawn; a warning is given where the probe was fitted for the other case.
-        fingerprint: gives that of the model.
+        do_sample: whether tokens are sampled; warns if the probe was fitted for the other case.
+        fingerprint: returns the model's fingerprint.
 
     Raises:
-        SettingError: it was fitted to another model or layer.
+        SettingError: the probe was fitted to another model or layer.
     """
     rule = stop.rule if isinstance(stop, AdaptiveThreshold) else stop
     probe = getattr(rule, "confidence", None)
@@ -43,7 +43,7 @@ def check_fitted_rule(
             f"Draft with EarlyExit({probe.exit_layer}), or fit another probe."
         )
     if probe.do_sample != do_sample:
-        modes = {True: "drawn tokens", False: "greedy text"}
+        modes = {True: "sampled tokens", False: "greedy text"}
         warn_once(
-            f"the probe was fitted for {modes[probe.do_sample]} and is used for {modes[do_sample]}: it may mislead."
+            f"the probe was fitted for {modes[probe.do_sample]} but is used for {modes[do_sample]}: it may mislead."
         )

@@ -3,12 +3,12 @@
 A rule is a callable in the manner of a ``LogitsProcessor``:
 ``rule(input_ids [b, s], logits [b, v], hidden_states [b, d]) -> BoolTensor [b]``. It is called after each drafted
 token, which is the last column of ``input_ids``; ``logits`` are the draft's own, from which that token was chosen, and
-``hidden_states`` is the state behind them. In a batch, shorter rows are aligned right and repeat their first column on
-the left. ``True`` ends the row's draft *after* that token: a rule never drops one. A function of one's own with this
-signature serves as well.
+``hidden_states`` are the states that the logits were computed from. In a batch, shorter rows are aligned right and
+repeat their first column on the left. ``True`` ends the row's draft *after* that token: a rule never drops one. Any
+function with this signature works as well.
 
-A rule that remembers something, from token to token or from draft to draft, has a ``start`` instead, which gives what
-is called while one generation runs (:class:`RunningRule`).
+A rule that remembers something, from token to token or from draft to draft, has a method ``start`` instead, which
+returns what is called while one generation runs (:class:`RunningRule`).
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from ..settings import MOST_DRAFT, check_count, check_share
 from ..transfer import upload
 from .traced import NEVER, Reach, TracedRule
 
-# (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
+# Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RuleFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class RunningRule(Protocol):
-    """A stop rule while one generation runs; rows are the batch's."""
+    """A stop rule while one generation runs; ``b`` is the batch size."""
 
     def begin(self) -> None:
-        """A new draft begins in each row."""
+        """Starts a new draft in each row."""
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[b]`` whether each row's draft ends with the token that was just drafted."""
+        """Returns ``[b]`` whether each row's draft ends with the token that was just drafted."""
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """How many tokens of each row's draft were accepted; rows that drafted nothing took no part."""
+        """Learns how many tokens of each row's draft were accepted; rows with an empty draft are ignored."""
 
 
 @runtime_checkable
 class TraceableRule(Protocol):
-    """A running rule that can say what it does by one number of each token.
+    """A running rule that compares one number per token with a bound.
 
-    Then a graph of a whole draft holds it, and a step needs no further launches and reads for it.
+    Such a rule can be part of the graph of a whole draft, and a step needs no extra launches or reads for it.
     """
 
     def traced(self) -> TracedRule | None:
-        """The rule for the next draft, ``None`` where only calls can tell."""
+        """Returns the rule for the next draft in that form, ``None`` if it has none and must be called."""
 
 
 class Memory:
@@ -71,9 +71,9 @@ class RememberingRule(Protocol):
         """Returns what decides in one generation.
 
         Args:
-            rows: of the batch.
-            max_draft: most tokens in a draft.
-            memory: of earlier generations with the same model and the same kind of call.
+            rows: number of rows of the batch.
+            max_draft: maximum number of tokens in a draft.
+            memory: what was kept from earlier generations with the same model and the same kind of call.
         """
 
 
@@ -106,17 +106,20 @@ class _Function:
 
 
 def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-    """``rule`` for one generation, see :meth:`RememberingRule.start`."""
+    """Starts ``rule`` for one generation, see :meth:`RememberingRule.start`."""
     return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule, rows)
 
 
 @register("stop")
 @dataclass(frozen=True)
 class FixedLength:
-    """Drafts ``num_tokens`` tokens, always (LayerSkip §4.3).
+    """Always drafts ``num_tokens`` tokens (LayerSkip §4.3).
 
     Args:
         num_tokens: length of a draft, from 1 to 1,024.
+
+    Raises:
+        SettingError, SettingTypeError: ``num_tokens`` is not allowed.
     """
 
     num_tokens: int
@@ -126,7 +129,7 @@ class FixedLength:
 
     @property
     def max_draft(self) -> int:
-        """Upper bound on the draft's length that this rule sets by itself."""
+        """The upper bound that this rule sets on a draft's length."""
         return self.num_tokens
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -140,8 +143,11 @@ class ConfidenceThreshold:
 
     Args:
         threshold: between 0 and 1, both excluded.
-        confidence: gives the probability ``[b]`` that a drafted token is accepted from its ``logits`` ``[b, v]`` and
-            ``hidden_states`` ``[b, d]``, for example a :class:`LinearProbe`; ``None`` for the top-1 probability.
+        confidence: returns the probability ``[b]`` that a drafted token is accepted, given its ``logits`` ``[b, v]``
+            and ``hidden_states`` ``[b, d]``, for example a :class:`LinearProbe`; ``None`` for the top-1 probability.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
     """
 
     threshold: float = 0.8
@@ -161,15 +167,17 @@ class ConfidenceThreshold:
 @register("stop", "rule")
 @dataclass(frozen=True)
 class ProductThreshold:
-    """Stops after the token with which the product of the draft's confidences falls below ``threshold``.
+    """Stops after the token at which the product of the draft's confidences falls below ``threshold``.
 
-    AdaSPEED §II.A: verification accepts tokens up to the first wrong one, so what counts is whether all of them are
-    right.
+    AdaSPEED §II.A: verification accepts tokens up to the first wrong one, so all tokens before must be right, too.
 
     Args:
         threshold: between 0 and 1, both excluded. (AdaSPEED starts at 0.8 and adapts it, see
             :class:`AdaptiveThreshold`.)
         confidence: as in :class:`ConfidenceThreshold`.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
     """
 
     threshold: float = 0.4
@@ -192,7 +200,7 @@ class Comparing:
     """A rule with a threshold for each row, while one generation runs.
 
     Attributes:
-        thresholds: one for each row. They go to a device when they are wanted there, each time that they were replaced.
+        thresholds: one for each row. After each change they are uploaded to a device when they are needed there.
     """
 
     def __init__(self, rule: ConfidenceThreshold | ProductThreshold, thresholds: Sequence[float]) -> None:
@@ -227,27 +235,27 @@ class Comparing:
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
-    """Top-1 probability ``[b]`` of logits ``[b, v]``."""
+    """Returns the top-1 probability ``[b]`` of logits ``[b, v]``."""
     return logits.softmax(-1, dtype=torch.float32).amax(-1)
 
 
 def _last(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """What :class:`ConfidenceThreshold` compares."""
+    """The value ``[b]`` that :class:`ConfidenceThreshold` compares."""
     return confidence(logits)
 
 
 def _product(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """What :class:`ProductThreshold` compares."""
+    """The value ``[b]`` that :class:`ProductThreshold` compares."""
     sure = confidence(logits)
     return sure if before is None else before * sure
 
 
-# What is compared with the threshold of a rule; a class derived from one of these may compute something else.
+# What each rule compares with its threshold, by its exact class: a subclass may compute something else.
 _REACHES: dict[type, Reach] = {ConfidenceThreshold: _last, ProductThreshold: _product}
 
 
 def _traced(rule: ConfidenceThreshold | ProductThreshold, thresholds: tuple[float, ...]) -> TracedRule | None:
-    """A rule by a number of each token, ``None`` where its confidence is a function of the user's own."""
+    """The rule as a bound on one number per token, ``None`` if its confidence is the user's own function."""
     if rule.confidence is not None or type(rule) not in _REACHES:
         return None
     return TracedRule(_REACHES[type(rule)], thresholds)

@@ -1,4 +1,4 @@
-"""Stop rules by a number of each token, which the host compares with a bound when it reads it."""
+"""Stop rules as a bound on one number per token, which the host compares when it reads the numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-# (value [b] of the draft's token before, ``None`` for the first one; logits [b, v]) to the value [b] of a token.
+# Maps (value [b] of the draft's previous token, ``None`` for the first; logits [b, v]) to the value [b] of a token.
 Reach = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
@@ -17,20 +17,20 @@ class TracedRule:
     """Ends a draft after the token whose value is below a bound.
 
     Attributes:
-        reach: gives that value, which is finite where the logits can be chosen from. The same function for equal
-            rules, since graphs are found by it; ``None`` where no token ends a draft.
-        bounds: of each row, which may change from draft to draft.
+        reach: returns that value, which is finite where the logits are valid. It must be the same function for equal
+            rules, since graphs are looked up by it; ``None`` if no token ends a draft.
+        bounds: one for each row; they may change from draft to draft.
     """
 
     reach: Reach | None
     bounds: tuple[float, ...]
 
     def values(self, before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-        """``[b]`` the value of a token, or the highest logit where none ends a draft."""
+        """The value ``[b]`` of a token, or its highest logit if no token ends a draft."""
         return logits.amax(-1) if self.reach is None else self.reach(before, logits)
 
     def judge(self, values: Sequence[float], tokens: Sequence[int], eos: Collection[int]) -> Judged:
-        """What the values of all rows' tokens say; ``eos`` ends a draft, too."""
+        """Decides by the values of all rows' tokens which drafts end; ``eos`` tokens end a draft, too."""
         counts = [math.isfinite(value) for value in values]
         bounds = self.bounds or [-math.inf] * len(counts)
         ends = [v < bound or token in eos for v, bound, token in zip(values, bounds, tokens, strict=True)]
@@ -39,11 +39,11 @@ class TracedRule:
 
 @dataclass(frozen=True)
 class Judged:
-    """Of one token of each row.
+    """What was decided about one token of each row.
 
     Attributes:
-        counts: whether it is a prediction: logits that are no numbers predict nothing.
-        ends: whether the row's draft ends with it.
+        counts: for each row whether the token is a prediction: NaN logits predict nothing.
+        ends: for each row whether its draft ends with the token.
     """
 
     counts: list[bool]

@@ -46,7 +46,7 @@ def test_skip_space_of_shared_keys() -> None:
 
 
 def test_too_few_layers() -> None:
-    with pytest.raises(SettingError, match=r"at least 4 layers, LlamaForCausalLM has 3"):
+    with pytest.raises(SettingError, match=r"at least 4 layers, but LlamaForCausalLM has 3"):
         SkipSpace.of(Anatomy.of(tiny_llama(3)))
 
 

@@ -1,4 +1,4 @@
-"""Recurrent states of hybrid and state-space models: which are served, and how each goes on."""
+"""Recurrent states of hybrid and state-space models: which are supported, and how each is updated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .recurrence import Recurrence
 from .selective_scan import SelectiveScan
 from .state_space import StateSpace
 
-# Model types whose states are proven to be taken back exactly, each with its recurrence; None for convolutions alone.
+# Model types whose states are proven to roll back exactly, each with its recurrence; None for convolutions alone.
 SERVED: dict[str, type[Recurrence] | None] = {
     "bailing_hybrid": KimiDelta,
     "bamba": StateSpace,

@@ -14,19 +14,19 @@ class Convolution:
     """The inputs of a causal convolution; state ``[b, c, width]``.
 
     Args:
-        width: how many of them the next tokens may need.
+        width: how many inputs the next tokens may need.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
 
     def prefill(self, inputs: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """The state after the beginning of a text, ``[b, c, s]``, of which ``kept`` ``[b, s]`` counts."""
+        """The state after the beginning of a text, ``[b, c, s]``, of which the columns ``kept`` ``[b, s]`` count."""
         nothing = inputs.new_zeros(*inputs.shape[:2], self.width)
         return self.advance(nothing, (inputs,), kept)
 
     def windows(self, state: torch.Tensor, inputs: torch.Tensor, nodes: TreeLayout) -> torch.Tensor:
-        """For each token of a tree the last inputs on its path, ``[b * t, c, width]``, of inputs ``[b, c, t]``."""
+        """For each token of a tree the last inputs on its path, ``[b * t, c, width]``, from inputs ``[b, c, t]``."""
         whole = torch.cat([state, inputs], 2)
         b, t = whole.shape[0], inputs.shape[2]
         places = torch.tensor([self._paths(parents) for parents in nodes.parents], device=whole.device)

@@ -10,11 +10,11 @@ from ..layout import TreeLayout
 from .linear_attention import advance, attend
 from .recurrence import Entries, in_blocks
 
-_EPSILON = 1e-6  # of the norm of queries and keys in transformers' and FLA's functions
+_EPSILON = 1e-6  # for the norm of queries and keys, as in transformers' and FLA's functions
 
 
 class GatedDelta:
-    """The gated delta rule with one decay a head; state ``[b, k, n, h]``. See :class:`Recurrence`."""
+    """The gated delta rule with one decay per head; state ``[b, k, n, h]``. See :class:`Recurrence`."""
 
     kernel = "torch_chunk_gated_delta_rule"
     parameters: tuple[str, ...] = (
@@ -90,6 +90,6 @@ class GatedDelta:
 
 
 class KimiDelta(GatedDelta):
-    """The same with a decay for each channel of the keys."""
+    """The gated delta rule with a decay for each channel of the keys."""
 
     kernel = "chunk_kimi_delta_attention"

@@ -1,9 +1,9 @@
 """Linear attention with decay, with and without the delta rule, over a few tokens at once.
 
-A state ``S`` ``[b, k, n, h]`` maps keys to values. Each token lets it decay by ``exp(g)`` and adds ``key ⊗ u``. With
-the delta rule ``u = beta (value - key S)``, without it ``u = value``; the output is ``query S``. For tokens of one
-block the ``u`` follow from one triangular system (Yang et al., arXiv 2412.06464), and the state after any number of
-them from these ``u`` alone: none has to be run again.
+A state ``S`` ``[b, k, n, h]`` maps keys to values. Each token decays it by ``exp(g)`` and adds ``key ⊗ u``. With the
+delta rule ``u = beta (value - key S)``, without it ``u = value``; the output is ``query S``. The ``u`` of a block of
+tokens follow from one triangular system (Yang et al., arXiv 2412.06464), and the state after any number of these tokens
+follows from their ``u``: no token has to be run again.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ def attend(
     beta: torch.Tensor | None,
     nodes: TreeLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output of a block of tokens.
+    """Computes the output of a block of tokens.
 
     Args:
         state: ``[b, k, n, h]`` before the block.
         query, key: ``[b, k, t, n]``.
         value: ``[b, k, t, h]``.
-        decay: ``[b, k, t, n]``, or ``[b, k, t, 1]`` where it is one for the whole head; logarithms, at most 0.
-        beta: ``[b, k, t]`` for the delta rule, ``None`` without.
-        nodes: how the tokens hang together, ``None`` for a line.
+        decay: ``[b, k, t, n]``, or ``[b, k, t, 1]`` if there is one for the whole head; logarithms, at most 0.
+        beta: ``[b, k, t]`` for the delta rule, ``None`` without it.
+        nodes: the tree that the tokens form, ``None`` for a line.
 
     Returns:
         Output ``[b, k, t, h]``, and ``u`` of the same shape.
     """
     t = key.shape[2]
-    # Which tokens each has behind it, itself included: [1, 1, t, t], or [b, 1, t, t].
+    # The ancestors of each token, itself included: [1, 1, t, t], or [b, 1, t, t].
     before = None if nodes is None else nodes.ancestry(key.device)[:, None]
     total = decay.cumsum(2) if before is None else before.to(decay.dtype) @ decay
     gone = total.exp()
@@ -56,11 +56,11 @@ def attend(
 
 
 def advance(state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
-    """The state ``[b, k, n, h]`` after tokens.
+    """Returns the state ``[b, k, n, h]`` after some tokens.
 
     Args:
-        state: before them.
-        entries: key ``[b, k, t, n]``, ``u`` ``[b, k, t, h]`` and decay ``[b, k, t, 1 or n]`` of each.
+        state: the state before them.
+        entries: their keys ``[b, k, t, n]``, ``u`` ``[b, k, t, h]`` and decays ``[b, k, t, 1 or n]``.
         kept: ``[b, t]`` tokens that count, ``None`` for all.
     """
     key, known, decay = entries
@@ -76,7 +76,7 @@ def advance(state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) ->
 
 
 def _weights(total: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """What is left of the column's token at the row's, ``[b, k, t, t, 1 or n]``; 0 where it is not before that."""
+    """How much of the column's token is left at the row's, ``[b, k, t, t, 1 or n]``; 0 unless it comes before that."""
     t = total.shape[2]
     if before is None:
         before = torch.ones(t, t, dtype=torch.bool, device=total.device).tril()

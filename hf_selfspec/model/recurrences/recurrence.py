@@ -1,4 +1,4 @@
-"""What one kind of recurrent state has to know of itself."""
+"""The interface of a kind of recurrent state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..layout import TreeLayout
 
 # What tokens feed into a state, [b, c, t, ...]: tokens are the third dimension of each tensor.
 Entries = tuple[torch.Tensor, ...]
-# (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
+# Maps (state [b, ...], entries, kept [b, t] or None) to the state after the entries that count.
 Advance = Callable[[torch.Tensor, Entries, torch.Tensor | None], torch.Tensor]
-# (state, inputs of a block, how its tokens hang together) to its output and entries.
+# Maps (state, inputs of a block, the tree of its tokens) to its output and entries.
 Outputs = Callable[[torch.Tensor, Entries, TreeLayout | None], tuple[torch.Tensor, Entries]]
-# Tokens that a step takes at a time: what it computes for pairs of tokens stays small.
+# Tokens that a step processes at a time, so that what it computes for pairs of tokens stays small.
 BLOCK = 32
 
 
@@ -24,8 +24,8 @@ class Recurrence(Protocol):
 
     Attributes:
         kernel: name of the function in the model's own file, for text of any length.
-        parameters: its parameters. Another version's function with others is not known.
-        continues: it can start from a state.
+        parameters: its parameters. Functions of other versions with other parameters are not supported.
+        continues: whether it can start from a state.
         token_dim: dimension of the tokens in its first argument.
     """
 
@@ -41,9 +41,9 @@ class Recurrence(Protocol):
 
         Args:
             kernel: the function.
-            state: ``[b, ...]`` where it starts, ``None`` for the beginning of the text.
-            kept: ``[b, s]`` tokens that count, ``None`` for all; the others are to leave the state as it is.
-            args, kwargs: what the model calls it with.
+            state: ``[b, ...]`` the state to start from, ``None`` at the beginning of the text.
+            kept: ``[b, s]`` tokens that count, ``None`` for all; the others must not change the state.
+            args, kwargs: the arguments of the model's call.
 
         Returns:
             Its output, and the state after the tokens that count.
@@ -52,41 +52,41 @@ class Recurrence(Protocol):
     def step(
         self, state: torch.Tensor, nodes: TreeLayout | None, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, Entries]:
-        """The same output for a few tokens, and what they feed into the state, which stays as it is.
+        """Returns the same output for a few tokens, and what they feed into the state, which is not changed.
 
         Args:
-            state: ``[b, ...]`` before them.
-            nodes: how they hang together, ``None`` for a line.
-            args, kwargs: what the model calls its function with.
+            state: ``[b, ...]`` the state before them.
+            nodes: the tree that they form, ``None`` for a line.
+            args, kwargs: the arguments of the model's call.
         """
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
-        """The state after these tokens.
+        """Returns the state after these tokens.
 
         Args:
-            state: ``[b, ...]``.
+            state: ``[b, ...]`` the state before them.
             entries: what the tokens feed into it.
             kept: ``[b, t]`` which of them count in each row, ``None`` for all.
         """
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
-        """The state of one call of the function in a layer, as transformers' cache has the states of all calls."""
+        """Returns the state of one call of the function, from the states of all calls in transformers' cache."""
 
     def store(self, state: torch.Tensor) -> torch.Tensor:
-        """The reverse of :meth:`load`; the states of several calls stand side by side in the second dimension."""
+        """The inverse of :meth:`load`; the states of several calls are concatenated in the second dimension."""
 
 
 def in_blocks(
     outputs_of: Outputs, advance: Advance, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None
 ) -> tuple[torch.Tensor, Entries]:
-    """Output and entries of a tree, or of a line of any length, a block at a time.
+    """Computes output and entries of a tree, or of a line of any length, a block at a time.
 
     Args:
-        outputs_of: of a block.
+        outputs_of: computes them for a block.
         advance: see :meth:`Recurrence.advance`.
-        state: ``[b, ...]``.
+        state: ``[b, ...]`` the state before the tokens.
         inputs: tensors whose third dimension is that of the tokens.
-        nodes: how they hang together, ``None`` for a line.
+        nodes: the tree that the tokens form, ``None`` for a line.
     """
     if nodes is not None:
         return outputs_of(state, inputs, nodes)

@@ -14,7 +14,7 @@ from .recurrence import Entries, in_blocks
 class SelectiveScan:
     """Mamba-1's recurrence; state ``[b, d, n]``. See :class:`Recurrence`.
 
-    Transformers' function begins at zero whatever the cache holds, so text that goes on from a state takes steps.
+    Transformers' function starts from zero whatever the cache holds, so text that continues from a state takes steps.
     """
 
     kernel = "mamba_selective_scan"
@@ -82,7 +82,7 @@ class SelectiveScan:
         return state
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
-        """See :meth:`Recurrence.load`; Zamba calls the function for each head and keeps the states side by side."""
+        """See :meth:`Recurrence.load`; Zamba calls the function for each head and concatenates the states."""
         return (state if state.dim() == 3 else state[:, part]).float()
 
     def store(self, state: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class SelectiveScan:
         return state
 
     def _outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
-        # One token after the other, since a state is small.
+        # One token after another, since a state is small.
         dt, x, b, c = inputs
         left, added = self._terms(dt, x, b)
         states: list[torch.Tensor] = []
@@ -100,13 +100,13 @@ class SelectiveScan:
         return (torch.stack(states, 2) * c.transpose(1, 2)[:, None]).sum(-1), (dt, x, b)
 
     def _terms(self, dt: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each token leaves of a state and what it adds, ``[b, d, t, n]``."""
+        """The factor by which each token scales a state, and what it adds, ``[b, d, t, n]``."""
         left = (dt[..., None] * self._a[:, None]).exp()
         return left, x[..., None] * b.transpose(1, 2)[:, None]
 
 
 def _parent(states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: TreeLayout | None) -> torch.Tensor:
-    """``[b, d, n]`` the state before a token."""
+    """The state ``[b, d, n]`` before a token."""
     known = [first, *states]
     if nodes is None:
         return known[-1]
@@ -117,7 +117,7 @@ def _parent(states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: 
 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
-    """``Δ`` of each token ``[b, d, t]``."""
+    """The ``Δ`` ``[b, d, t]`` of each token."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)[:, None]
     return F.softplus(dt) if softplus else dt

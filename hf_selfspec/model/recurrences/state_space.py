@@ -1,4 +1,4 @@
-"""State-space models with one decay a head (Mamba-2)."""
+"""State-space models with one decay per head (Mamba-2)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StateSpace:
     ) -> tuple[torch.Tensor, Entries]:
         """See :meth:`Recurrence.step`; ``x`` ``[b, t, k, h]``, ``B`` and ``C`` ``[b, t, groups, n]``.
 
-        As in transformers' steps of one token ``dt_limit`` has no effect.
+        As in transformers' one-token steps, ``dt_limit`` has no effect.
         """
         group = hidden_states.shape[2] // b.shape[2]
         x = hidden_states.transpose(1, 2).float()
@@ -93,7 +93,7 @@ class StateSpace:
 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
-    """``Δ`` of each token."""
+    """The ``Δ`` of each token."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     return F.softplus(dt) if softplus else dt
