@@ -483,7 +483,7 @@ def test_mistakes(tmp_path: Path) -> None:
             calibrate_exit_heads(tokenizer=None, **asked)
     for change, words in (
         ({"metric": "variance"}, "must be one of"),
-        ({"epsilons": [0.9, 0.5]}, "must rise"),
+        ({"epsilons": [0.9, 0.5]}, "must be in increasing order"),
         ({"labels": 2.0}, "must lie between"),
         ({"metric": ["entropy"]}, "must be one of"),
         ({"layers": [9]}, "between 1 and 7"),

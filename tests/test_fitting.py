@@ -620,7 +620,7 @@ def no_attention(folder: Path) -> None:
     ("damage", "words"),
     [
         (cut_short, "cut short or changed"),
-        (no_numbers, "weights that are no numbers: norm.weight"),
+        (no_numbers, "weights that are not finite: norm.weight"),
         (other_shape, "cut short or changed"),
         (no_config, "has no config.json"),
         (broken_config, "cut short or changed"),

@@ -95,7 +95,7 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
             (("about", "calibration", "metric"), "luck", r"\(metric\) must be one of"),
             (("about", "calibration", "metric"), None, r"\['metric'\] must be one of"),
             (("about", "calibration", "epsilons"), 0.9, r"\['epsilons'\] must be a list"),
-            (("about", "calibration", "epsilons"), [0.9, 0.5], r"\['epsilons'\] must rise"),
+            (("about", "calibration", "epsilons"), [0.9, 0.5], r"\['epsilons'\] must be in increasing order"),
             (("about", "calibration", "epsilons"), [0.5, "0.9"], r"\['epsilons'\] must be a number"),
             (("about", "calibration", "epsilons"), [0.5], "one for each of the epsilons, got 2"),
             (("about", "calibration", "thresholds"), 3, r"\['thresholds'\] must have tables for some of"),
@@ -140,7 +140,7 @@ def test_junk_in_a_config(kind: type[Part], keys: tuple[Any, ...], value: Any, w
 def test_configs_that_are_something_else(kind: type[Part], text: str, tmp_path: Path) -> None:
     PARTS[kind]().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(SettingError, match=r"config\.json is not of a saved"):
+    with pytest.raises(SettingError, match=r"config\.json does not belong to a saved"):
         kind.load(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A frozen model, as what is fitted to it sees it."""
+"""A frozen model, and the states that are read from it to fit a small module."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ..model.head import OwnHead
 
 @dataclass(frozen=True)
 class Observed:
-    """What the model shows of a batch of text.
+    """The model's states on a batch of text.
 
     Attributes:
         ids: ``[b, s]`` the batch.
-        states: for each wanted layer ``E``, ``[b, s, d]`` what left layer ``E - 1``.
-        exits: the same behind the model's own final norm.
-        final: ``[b, s, d]`` what the whole model sends to its head.
+        states: for each wanted layer ``E``, ``[b, s, d]`` the output of layer ``E - 1``.
+        exits: the same after the model's own final norm.
+        final: ``[b, s, d]`` what the whole model gives to its head.
     """
 
     ids: torch.Tensor
@@ -41,7 +41,7 @@ class Observed:
     final: torch.Tensor
 
     def to(self, device: torch.device) -> Observed:
-        """The same on another device."""
+        """Returns the same states on another device."""
         states, exits = (
             {layer: state.to(device) for layer, state in found.items()} for found in (self.states, self.exits)
         )
@@ -49,16 +49,16 @@ class Observed:
 
 
 class Backbone:
-    """A model whose states are labels. While :meth:`frozen`, it is in eval mode and gets no gradients.
+    """A model whose states are the data of a fit. Inside :meth:`frozen`, it is in eval mode and gets no gradients.
 
     Args:
         model: a causal LM of transformers.
         layers: exit layers whose states are wanted.
         cache_dir: where the states of each row of text are kept, so that further fits on the same text need no forward;
-            ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` numbers.
+            ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` values.
 
     Raises:
-        SettingError, UnsupportedModelError: an exit does not exist or cannot be brought to the head.
+        SettingError, UnsupportedModelError: an exit does not exist, or its states cannot go into the head.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Where ids go.
+        """The device of the input ids.
 
         Raises:
-            UnsupportedModelError: the model's weights are somewhere else.
+            UnsupportedModelError: the model is offloaded.
         """
         device: torch.device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
@@ -109,7 +109,7 @@ class Backbone:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Eval mode, no gradients, hooks for the exits; all as before afterwards."""
+        """Sets eval mode, stops gradients and hooks the exits; restores everything afterwards."""
         training = [module for module in self.model.modules() if module.training]
         learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         try:
@@ -127,7 +127,7 @@ class Backbone:
 
     @torch.no_grad()
     def observe(self, ids: torch.Tensor) -> Observed:
-        """What the model shows of ``ids`` ``[b, s]``, from the cache where it is there."""
+        """Returns the model's states on ``ids`` ``[b, s]``, from the cache if they are there."""
         ids = ids.to(self.device)
         files = [] if self._folder is None else [self._folder / f"{_digest(row)}.safetensors" for row in ids]
         kept = [_read(file) for file in files]
@@ -171,10 +171,10 @@ class Backbone:
 
 
 def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
-    """A folder for the states of a model as it is: its weights, precision and active adapters.
+    """The name of a folder for the states of a model with its present weights, precision and active adapters.
 
     Raises:
-        SettingError: the weights cannot be told from those of another model.
+        SettingError: the weights cannot be identified.
     """
     if fingerprint.weights is None:
         raise SettingError(
@@ -202,7 +202,7 @@ def _digest(row: torch.Tensor) -> str:
 
 
 def _read(file: Path) -> dict[str, torch.Tensor] | None:
-    """What is kept of a row; nothing where the file is missing or was cut short."""
+    """The saved states of a row, ``None`` if the file is missing or was cut short."""
     try:
         return dict(load_file(file))
     except (OSError, SafetensorError):

@@ -1,4 +1,4 @@
-"""A fit that is asked for by names: of a model, of a text and of the folder for what is fitted."""
+"""Fits described by names and numbers alone: of a model, a text and an output folder, as on the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest(ABC):
-    """What every fit takes. Messages name settings as the command line does.
+    """The settings of every fit. Messages use the names of the command line.
 
     Attributes:
         model: folder or name on the Hub.
@@ -42,8 +42,8 @@ class FitRequest(ABC):
         field: column of the text.
         block_size: tokens of a row.
         batch: rows in a step, on each device.
-        learning_rate, epochs: of the Trainer.
-        dtype: of the model.
+        learning_rate, epochs: arguments of the Trainer.
+        dtype: data type of the model.
         cache: folder that keeps the model's states for further fits.
     """
 
@@ -63,11 +63,11 @@ class FitRequest(ABC):
 
     @property
     def name(self) -> str:
-        """What takes the settings, for messages."""
+        """The name of the fit, for messages."""
         return f"fit {self.kind}"
 
     def run(self) -> Part:
-        """Checks, loads and fits; what is wrong is found before the weights are loaded, as far as it can be.
+        """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible.
 
         Raises:
             SettingError, SettingTypeError: something is not allowed.
@@ -96,13 +96,13 @@ class FitRequest(ABC):
             check_folder("--cache", self.cache)
 
     def _check_config(self, config: Any) -> None:
-        """Checks what the config of the model's text decoder tells, before there are weights.
+        """Checks the settings against the config of the model's text decoder, before weights are loaded.
 
         Raises:
-            SettingError: the model has not those layers, or not that width.
+            SettingError: the model does not have these layers or sizes.
         """
         check_length(self.name, self.block_size, max_positions(config))
-        if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # else loading it will tell
+        if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
             with torch.device("meta"):
                 self._check_sizes(config)
 
@@ -120,12 +120,12 @@ class FitRequest(ABC):
         return {"block_size": self.block_size, "args": training, "cache_dir": self.cache, "output_dir": self.out}
 
     def _rows(self, blocks: Blocks) -> list[dict[str, list[int]]]:
-        """The text as rows of tokens, which is known to be enough."""
+        """The text as rows of tokens; raises if there are too few."""
         return [{"input_ids": ids} for ids in blocks.rows.tolist()]
 
     @abstractmethod
     def _check_choices(self) -> None:
-        """Checks settings of one kind that are no counts."""
+        """Checks settings of this kind of fit that are not counts."""
 
     @abstractmethod
     def _counts(self) -> dict[str, int | None]:
@@ -133,15 +133,15 @@ class FitRequest(ABC):
 
     @abstractmethod
     def _without_effect(self) -> Iterator[str]:
-        """What is to be told of settings that another one leaves without an effect."""
+        """Messages about settings that have no effect beside another one."""
 
     @abstractmethod
     def _check_sizes(self, config: Any) -> None:
-        """Checks that the model of a config has what is named."""
+        """Checks that a model with this config has the layers and sizes of the settings."""
 
     @abstractmethod
     def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
-        """Fits."""
+        """Fits the part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class HeadsFit(FitRequest):
     """DSSD's exit heads, see :func:`fit_exit_heads`."""
 
     kind: ClassVar[str] = "heads"
-    # Exit heads are calibrated on what the model writes behind the beginning of a row.
+    # Exit heads are calibrated on what the model writes after the beginning of a row.
     least_block: ClassVar[int] = 2
 
     layers: tuple[int, ...] | None = None
@@ -202,9 +202,9 @@ class HeadsFit(FitRequest):
 
     def _without_effect(self) -> Iterator[str]:
         if self.heads is not None and self.layers is not None:
-            yield f"--heads {self.heads} has no effect with --layers, which tell how many there are: leave it out."
+            yield f"--heads {self.heads} has no effect with --layers, which gives their number: leave it out."
         if self.copied and self.rank is not None:
-            yield f"--copied has no effect with --rank {self.rank}, since the model's own head is whole: leave one out."
+            yield f"--copied has no effect with --rank {self.rank}: the model's own head has full rank. Leave one out."
 
     def _check_sizes(self, config: Any) -> None:
         layers = chosen_layers(self.name, config.num_hidden_layers, self._num_heads, self.layers)
@@ -262,7 +262,7 @@ class ProbeFit(FitRequest):
 
 
 def _option(setting: str) -> str:
-    """What a setting is called on the command line."""
+    """The name of a setting on the command line."""
     return f"--{setting.replace('_', '-')}"
 
 
