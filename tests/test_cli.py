@@ -293,7 +293,7 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"speed": 3}, "No such option"),
     ("adapter", {"model": None}, "Missing option '--model'"),
     ("heads", {"layers": [2, 9]}, "the model has 6 layers"),
-    ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers with commas between them"),
+    ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers separated by commas"),
     ("heads", {"layers": [0, 2]}, "--layers must be at least 1, got 0"),
     ("heads", {"layers": [1, 3], "heads": 2}, "--heads 2 has no effect with --layers"),
     ("heads", {"copied": True, "rank": 4}, "--copied has no effect with --rank 4"),

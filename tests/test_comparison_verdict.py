@@ -68,7 +68,8 @@ def test_other_text_than_the_models_is_never_the_best() -> None:
     assert found.headline == "No way that writes the model's own text is faster than plain generate here."
     assert found.call == ""
     assert found.details == [
-        "SelfSpec() (1.50) does not count: it does not write the model's own text, whose ids it has in 3 of 4 texts."
+        "SelfSpec() (1.50) does not count: it does not write the model's own text (the ids are the same in 3 of 4 "
+        "texts)."
     ]
     drawn = verdict(condition(equal_ids=None, is_lossless=False))
     assert drawn.details == ["SelfSpec() (1.50) does not count: it does not write the model's own text."]

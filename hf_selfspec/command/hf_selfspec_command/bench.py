@@ -40,7 +40,7 @@ class StreamOptions:
     ] = None
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None
     raw: Annotated[bool, typer.Option("--raw", help="Continue beginnings of texts instead of answering chats.")] = False
-    variants: Annotated[bool, typer.Option("--variants", help="Add a variant of each prompt, later in the stream.")] = False
+    variants: Annotated[bool, typer.Option("--variants", help="Also a variant of each prompt, later on.")] = False
     repeat: Annotated[bool, typer.Option("--repeat", help="Run the whole stream twice.")] = False
 
 
@@ -59,9 +59,9 @@ class MethodOptions:
     temperature: Annotated[list[float] | None, typer.Option(help="0, the default, for greedy; repeat it for more.")] = (
         None
     )
-    batch_size: Annotated[list[int] | None, typer.Option(help="Prompts in a batch, 1 by default; repeat it for more.")] = (
-        None
-    )
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Prompts in a batch, 1 by default; repeat it for more.")
+    ] = None
     top_p: Annotated[float, typer.Option(help="Top-p of sampling.")] = 1.0
     top_k: Annotated[int, typer.Option(help="Top-k of sampling.")] = 0
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampling and of the choice of prompts.")] = 0
@@ -69,11 +69,11 @@ class MethodOptions:
         str, typer.Option(help="wall, cpu, or auto: CPU time with one thread on a CPU, otherwise wall time.")
     ] = "auto"
     passes: Annotated[
-        int, typer.Option(help="How often the stream runs, each time with a new SelfSpec; the last counts (3 for graphs).")
+        int, typer.Option(help="How often the stream runs, each time with a new SelfSpec; the last run counts.")
     ] = 1
     first_calls: Annotated[int, typer.Option(help="Prompts with a new SelfSpec each, after the stream.")] = 0
     without: Annotated[
-        list[str] | None, typer.Option(help="Parts of SelfSpec to leave out: kernels, trees, suffix, successors, costs.")
+        list[str] | None, typer.Option(help="Leave out parts of SelfSpec: kernels, trees, suffix, successors, costs.")
     ] = None
     free_verification: Annotated[
         bool, typer.Option("--free-verification", help="Make drafts as large as if verification were free.")
@@ -81,7 +81,7 @@ class MethodOptions:
     memory: Annotated[
         bool, typer.Option("--memory", help="Measure each way's peak memory in a process of its own (on a CPU).")
     ] = False
-    trace: Annotated[bool, typer.Option("--trace", help="Write SelfSpec's statistics of each call to trace.jsonl.")] = False
+    trace: Annotated[bool, typer.Option("--trace", help="Write statistics of each call to trace.jsonl.")] = False
 
 
 @takes_options

@@ -38,7 +38,7 @@ def adapter(
     exit_layer: Annotated[int | None, typer.Option(help="The exit layer; 2 by default, 3 from 40 layers on.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, the model's by default.")] = None,
     blocks: Annotated[str, typer.Option(help="attention, mlp, or both separated by a comma.")] = "attention",
-    own_head: Annotated[bool, typer.Option("--own-head", help="Fit a head of its own instead of using the model's.")] = False,
+    own_head: Annotated[bool, typer.Option("--own-head", help="Fit a head of its own as well.")] = False,
 ) -> None:
     """Fit Kangaroo's adapter, attention after a shallow exit."""
     from hf_selfspec.spec_text import split
@@ -73,9 +73,9 @@ def probe(
     common: FitOptions,
     exit_layer: Annotated[int, typer.Option(help="The layer whose states the probe reads.")],
     sample: Annotated[bool, typer.Option("--sample", help="Fit it for sampling instead of greedy decoding.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Of drawn tokens, 1.0 by default.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Of drawn tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of drawn tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling, 1.0 by default.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Top-k of sampling.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
 ) -> None:
     """Fit AdaSPEED's probe, which predicts acceptance."""
     from hf_selfspec.train.request import ProbeFit
