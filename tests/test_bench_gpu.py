@@ -189,7 +189,7 @@ def test_other_settings_are_other_pieces(out: Path, begun: list[str]) -> None:
     [
         (json.dumps({"header": HEADER | {"machine": "another"}, "pieces": {}}), "of another machine or other versions"),
         (json.dumps({"header": HEADER | {"package": "hf_selfspec 0"}, "pieces": {}}), "Give another name, or move"),
-        ("[]", "no file of results"),
+        ("[]", "not a file of results"),
         ("{", "Move it away"),
     ],
 )

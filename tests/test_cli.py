@@ -152,7 +152,7 @@ DATA: dict[str, tuple[str, bytes | None, str]] = {
     "another column": (
         "a.jsonl",
         b'{"text": "a"}\n{"body": "text"}',
-        "line 2: there is no text in the column 'text'. Of the columns ['body'] name",
+        "line 2: there is no text in the column 'text'. Name one of the columns ['body'] with --field",
     ),
     "no text": ("a.jsonl", b'{"text": 5}', "line 1: there is no text in the column 'text'"),
     "empty text": ("a.txt", b"", "the dataset is empty"),
@@ -287,7 +287,7 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("heads", {"heads": 10**9}, "fit heads(num_heads) must be at most 4096, got 1000000000"),
     ("heads", {"rank": 10**9}, "ExitHeads(rank) must be at most 4194304, got 1000000000"),
     ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
-    ("adapter", {"heads": 3}, "hidden_size must be a multiple of 2 \* num_heads"),
+    ("adapter", {"heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
     ("adapter", {"blocks": ["mixer"]}, "--blocks mixer: there is no such choice. Give one of attention, mlp"),
     ("adapter", {"speed": 3}, "No such option"),
@@ -387,7 +387,7 @@ def test_too_little_text(kind: str, files: dict[str, Path], capsys: pytest.Captu
         ({"rms_norm_eps": "nan"}, "its config cannot be loaded (Validation error for field 'rms_norm_eps'"),
         ({"num_attention_heads": 0}, "its config cannot be loaded (integer modulo by zero)"),
         ({"num_hidden_layers": 1}, "the model has 1 layer, so it has no exit layer"),
-        ({"hidden_size": 33, "num_attention_heads": 3}, "hidden_size must be a multiple of 2 \* num_heads"),
+        ({"hidden_size": 33, "num_attention_heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
     ],
 )
 def test_configs_that_are_wrong(

@@ -43,8 +43,8 @@ def condition(prompts: int = 12, **changed: Any) -> dict[str, Any]:
 def test_verdicts() -> None:
     found = verdict(condition())
     assert found.headline == (
-        "SelfSpec() is 1.50 times as fast as plain generate (95 % interval 1.30 to 1.70): 30.0 tokens per second in "
-        "place of 20.0."
+        "SelfSpec() is 1.50 times as fast as plain generate (95 % interval 1.30 to 1.70): 30.0 tokens per second "
+        "instead of 20.0."
     )
     assert found.call == "assistant=SelfSpec()"
     assert found.details == ["The ids of SelfSpec() are plain generate's in 4 of 4 texts."]

@@ -368,7 +368,11 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], 
         "only an adapter with attention alone",
     ),
     "positions": (lambda model: EarlyExitAdapter(adapter_of(model, rope_theta=5.0)), SettingError, "rope_theta=5, "),
-    "norm": (lambda model: EarlyExitAdapter(adapter_of(model, norm_eps=1e-2)), UnsupportedModelError, "another norm"),
+    "norm": (
+        lambda model: EarlyExitAdapter(adapter_of(model, norm_eps=1e-2)),
+        UnsupportedModelError,
+        "does not compute the same",
+    ),
     "probe": (lambda model: EarlyExit(), SettingError, "has chosen no part"),
     "depth": (lambda model: EarlyExit(6), SettingError, "must be between 1 and 5"),
 }

@@ -576,7 +576,7 @@ def test_models_to_which_nothing_can_be_fitted() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Adapter(2, 64, 3), "heads must share the width"),
+        (lambda: Adapter(2, 64, 3), "hidden_size must be a multiple of"),
         (lambda: Adapter(2, 64, 4, blocks=("mixer",)), "takes some of"),
         (lambda: Adapter(0, 64, 4), r"exit_layer\) must be at least 1"),
         (lambda: SelfSpec.kangaroo(5), "must be Adapter or the path of a saved one"),

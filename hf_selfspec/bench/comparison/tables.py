@@ -253,9 +253,7 @@ def _first_calls(condition: Json) -> Table:
 
 def _clocks(condition: Json) -> Table:
     rows = [[way["name"], _ratio(way["whole_wall"]), _ratio(way["whole_cpu"])] for way in condition["ways"]]
-    note = (
-        "The same ratios by wall time and by the CPU time of the process; they are far apart on a disturbed machine."
-    )
+    note = "The same ratios by wall time and by the CPU time of the process; they are far apart on a disturbed machine."
     return Table("Two clocks", note, ["way", "wall", "CPU time"], rows)
 
 

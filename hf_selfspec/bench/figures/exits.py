@@ -197,6 +197,4 @@ _DESCRIPTION = (
     "timed in turn, prompt by prompt, in float32. The exit and draft length of each way are chosen on "
     "prompts other than the timed ones."
 )
-FIGURE = Figure(
-    "a trained model's early exits, transformers' and what is attainable", _add_options, _run, _DESCRIPTION
-)
+FIGURE = Figure("a trained model's early exits, transformers' and what is attainable", _add_options, _run, _DESCRIPTION)

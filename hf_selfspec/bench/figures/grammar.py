@@ -117,6 +117,6 @@ _DESCRIPTION = (
     "All ways answer each prompt in turn, in rotating order. Times are CPU times, so that other work on "
     "the machine matters little. `kept` is one SelfSpec over the whole stream, `fresh` a new one for each prompt, "
     "which knows nothing of earlier answers. The first call of each way warms up kernels and is not counted. Greedy "
-    "ids of all ways have to be equal. Each call gets a new processor of xgrammar; compiling the grammar is not counted."
+    "ids of all ways have to be equal. Each call gets a new xgrammar processor; compiling the grammar does not count."
 )
 FIGURE = Figure("JSON by a schema, with xgrammar", _add_options, _run, _DESCRIPTION)

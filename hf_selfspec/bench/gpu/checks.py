@@ -155,9 +155,7 @@ def _graphs(shape: DeviceLlama, way: Way) -> Result:
     plain = _written(model, batch)
     graphs = graphs_of(lambda: found.append(_written(model, batch, **way.options(shape.exit_layer))))
     if not graphs.compiled or graphs.skips:
-        raise CheckError(
-            f"{graphs.compiled} graphs were compiled, and torch skipped CUDA graphs {graphs.skips} times"
-        )
+        raise CheckError(f"{graphs.compiled} graphs were compiled, and torch skipped CUDA graphs {graphs.skips} times")
     return {"near_ties": _compare(model, batch, plain, found[0]), "graphs": graphs.compiled}
 
 
