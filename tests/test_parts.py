@@ -52,8 +52,8 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
         (("about", "fingerprint"), 5, r"\['fingerprint'\] must have the fields model, num_layers, shapes, weights"),
         (("about", "fingerprint"), {}, r"\['fingerprint'\] has no field 'model'"),
         (("colour",), "red", "colour"),
-        (("hidden_size",), 128, r"do not fit the weights .* should be \[.*128\] and is \[.*64\]"),
-        (("hidden_size",), 2**22, "do not fit the weights"),
+        (("hidden_size",), 128, r"do not match the weights .* should be \[.*128\] and is \[.*64\]"),
+        (("hidden_size",), 2**22, "do not match the weights"),
         (("hidden_size",), 2**40, rf"{name}\(hidden_size\) must be at most 4194304"),
         (("hidden_size",), "64", rf"{name}\(hidden_size\) must be a whole number"),
         (("hidden_size",), -64, rf"{name}\(hidden_size\) must be at least 1"),
@@ -75,7 +75,7 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
             (("exit_layer",), 10**6, r"Adapter\(exit_layer\) must be at most 4096"),
             (("blocks",), 5, r"Adapter\(blocks\) takes some of"),
             (("blocks",), [["mlp"]], r"Adapter\(blocks\) takes some of"),
-            (("blocks",), ["mlp"], "do not fit the weights"),
+            (("blocks",), ["mlp"], "do not match the weights"),
             (("vocabulary",), 97, r"head\.weight should be \[97, 64\] and is absent"),
             (("num_heads",), 5, "hidden_size must be a multiple of"),
         ],
@@ -89,7 +89,7 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
             (("layers",), list(range(1, 6000)), r"ExitHeads\(layers\): a layer must be at most 4096"),
             (("layers",), [1, 2, 3], "must have 3 rows, one for each head, got 2"),
             (("vocabulary",), 98, r"should be \[98, 64\] and is \[97, 64\]"),
-            (("rank",), 4, "do not fit the weights"),
+            (("rank",), 4, "do not match the weights"),
             (("norm_eps",), "x", r"ExitHeads\(norm_eps\) must be a number"),
             (("about", "calibration"), "high", r"\['calibration'\] must be a dict with a metric and epsilons"),
             (("about", "calibration", "metric"), "luck", r"\(metric\) must be one of"),
@@ -156,7 +156,7 @@ def test_nothing_large_is_made_for_a_file(kind: type[Part], tmp_path: Path, monk
         made.append(self.weight)
 
     monkeypatch.setattr(torch.nn.Linear, "__init__", watched)
-    with pytest.raises(SettingError, match="do not fit the weights"):
+    with pytest.raises(SettingError, match="do not match the weights"):
         kind.load(tmp_path)
     assert made
     assert all(weight.is_meta for weight in made)

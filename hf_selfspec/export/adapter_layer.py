@@ -27,7 +27,7 @@ WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "o
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """What a checkpoint needs for an adapter.
+    """The tensors and settings that make an adapter a layer of a checkpoint.
 
     Attributes:
         twin: index of the model's layer on which the new layer is modelled.
@@ -176,7 +176,7 @@ def _final_norm(model: nn.Module, anatomy: Anatomy, adapter: Adapter) -> dict[st
         if getattr(getattr(module, "weight", None), "shape", None) == adapter.norm.weight.shape
     ]
     if len(norms) != 1:
-        raise _unlike(anatomy, f"it has {len(norms)} norms behind its layers")
+        raise _unlike(anatomy, f"it has {len(norms)} norms after its layers")
     name, module = norms[0]
     return {".".join(filter(None, (path, name, "weight"))): _norm_weight(module, adapter.norm, anatomy)}
 

@@ -83,7 +83,7 @@ class Card:
 
     Attributes:
         model: name or folder of the whole model.
-        folder: where the draft is.
+        folder: folder of the draft.
         draft: the draft source's ``repr``.
         picture: the blocks that run, one character a layer.
         num_layers: number of layers in the checkpoint.

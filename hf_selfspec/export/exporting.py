@@ -101,7 +101,7 @@ def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -
     if anatomy.kv_sources and len(kept) < anatomy.num_layers:
         raise UnsupportedModelError(
             f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
-            "be taken out of it. Export a set that skips attention or MLP blocks alone, no layer as a whole."
+            "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
         )
     more = AdapterLayer(0, {})
     if blocks.adapter is not None:

@@ -25,7 +25,7 @@ _rows_behind: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictiona
 def _refusal(library: str, token: int) -> UnsupportedOptionError:
     return UnsupportedOptionError(
         f"a grammar of {library} does not allow token {token}, which was generated nevertheless: plain generate fails "
-        "here, too, or goes on with a text that the grammar does not allow. Another logits processor forbids all "
+        "here, too, or continues with a text that the grammar does not allow. Another logits processor forbids all "
         "tokens that the grammar allows, or forces one, or the grammar was made for fewer tokens than the model has."
     )
 

@@ -155,7 +155,7 @@ class LookupRow:
         """Learns from a round and appends the tokens that it emitted.
 
         Args:
-            tree: what was drafted.
+            tree: the draft.
             emitted: the tokens of the round, accepted ones and the one after them.
             tops: for each of the nodes ``0..n``, accepted or not, the model's likeliest next tokens, the likeliest
                 first, and their probabilities; two empty lists where they are not known.

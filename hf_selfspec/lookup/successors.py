@@ -89,7 +89,7 @@ class Successors:
         Successors.__init__(self, self.most)
 
     def state(self) -> dict[str, np.ndarray]:
-        """What is kept, the oldest pair first."""
+        """All pairs with their successors as arrays, the oldest pair first."""
         order = np.roll(np.arange(len(self._pairs)), -self._oldest)
         return {
             "pairs": np.array(self._pairs, np.int64)[order],

@@ -156,7 +156,7 @@ class ExitHeads(Part):
             raise SettingError(
                 f"epsilon={epsilon} is more than these exit heads reach: when they were calibrated, at best "
                 f"{_down(max(rates))} of what they drafted was accepted. Ask for less, fit them on more text, or "
-                "calibrate them on text that is nearer to what they are used for."
+                "calibrate them on text that is closer to what they are used for."
             )
         return self._at(index, metric)
 

@@ -227,7 +227,7 @@ def _check_shapes(part: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     for name in [*expected, *found]:
         if expected.get(name) != found.get(name):
             raise SettingError(
-                "these settings do not fit the weights beside them, or one of the two was cut short or changed: "
+                "these settings do not match the weights saved with them, or one of the two was cut short or changed: "
                 f"{name} should be {expected.get(name, 'absent')} and is {found.get(name, 'absent')}. Fit and save it "
                 "again."
             )

@@ -86,7 +86,7 @@ class Backbone:
         device: torch.device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
             raise UnsupportedModelError(
-                f"{self.anatomy.model_name} is offloaded, and nothing can be fitted to it then. Load it on its devices."
+                f"{self.anatomy.model_name} is offloaded, so nothing can be fitted to it. Load all of it on devices."
             )
         return device
 
@@ -179,7 +179,7 @@ def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
     if fingerprint.weights is None:
         raise SettingError(
             "cache_dir: this model's weights cannot be read (quantised, sharded or offloaded), so its states cannot be "
-            "told from another model's. Leave cache_dir out."
+            "distinguished from another model's. Leave cache_dir out."
         )
     adapters = [
         (name, list(module.active_adapters), bool(module.disable_adapters))

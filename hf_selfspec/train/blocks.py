@@ -35,9 +35,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     ) -> None:
         check_count(f"{name}(block_size)", length)
         if isinstance(texts, (str, bytes, Mapping)):
-            raise SettingTypeError(
-                f"{name} takes a list of texts or a dataset with a `text` column, got one {texts!r}."
-            )
+            raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {texts!r}.")
         tokens: list[int] = []
         end = getattr(tokenizer, "eos_token_id", None)
         for text in texts:

@@ -46,7 +46,7 @@ def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> s
 
     Args:
         args: arguments of the Trainer; without a ``save_strategy`` there are no checkpoints.
-        part: what is fitted to which model, as text.
+        part: description of the part and its model.
         rows: ``[n, s]`` the text.
 
     Raises:

@@ -38,10 +38,10 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Fitting(nn.Module):
-    """What the Trainer trains: the part alone. The model is beside it, not in it, and is neither moved nor saved.
+    """The module that the Trainer trains: only the part. The frozen model is not a submodule: it is not moved or saved.
 
     Args:
-        part: what is fitted.
+        part: the part to fit.
         backbone: the frozen model.
         loss: the part's loss as a function of the model's states.
         recipe: the settings that determine the part, besides the text and the Trainer's arguments.
@@ -105,7 +105,7 @@ def train(
     """Runs the Trainer; where there are checkpoints, a fit that was stopped resumes.
 
     Args:
-        fitting: what is trained.
+        fitting: the module to train.
         blocks: the text.
         args: arguments of the Trainer, ``None`` for the usual ones.
         device: the model's device.

@@ -225,7 +225,7 @@ def _unreached(name: str, epsilon: float, rate: float) -> str:
     return (
         f"{name}: these exit heads reach none of the accuracies from {epsilon} on ({best}), so SelfSpec.dssd cannot "
         "draft with them at such an epsilon. Fit them on more text or for more epochs, or with copied=True, or "
-        "calibrate them on text that is nearer to what they are used for."
+        "calibrate them on text that is closer to what they are used for."
     )
 
 

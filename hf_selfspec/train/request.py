@@ -133,7 +133,7 @@ class FitRequest(ABC):
 
     @abstractmethod
     def _without_effect(self) -> Iterator[str]:
-        """Messages about settings that have no effect beside another one."""
+        """Yields a message for each setting that has no effect because of another one."""
 
     @abstractmethod
     def _check_sizes(self, config: Any) -> None:

@@ -33,7 +33,7 @@ def verify_in_step(
         text, draft, logits, scorer, stopper: see :func:`.walk.verify`; all rows have the same length.
         done: rows that have ended; they get ``pad_token`` and their verdict is empty.
         steps: for each token so far the scores ``[b, v]``, if they are recorded; those of new tokens are appended.
-        pad_token: as in ``generate``.
+        pad_token: the id that fills rows that have ended, as in ``generate``.
 
     Returns:
         A verdict for each row.

@@ -19,9 +19,9 @@ def choose_sampled(
     the same argument holds for each of them. With replacement this is multi-step speculative sampling (SpecInfer,
     arXiv:2305.09781, algorithm 2), without it recursive rejection sampling (Jeon et al. 2024, arXiv:2402.14160).
 
-    Other tokens were named, not drawn: their ``q`` is 1 at each in turn, so that ``x`` is accepted with probability
-    ``p(x)``, and ``p'`` is ``p`` without ``x``. That is the same as drawing from ``p`` and testing whether the token is
-    among them.
+    Other tokens were named without drawing (as from earlier text): their ``q`` is 1 at each in turn, so that ``x`` is
+    accepted with probability ``p(x)``, and ``p'`` is ``p`` without ``x``. That is the same as drawing from ``p`` and
+    testing whether the token is among them.
 
     Args:
         scores: ``[v]`` processed scores of the full model.

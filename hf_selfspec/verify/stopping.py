@@ -20,7 +20,7 @@ class Stopper:
         criteria: the list that ``generate`` prepared.
 
     Attributes:
-        criteria: as given.
+        criteria: the list that ``generate`` prepared.
         max_length: the most columns of a text, ``None`` for no limit.
         eos_tokens: ids that end a row.
         has_eos: whether a token can end a row; rows that have ended are padded then.

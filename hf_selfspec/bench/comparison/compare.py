@@ -79,7 +79,7 @@ class Comparison:
         """Draws the speed of each way under the first condition, with intervals.
 
         Args:
-            path: where to save the picture, in the format that its suffix names, e.g. ``speed.png``.
+            path: where to save the plot, in the format that its suffix names, e.g. ``speed.png``.
 
         Returns:
             The figure, which is not shown and not registered with pyplot.
@@ -284,7 +284,7 @@ class Asked:
         try:
             theirs, ours = forward_seconds(self.model, context, _REPEATS)
         except (RuntimeError, ValueError) as error:  # e.g. a cache of states that cannot be cropped
-            warn_once(f"what verifying several tokens costs is not measured with this model ({brief(error)}).")
+            warn_once(f"the cost of verifying several tokens is not measured with this model ({brief(error)}).")
             return None
         curves = {"transformers": theirs, "ours": ours}
         shares = {
@@ -320,8 +320,8 @@ def _checked(texts: Any) -> list[Given]:
     chats = [isinstance(text, list) and text and all(isinstance(one, Mapping) for one in text) for text in given]
     if not given or not all(chat or (isinstance(text, str) and text) for chat, text in zip(chats, given, strict=True)):
         raise SettingTypeError(
-            "compare(texts) must be a list of strings that are not empty or of chats (lists of messages), at least "
-            f"one, got {repr(texts)[:100]}."
+            "compare(texts) must be a non-empty list of non-empty strings or of chats (lists of messages), got "
+            f"{repr(texts)[:100]}."
         )
     return given
 

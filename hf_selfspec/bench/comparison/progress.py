@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Shows progress; told of every call."""
+    """Shows the progress of calls."""
 
     def advance(self, what: str) -> None:
         """Counts one more call; ``what`` describes it."""

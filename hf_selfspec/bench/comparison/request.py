@@ -88,7 +88,7 @@ class BenchRequest:
                 f"{_AUTO} to choose by the columns, or none."
             )
         if self.raw and self.variants:
-            raise SettingError("--variants are chats, so --raw has no effect beside it. Leave one out.")
+            raise SettingError("--variants are chats, so --raw has no effect with it. Leave one out.")
         check_ablations(self.without)
         check_folder("--out", self.out)
 
@@ -144,7 +144,7 @@ class BenchRequest:
         unknown = [kind for kind in self.kinds if kind not in texts]
         if unknown or not texts:
             raise SettingError(
-                f"--kinds {', '.join(unknown)}: --data has no such prompts, but {', '.join(texts) or 'none at all'}."
+                f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts) or 'none at all'}."
             )
         return {kind: texts[kind] for kind in self.kinds or texts}
 

@@ -83,7 +83,7 @@ def verdict(condition: Json) -> Verdict:
         return Verdict(f"{which} is faster than plain generate here.", details, "")
     found = estimate(best["whole"]["ratio_of_means"])
     assert found is not None
-    fastest = f"the fastest, {best['name']}, makes {found.value:.2f} times the speed of plain generate"
+    fastest = f"the fastest, {best['name']}, runs at {found.value:.2f} times the speed of plain generate"
     if found.low is None:
         return Verdict(f"Too few prompts to call it a gain: {fastest}.", details, "")
     if found.low <= 1:
@@ -130,7 +130,7 @@ def _rivals(condition: Json, ways: Mapping[str, Json]) -> list[str]:
 
 def _compared(ways: Mapping[str, Json], name: str) -> str:
     what = "The best setting of prompt lookup" if ways[name]["group"] == LOOKUP_GROUP else "The fastest SelfSpec"
-    return f"{what}, {name}, makes {_ratio(ways[name]['whole'])} times the speed of plain generate."
+    return f"{what}, {name}, runs at {_ratio(ways[name]['whole'])} times the speed of plain generate."
 
 
 def _ids_of(way: Json) -> str:
