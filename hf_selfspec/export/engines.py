@@ -85,12 +85,12 @@ class Card:
         model: name or folder of the whole model.
         folder: folder of the draft.
         draft: the draft source's ``repr``.
-        picture: the blocks that run, one character a layer.
+        picture: the blocks that run, one character per layer.
         num_layers: number of layers in the checkpoint.
         parameters: number of its parameters.
         fingerprint: name of the model's fingerprint.
         tokens: number of tokens in a draft.
-        notes: further remarks, one a line.
+        notes: further remarks, one per line.
     """
 
     model: str

@@ -181,7 +181,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     """Refuses models whose tensors are not those of an ordinary checkpoint.
 
     Raises:
-        UnsupportedModelError: the model is such a one; the message gives the reason.
+        UnsupportedModelError: the model cannot be exported; the message gives the reason.
     """
     which = type(model).__name__
     tensors = [*model.parameters(), *model.buffers()]

@@ -13,9 +13,9 @@ import torch
 
 from ..errors import UnsupportedOptionError
 
-# Where the allowed tokens of an outlines-core state lead is looked up for at most so many, since it takes 0.3 µs each.
+# The most allowed tokens of an outlines-core state whose next states are looked up, which takes 0.3 µs each.
 _MOST_LEADS = 1024
-# For so many rolled-back texts a row of lm-format-enforcer keeps the state, in case they occur again.
+# The most rolled-back texts whose states a row of lm-format-enforcer keeps, in case they occur again.
 _KEPT_BACK = 64
 
 # For each enforcer, the number of rows that contain each text that was new to it.

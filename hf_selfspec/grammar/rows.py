@@ -18,8 +18,8 @@ from .protocol import Grammar, find_adapter
 # Masks that a row keeps: those of one draft and its verification.
 _KEPT = 64
 
-# If at most so many tokens are allowed, the expected one is looked for; and the probability that it comes. SmolLM2-135M
-# chose 203 of 302 such tokens in ten JSON objects; in the other places it chose shorter pieces of the same text.
+# The most allowed tokens among which an expected one is looked for, and the probability that it comes: SmolLM2-135M
+# chose it in 203 of 302 such places in ten JSON objects, and in the others shorter pieces of the same text.
 _NARROW, _LIKELY = 32, 0.67
 
 Path = tuple[int, ...]

@@ -66,7 +66,7 @@ def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def draw(p: torch.Tensor) -> torch.Tensor:
-    """Draws ``[...]`` a token from each of the distributions ``[..., v]``, which need not add up to 1.
+    """Draws a token ``[...]`` from each of the distributions ``[..., v]``, which need not add up to 1.
 
     Of the exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, the one of ``x`` is the smallest with
     probability ``p(x) / sum(p)``. Unlike ``torch.multinomial`` this does not make the host wait for a GPU.

@@ -87,7 +87,7 @@ class CostTree:
         check_count("CostTree(most)", self.most, most=MOST_CANDIDATES)
 
     def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
-        """Like :meth:`TopKTree.width`, for the price."""
+        """Returns the number of candidates at one depth, see :meth:`TopKTree.width`."""
         price = _USUAL_PRICE if self.price is None else self.price
         return max(1, read((top * reach[:, None] > price).sum(-1).max())[0])
 

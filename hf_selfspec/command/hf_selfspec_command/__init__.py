@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments, ``None`` for those of the process.
 
     Returns:
-        0, or 1 for a bad result, or 2 (with one line on stderr) for an error of the user, or 130 after Ctrl-C.
+        0, or 1 for a bad result, or 2 (with one line on stderr) for a user error, or 130 after Ctrl-C.
     """
     command = typer.main.get_command(app)
     words = None if arguments is None else list(arguments)

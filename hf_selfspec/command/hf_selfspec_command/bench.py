@@ -40,7 +40,7 @@ class StreamOptions:
     ] = None
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None
     raw: Annotated[bool, typer.Option("--raw", help="Continue beginnings of texts instead of answering chats.")] = False
-    variants: Annotated[bool, typer.Option("--variants", help="Also a variant of each prompt, later on.")] = False
+    variants: Annotated[bool, typer.Option("--variants", help="Add a variant of each prompt, later on.")] = False
     repeat: Annotated[bool, typer.Option("--repeat", help="Run the whole stream twice.")] = False
 
 
@@ -69,7 +69,7 @@ class MethodOptions:
         str, typer.Option(help="wall, cpu, or auto: CPU time with one thread on a CPU, otherwise wall time.")
     ] = "auto"
     passes: Annotated[
-        int, typer.Option(help="How often the stream runs, each time with a new SelfSpec; the last run counts.")
+        int, typer.Option(help="Runs of the stream, each with a new SelfSpec; the last one counts (3 for graphs).")
     ] = 1
     first_calls: Annotated[int, typer.Option(help="Prompts with a new SelfSpec each, after the stream.")] = 0
     without: Annotated[
