@@ -285,7 +285,7 @@ def test_the_card_has_commands_of_each_engine(llama: LlamaForCausalLM, tmp_path:
     SelfSpec(SkipLayers([2, 3], [3]), FixedLength(4)).export_draft(tmp_path, llama)
     card = (tmp_path / "README.md").read_text()
     assert "`##m.##`" in card
-    assert "of layers [2] of the model" in card
+    assert "in layers [2] of the model" in card
     commands = {words[0]: words for line in re.sub(r"\\\n", "", card).splitlines() if (words := _words(line))}
     config = json.loads(commands["vllm"][-1])
     assert config == {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
