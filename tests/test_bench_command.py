@@ -135,7 +135,7 @@ def test_ablations_are_taken_back() -> None:
         (["--suite", "gsm8k"], "the first line has no question and no answer"),
         (["--suite", "gsm8k", "--suite", "text"], "--suite is given 2 times and --data 1 times"),
         (["--suite", "spec"], "--suite spec: there is no such suite"),
-        (["--kinds", "poems"], "--kinds poems: --data has no such prompts, but chat, translation"),
+        (["--kinds", "poems"], "--kinds poems: --data has no such prompts, only chat, translation"),
         (["--prompts", "0"], "Invalid value for '--prompts': "),
         (["--methods", "magic"], "--methods magic: there is no such folder or preset"),
         (["--without", "luck"], "--without luck: there is no such part. Give one of kernels"),

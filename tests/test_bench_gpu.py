@@ -91,7 +91,7 @@ def test_whole_run_on_a_cpu(out: Path, capsys: pytest.CaptureFixture[str], monke
         "| ids: early exit, tree | right",
         "| loss: training, callbacks at zero | right",
         "| waits: skip set, drawn | not run |",
-        "left out: torch tells what waits on CUDA alone",
+        "left out: torch reports what waits only on CUDA",
         "GB/s",
         "| tiny, batch 2 | plain, static and compiled (not compiled here) |",
         "| tiny, batch 2 | ours |",
@@ -189,7 +189,7 @@ def test_other_settings_are_other_pieces(out: Path, begun: list[str]) -> None:
     [
         (json.dumps({"header": HEADER | {"machine": "another"}, "pieces": {}}), "of another machine or other versions"),
         (json.dumps({"header": HEADER | {"package": "hf_selfspec 0"}, "pieces": {}}), "Give another name, or move"),
-        ("[]", "no file of results"),
+        ("[]", "not a file of results"),
         ("{", "Move it away"),
     ],
 )

@@ -176,7 +176,7 @@ DATA: dict[str, tuple[str, bytes | None, str]] = {
     "another column": (
         "a.jsonl",
         b'{"text": "a"}\n{"body": "text"}',
-        "line 2: there is no text in the column 'text'. Of the columns ['body'] name",
+        "line 2: there is no text in the column 'text'. Name one of the columns ['body'] with --field",
     ),
     "no text": ("a.jsonl", b'{"text": 5}', "line 1: there is no text in the column 'text'"),
     "empty text": ("a.txt", b"", "the dataset is empty"),
@@ -184,7 +184,7 @@ DATA: dict[str, tuple[str, bytes | None, str]] = {
     "half a character": (
         "a.jsonl",
         b'{"text": "a"}\n{"text": "abc \\ud800"}',
-        "line 2: this text is not Unicode, so no tokenizer takes it ('utf-8' codec can't encode character '\\ud800'",
+        "line 2: this text is not Unicode, so no tokenizer accepts it ('utf-8' codec can't encode character '\\ud800'",
     ),
     "blank": ("a.jsonl", b'{"text": " "}', "the dataset is empty"),
     "table": ("a.csv", b"text\na", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file"),
@@ -306,21 +306,21 @@ OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"block-size": 513}, "fit adapter(block_size=513) is more than the 512 positions of the model"),
     ("heads", {"block-size": 1}, "--block-size must be at least 2, got 1"),
     ("heads", {"block-size": 64}, "none can be held out to calibrate on: give at least 20 rows"),
-    ("heads", {"layers": [3, 3]}, "needs exit layers from 1 on that rise, got [3, 3]"),
-    ("heads", {"layers": [5, 3]}, "needs exit layers from 1 on that rise, got [5, 3]"),
+    ("heads", {"layers": [3, 3]}, "needs exit layers from 1 on, in increasing order, got [3, 3]"),
+    ("heads", {"layers": [5, 3]}, "needs exit layers from 1 on, in increasing order, got [5, 3]"),
     ("heads", {"heads": 10**9}, "fit heads(num_heads) must be at most 4096, got 1000000000"),
     ("heads", {"rank": 10**9}, "ExitHeads(rank) must be at most 4194304, got 1000000000"),
     ("adapter", {"patience": 0}, "--patience must be at least 1, got 0"),
     ("adapter", {"cache-gib": 2}, "--cache-gib 2.0 has no effect without --cache"),
     ("adapter", {"cache-gib": 0, "cache": "states"}, "--cache-gib must be a finite number above 0, got 0.0"),
     ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
-    ("adapter", {"heads": 3}, "heads must share the width in even parts"),
+    ("adapter", {"heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
     ("adapter", {"blocks": ["mixer"]}, "--blocks mixer: there is no such choice. Give one of attention, mlp"),
     ("adapter", {"speed": 3}, "No such option"),
     ("adapter", {"model": None}, "Missing option '--model'"),
     ("heads", {"layers": [2, 9]}, "the model has 6 layers"),
-    ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers with commas between them"),
+    ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers separated by commas"),
     ("heads", {"layers": [0, 2]}, "--layers must be at least 1, got 0"),
     ("heads", {"layers": [1, 3], "heads": 2}, "--heads 2 has no effect with --layers"),
     ("heads", {"copied": True, "rank": 4}, "--copied has no effect with --rank 4"),
@@ -414,7 +414,7 @@ def test_too_little_text(kind: str, files: dict[str, Path], capsys: pytest.Captu
         ({"rms_norm_eps": "nan"}, "its config cannot be loaded (Validation error for field 'rms_norm_eps'"),
         ({"num_attention_heads": 0}, "its config cannot be loaded (integer modulo by zero)"),
         ({"num_hidden_layers": 1}, "the model has 1 layer, so it has no exit layer"),
-        ({"hidden_size": 33, "num_attention_heads": 3}, "heads must share the width in even parts"),
+        ({"hidden_size": 33, "num_attention_heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
     ],
 )
 def test_configs_that_are_wrong(
@@ -485,7 +485,7 @@ def test_a_fit_that_diverges_saves_nothing(tmp_path: Path) -> None:
     args = training_arguments(
         str(tmp_path), torch.device("cpu"), disable_tqdm=True, learning_rate=1e38, num_train_epochs=2, warmup_steps=0
     )
-    with pytest.raises(SettingError, match=r"the fit has left no numbers in .*give a smaller learning rate"):
+    with pytest.raises(SettingError, match=r"the fit has diverged: .* is not finite.*Give a smaller learning rate"):
         fit_adapter(tiny_llama(), None, rows, block_size=32, args=args, output_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

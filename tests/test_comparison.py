@@ -233,7 +233,7 @@ def test_a_killed_run_goes_on_where_it_was(
     with pytest.raises(SettingError, match=r"other settings \(settings.seed: 0, now 3\)"):
         again(seed=3)
     path.write_text("[]\n")
-    with pytest.raises(SettingError, match="is no file of measured calls"):
+    with pytest.raises(SettingError, match="is not a file of measured calls"):
         again()
 
 
@@ -281,11 +281,11 @@ def test_ways_that_do_not_fit_are_told_with_reasons(
     assert {"plain", "prompt-lookup(3)", "SelfSpec()", "SelfSpec.layerskip()", "SelfSpec.swift()"} <= set(names)
     why = {one["name"]: one["why"] for one in found["left_out"]}
     assert "fitted" in why["SelfSpec.kangaroo(adapter)"]
-    assert "only if it is told" in why["static-compiled"]
+    assert "only when told to" in why["static-compiled"]
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=None)
     mamba = MambaForCausalLM(config).eval()
-    with pytest.warns(UserWarning, match="verifying several tokens costs is not measured with this model"):
+    with pytest.warns(UserWarning, match="cost of verifying several tokens is not measured with this model"):
         small = compare(mamba, tokenizer, TEXTS[:2], max_new_tokens=33, progress=False).results
     assert small["verify_cost"] is None
     why = {one["name"]: one["why"] for one in small["left_out"]}
@@ -355,5 +355,5 @@ def test_settings_that_are_not_possible(
 ) -> None:
     with pytest.raises(SettingError, match=message):
         compare(model, tokenizer, TEXTS, [], progress=False, **settings)
-    with pytest.raises(SettingTypeError, match="compare\\(texts\\) must be a list of strings"):
+    with pytest.raises(SettingTypeError, match="compare\\(texts\\) must be a non-empty list of non-empty strings"):
         compare(model, tokenizer, "one text")

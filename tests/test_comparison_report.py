@@ -141,7 +141,7 @@ def test_without_matplotlib_there_is_a_report_without_pictures(
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "report.md", "report.html"}
     page = Page((tmp_path / "report.html").read_text())
     assert page.all_of("img") == []
-    assert any("Pictures need matplotlib" in word for word in page.words)
+    assert any("Plots need matplotlib" in word for word in page.words)
 
 
 def test_texts_that_part_are_shown_with_their_gaps(compared: Comparison) -> None:
@@ -152,7 +152,7 @@ def test_texts_that_part_are_shown_with_their_gaps(compared: Comparison) -> None
     ways[2]["equal_ids"] = {"texts": 3, "equal": 2, "share": 2 / 3, "parted": [parted]}
     found["conditions"][0]["ways"] = ways
     words = Page(html(found, {})).words
-    place = words.index("Texts that part")
+    place = words.index("Texts that differ")
     assert words[place:].count("0.012") == 1
 
 

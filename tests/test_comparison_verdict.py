@@ -43,19 +43,19 @@ def condition(prompts: int = 12, **changed: Any) -> dict[str, Any]:
 def test_verdicts() -> None:
     found = verdict(condition())
     assert found.headline == (
-        "SelfSpec() is 1.50 times as fast as plain generate (95 % interval 1.30 to 1.70): 30.0 tokens per second in "
-        "place of 20.0."
+        "SelfSpec() is 1.50 times as fast as plain generate (95 % interval 1.30 to 1.70): 30.0 tokens per second "
+        "instead of 20.0."
     )
     assert found.call == "assistant=SelfSpec()"
     assert found.details == ["The ids of SelfSpec() are plain generate's in 4 of 4 texts."]
-    assert verdict(condition(low=0.9)).headline.startswith("No clear gain: the fastest, SelfSpec(), makes 1.50 times")
+    assert verdict(condition(low=0.9)).headline.startswith("No clear gain: the fastest, SelfSpec(), runs at 1.50 times")
     assert verdict(condition(value=0.8)).headline == "Nothing that was measured is faster than plain generate here."
 
 
 def test_the_best_of_others_is_told_in_whole_sentences() -> None:
     slower = condition(value=0.8, low=0.7)
     assert verdict(slower).details[0] == (
-        "The fastest SelfSpec, SelfSpec(), makes 0.80 times the speed of plain generate."
+        "The fastest SelfSpec, SelfSpec(), runs at 0.80 times the speed of plain generate."
     )
 
 
@@ -68,7 +68,8 @@ def test_other_text_than_the_models_is_never_the_best() -> None:
     assert found.headline == "No way that writes the model's own text is faster than plain generate here."
     assert found.call == ""
     assert found.details == [
-        "SelfSpec() (1.50) does not count: it does not write the model's own text, whose ids it has in 3 of 4 texts."
+        "SelfSpec() (1.50) does not count: it does not write the model's own text (the ids are the same in 3 of 4 "
+        "texts)."
     ]
     drawn = verdict(condition(equal_ids=None, is_lossless=False))
     assert drawn.details == ["SelfSpec() (1.50) does not count: it does not write the model's own text."]
@@ -92,7 +93,7 @@ def test_lossy_drafts_and_texts_that_part_are_not_lossless() -> None:
 def test_no_gain_is_claimed_without_an_interval(count: int, what: str) -> None:
     found = verdict(condition(count, low=None))
     assert found.headline == (
-        "Too few prompts to call it a gain: the fastest, SelfSpec(), makes 1.50 times the speed of plain generate."
+        "Too few prompts to call it a gain: the fastest, SelfSpec(), runs at 1.50 times the speed of plain generate."
     )
     assert found.call == ""
     assert found.details[-1] == f"Only {what}, too few for an interval: give more."

@@ -463,7 +463,7 @@ def test_mistakes(tmp_path: Path) -> None:
     for both_or_none in ({}, {"layer": 2, "heads": heads}):
         with pytest.raises(SettingError, match="give one of the two"):
             SelfSpec.early_exit_only(**both_or_none)
-    with pytest.raises(SettingError, match="exit layers from 1 on that rise"):
+    with pytest.raises(SettingError, match="exit layers from 1 on, in increasing order"):
         ExitHeads([4, 2], 64, 97)
     with pytest.raises(SettingError, match="but LlamaForCausalLM has 6 layers"):
         tiny_llama(6).generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads, 0.8))
@@ -483,7 +483,7 @@ def test_mistakes(tmp_path: Path) -> None:
             calibrate_exit_heads(tokenizer=None, **asked)
     for change, words in (
         ({"metric": "variance"}, "must be one of"),
-        ({"epsilons": [0.9, 0.5]}, "must rise"),
+        ({"epsilons": [0.9, 0.5]}, "must be in increasing order"),
         ({"labels": 2.0}, "must lie between"),
         ({"metric": ["entropy"]}, "must be one of"),
         ({"layers": [9]}, "between 1 and 7"),

@@ -623,7 +623,7 @@ def test_models_to_which_nothing_can_be_fitted() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Adapter(2, 64, 3), "heads must share the width"),
+        (lambda: Adapter(2, 64, 3), "hidden_size must be a multiple of"),
         (lambda: Adapter(2, 64, 4, blocks=("mixer",)), "takes some of"),
         (lambda: Adapter(0, 64, 4), r"exit_layer\) must be at least 1"),
         (lambda: SelfSpec.kangaroo(5), "must be Adapter or the path of a saved one"),
@@ -667,7 +667,7 @@ def no_attention(folder: Path) -> None:
     ("damage", "words"),
     [
         (cut_short, "cut short or changed"),
-        (no_numbers, "weights that are no numbers: norm.weight"),
+        (no_numbers, "weights that are not finite: norm.weight"),
         (other_shape, "cut short or changed"),
         (no_config, "has no config.json"),
         (broken_config, "cut short or changed"),

@@ -52,8 +52,8 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
         (("about", "fingerprint"), 5, r"\['fingerprint'\] must have the fields model, num_layers, shapes, weights"),
         (("about", "fingerprint"), {}, r"\['fingerprint'\] has no field 'model'"),
         (("colour",), "red", "colour"),
-        (("hidden_size",), 128, r"do not fit the weights .* should be \[.*128\] and is \[.*64\]"),
-        (("hidden_size",), 2**22, "do not fit the weights"),
+        (("hidden_size",), 128, r"do not match the weights .* should be \[.*128\] and is \[.*64\]"),
+        (("hidden_size",), 2**22, "do not match the weights"),
         (("hidden_size",), 2**40, rf"{name}\(hidden_size\) must be at most 4194304"),
         (("hidden_size",), "64", rf"{name}\(hidden_size\) must be a whole number"),
         (("hidden_size",), -64, rf"{name}\(hidden_size\) must be at least 1"),
@@ -75,9 +75,9 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
             (("exit_layer",), 10**6, r"Adapter\(exit_layer\) must be at most 4096"),
             (("blocks",), 5, r"Adapter\(blocks\) takes some of"),
             (("blocks",), [["mlp"]], r"Adapter\(blocks\) takes some of"),
-            (("blocks",), ["mlp"], "do not fit the weights"),
+            (("blocks",), ["mlp"], "do not match the weights"),
             (("vocabulary",), 97, r"head\.weight should be \[97, 64\] and is absent"),
-            (("num_heads",), 5, "heads must share the width"),
+            (("num_heads",), 5, "hidden_size must be a multiple of"),
         ],
         ExitHeads: [
             (("layers",), 3, r"ExitHeads\(layers\) must be a list"),
@@ -85,17 +85,17 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
             (("layers",), [1, "3"], r"ExitHeads\(layers\): a layer must be a whole number"),
             (("layers",), [1.0, 3.0], r"ExitHeads\(layers\): a layer must be a whole number"),
             (("layers",), [True, 3], r"ExitHeads\(layers\): a layer must be a whole number"),
-            (("layers",), [3, 1], "exit layers from 1 on that rise"),
+            (("layers",), [3, 1], "exit layers from 1 on, in increasing order"),
             (("layers",), list(range(1, 6000)), r"ExitHeads\(layers\): a layer must be at most 4096"),
             (("layers",), [1, 2, 3], "must have 3 rows, one for each head, got 2"),
             (("vocabulary",), 98, r"should be \[98, 64\] and is \[97, 64\]"),
-            (("rank",), 4, "do not fit the weights"),
+            (("rank",), 4, "do not match the weights"),
             (("norm_eps",), "x", r"ExitHeads\(norm_eps\) must be a number"),
             (("about", "calibration"), "high", r"\['calibration'\] must be a dict with a metric and epsilons"),
             (("about", "calibration", "metric"), "luck", r"\(metric\) must be one of"),
             (("about", "calibration", "metric"), None, r"\['metric'\] must be one of"),
             (("about", "calibration", "epsilons"), 0.9, r"\['epsilons'\] must be a list"),
-            (("about", "calibration", "epsilons"), [0.9, 0.5], r"\['epsilons'\] must rise"),
+            (("about", "calibration", "epsilons"), [0.9, 0.5], r"\['epsilons'\] must be in increasing order"),
             (("about", "calibration", "epsilons"), [0.5, "0.9"], r"\['epsilons'\] must be a number"),
             (("about", "calibration", "epsilons"), [0.5], "one for each of the epsilons, got 2"),
             (("about", "calibration", "thresholds"), 3, r"\['thresholds'\] must have tables for some of"),
@@ -140,7 +140,7 @@ def test_junk_in_a_config(kind: type[Part], keys: tuple[Any, ...], value: Any, w
 def test_configs_that_are_something_else(kind: type[Part], text: str, tmp_path: Path) -> None:
     PARTS[kind]().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(SettingError, match=r"config\.json is not of a saved"):
+    with pytest.raises(SettingError, match=r"config\.json does not belong to a saved"):
         kind.load(tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_nothing_large_is_made_for_a_file(kind: type[Part], tmp_path: Path, monk
         made.append(self.weight)
 
     monkeypatch.setattr(torch.nn.Linear, "__init__", watched)
-    with pytest.raises(SettingError, match="do not fit the weights"):
+    with pytest.raises(SettingError, match="do not match the weights"):
         kind.load(tmp_path)
     assert made
     assert all(weight.is_meta for weight in made)
@@ -212,7 +212,7 @@ def test_tables_of_all_kinds(tmp_path: Path) -> None:
         (lambda: Adapter(2, 64, 4, vocabulary=True), r"vocabulary\) must be a whole number"),
         (lambda: ExitHeads(None, 64, 97), r"layers\) must be a list of exit layers, got None"),
         (lambda: ExitHeads([2, None], 64, 97), r"layers\): a layer must be a whole number"),
-        (lambda: ExitHeads([], 64, 97), "exit layers from 1 on that rise"),
+        (lambda: ExitHeads([], 64, 97), "exit layers from 1 on, in increasing order"),
         (lambda: ExitHeads([2], 64, 97, rank="4"), r"rank\) must be a whole number"),
         (lambda: ExitHeads([2], 64, 97, about={"calibration": [1]}), r"\['calibration'\] must be a dict"),
         (lambda: LinearProbe(2, 64, "no"), r"do_sample\) must be True or False"),

@@ -260,7 +260,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         ReducedHead(98, VOCABULARY)
     with pytest.raises(UnsupportedModelError, match="names token 97"):
         model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of([1, 97], 98))))
-    with pytest.raises(SettingError, match="must name different ids"):
+    with pytest.raises(SettingError, match="must have distinct ids"):
         ReducedHead.of([3, 3], VOCABULARY)
     assert repr(head_of([2, 5])) != repr(head_of([2, 6]))
     head_of([2, 5]).save_pretrained(tmp_path)
@@ -269,7 +269,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for tokens in ([5, 2], [2, 2], [2, 97]):
         save_file(load_file(file) | {"tokens": torch.tensor(tokens)}, file)
-        with pytest.raises(SettingError, match="must name different ids"):
+        with pytest.raises(SettingError, match="must have distinct ids"):
             ReducedHead.load(tmp_path)
 
 

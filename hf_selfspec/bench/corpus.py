@@ -19,8 +19,8 @@ class Corpus:
     """The standard library's sources, split by file.
 
     Attributes:
-        training: Text of each training file.
-        held_out: Text of each held-out file.
+        training: text of each training file.
+        held_out: text of each held-out file.
         digest: SHA-256 over all paths and texts: two machines with the same digest train on the same bytes.
     """
 
@@ -30,7 +30,7 @@ class Corpus:
 
 
 def corpus_files(library: Path) -> Iterator[Path]:
-    """Yield the standard library's hand-written sources as paths relative to ``library``, in a fixed order."""
+    """Yields the standard library's hand-written sources as paths relative to ``library``, in a fixed order."""
     relative_paths = (path.relative_to(library) for path in library.rglob("*.py"))
     for path in sorted(relative_paths, key=lambda path: path.as_posix()):
         if _SKIPPED_FOLDERS.isdisjoint(path.parts) and not any(path.match(pattern) for pattern in _SKIPPED_FILES):
@@ -43,7 +43,7 @@ def is_held_out(path: Path) -> bool:
 
 
 def read_corpus(library: Path) -> Corpus:
-    """Read and split the sources below ``library``; files that are empty or not UTF-8 are left out."""
+    """Reads and splits the sources below ``library``; files that are empty or not UTF-8 are left out."""
     training: list[str] = []
     held_out: list[str] = []
     digest = hashlib.sha256()

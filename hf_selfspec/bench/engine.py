@@ -1,4 +1,4 @@
-"""How good the engine is, whatever the draft: what speculation costs beside the model's own forwards."""
+"""The efficiency of the engine, whatever the draft: what speculation costs besides the model's own forwards."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .synthetic import random_prompt
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """Plain ``generate`` and ours side by side.
+    """Plain ``generate`` and speculation with this package, side by side.
 
     Attributes:
         plain_ms, ours_ms: milliseconds per token of one row, decoding only (medians).
         spread: the larger of the two variants' half quartile ranges, as a share of the median.
         speedup: plain / ours.
         acceptance_rate, mean_generated_length: α and M.
-        draft_cost: c, a drafting step / a one-token step of plain ``generate``.
-        verify_cost: a verification pass / a one-token step of plain ``generate``.
-        expected: speed-up by SWIFT's equation 6 with that c.
+        draft_cost: c, time of a drafting step / time of a one-token step of plain ``generate``.
+        verify_cost: time of a verification pass / time of a one-token step of plain ``generate``.
+        expected: speed-up by SWIFT's equation 6 with this c.
         outside: share of decoding time outside the model's forwards.
     """
 
@@ -51,7 +51,7 @@ class EngineFigures:
 def engine_figures(
     model: PreTrainedModel, spec: SelfSpec, rows: int, prompt: int, tokens: int, repeats: int
 ) -> EngineFigures:
-    """Measures drafts of ``spec`` against plain ``generate``, greedy."""
+    """Compares greedy generation with drafts of ``spec`` with plain ``generate``."""
     inputs = random_prompt(model, rows, prompt)
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False}
 
@@ -88,7 +88,7 @@ def _figures(plain: Timings, ours: Timings) -> EngineFigures:
 def peak_memory(model: PreTrainedModel, spec: SelfSpec | None, rows: int, prompt: int, tokens: int) -> float:
     """Peak memory in MiB of one generation: allocated memory on a GPU, resident memory of this process on a CPU.
 
-    Resident memory never falls, so on a CPU each variant needs a process of its own.
+    The peak of resident memory never falls, so on a CPU each variant needs a process of its own.
 
     Args:
         model: the model.

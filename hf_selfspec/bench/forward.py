@@ -1,4 +1,4 @@
-"""Our forwards over a few tokens against transformers' own over one token."""
+"""Compares our forwards over a few tokens with transformers' own over one token."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ COUNTS = (1, 2, 3, 4, 8, 16, 32)
 def forward_seconds(
     model: PreTrainedModel, context: int, repeats: int, counts: Sequence[int] = COUNTS
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Times forwards that continue the same random tokens, in turn; the first time of each does not count.
+    """Times forwards that continue the same random tokens, in turn; the first run of each does not count.
 
     Args:
         model: the model.
         context: number of tokens before.
         repeats: timings of each forward.
-        counts: numbers of tokens.
+        counts: numbers of tokens in a forward.
 
     Returns:
-        Medians of the seconds by number of tokens: transformers' forwards with a ``DynamicCache``, and ours.
+        Median seconds by number of tokens, of transformers' forwards with a ``DynamicCache`` and of ours.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, context + max(counts)), generator=generator).to(model.device)

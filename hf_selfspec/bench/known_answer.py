@@ -1,4 +1,4 @@
-"""Searches for blocks to skip, on a model whose best set is known (synthetic acceptance)."""
+"""Measures searches for blocks to skip on a model whose best set is known (synthetic acceptance)."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _TOP_K = 50
 _SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": _TOP_K, "top_p": 1.0}
 _WINDOW, _PROMPT, _TOKENS = 32, 64, 256
 _HELD_OUT_ROWS, _HELD_OUT_TOKENS, _HELD_OUT_SEED = 16, 96, 1 << 20
-# Matchness of the known set less this is a set as good.
+# A set counts as equally good if its matchness is at most this much below the known set's.
 NEAR = 0.02
 
 
 def proposers(steps: int, seed: int = 1) -> dict[str, Search]:
-    """What is compared: each tries ``steps`` sets, whatever their scores.
+    """Returns the searches that are compared: each tries ``steps`` sets, whatever their scores.
 
     Args:
-        steps: trials of each search.
-        seed: of the random sets; not that of the model, with which the known set was drawn.
+        steps: number of trials of each search.
+        seed: seed of the random sets; not that of the model, with which the known set was drawn.
     """
     common: dict[str, Any] = {
         "context_window": _WINDOW,
@@ -63,16 +63,16 @@ def proposers(steps: int, seed: int = 1) -> dict[str, Search]:
 
 @dataclass(frozen=True)
 class Course:
-    """How one search went; the entries of the lists are the sets that led, in order, as measured on held-out text.
+    """The course of one search; the entries of the lists are for the leading sets in order, on held-out text.
 
     Attributes:
-        steps: trials after which each set led.
+        steps: number of trials after which each set led.
         seconds: time in proposals and trials until then.
-        matchness: of each set.
-        found: blocks of the known set in each.
-        total_steps, total_seconds: of the search.
-        known_matchness: of the known set.
-        known_blocks: in the known set.
+        matchness: matchness of each set.
+        found: number of blocks of the known set in each.
+        total_steps, total_seconds: trials and time of the whole search.
+        known_matchness: matchness of the known set.
+        known_blocks: number of blocks in the known set.
     """
 
     steps: list[int]
@@ -86,7 +86,7 @@ class Course:
 
     @property
     def near_from(self) -> int | None:
-        """The step from which on the leading set was within 2 points of the known one, ``None`` if it is not."""
+        """The step from which on the leading set was within 2 points of the known one, ``None`` if it never was."""
         near = None
         for step, matchness in zip(self.steps, self.matchness, strict=True):
             if matchness < self.known_matchness - NEAR:
@@ -124,7 +124,7 @@ def follow(model: LlamaForCausalLM, known: SkipLayers, ratio: float, settings: S
         model: the model, see :func:`known_skips_llama`.
         known: the blocks that hardly matter.
         ratio: share of the blocks that proposed sets skip.
-        settings: of the search.
+        settings: settings of the search.
     """
     spec = SelfSpec(SkipLayers(search=settings, ratio=ratio), ConfidenceThreshold(0.8))
     watch = _Watch(model, spec)
@@ -153,7 +153,7 @@ def follow(model: LlamaForCausalLM, known: SkipLayers, ratio: float, settings: S
 
 
 class _Watch(StoppingCriteria):
-    """Notes the time of each step of a search, and ends the text when the search is over."""
+    """Records the time of each step of a search, and ends the text when the search is over."""
 
     def __init__(self, model: LlamaForCausalLM, spec: SelfSpec) -> None:
         self._model, self._spec = model, spec
@@ -180,11 +180,14 @@ class _Watch(StoppingCriteria):
 def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> list[float]:
     """How often sampled drafts of each set would be accepted (``Σ min(p, q)``) on texts of the model's own.
 
-    As in a search's trials, a set goes over the last 32 tokens, behind the whole model's keys and values.
+    As in a search's trials, a set predicts the last 32 tokens with the whole model's keys and values before them.
 
     Args:
         model: the model.
         plans: the sets.
+
+    Returns:
+        The matchness of each set.
     """
     torch.manual_seed(_HELD_OUT_SEED)
     prompt = random_prompt(model, _HELD_OUT_ROWS, _PROMPT, _HELD_OUT_SEED)
@@ -221,11 +224,11 @@ def plot(courses: dict[str, Course], title: str, path: str | os.PathLike[str] | 
 
     Args:
         courses: the searches, by name, on one model.
-        title: what they ran on; that acceptance is synthetic is added.
-        path: where to save the picture, in the format that its suffix names.
+        title: the model of the searches; a note that acceptance is synthetic is added.
+        path: where to save the plot, in the format that its suffix names.
 
     Returns:
-        The figure, which no window shows and pyplot does not know.
+        The figure, which is not shown and not registered with pyplot.
 
     Raises:
         SettingError: matplotlib is not installed.

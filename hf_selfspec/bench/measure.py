@@ -1,4 +1,4 @@
-"""Timing variants against each other in one process."""
+"""Times variants in turn in one process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Sample:
     Attributes:
         prefill: seconds to the first token.
         decode: seconds from the first token to the last.
-        steps: tokens (per row) after the first.
-        result: what the variant returned beside.
+        steps: number of tokens (per row) after the first.
+        result: what else the variant returned.
     """
 
     prefill: float
@@ -34,7 +34,7 @@ class Sample:
 
     @property
     def per_token(self) -> float:
-        """Seconds per token of one row, prefill left out."""
+        """Seconds per token of one row, without the prefill."""
         return self.decode / max(self.steps, 1)
 
 
@@ -58,7 +58,7 @@ class Timings:
 
 
 class _Clock(BaseStreamer):
-    """Notes when the first and the last token came."""
+    """Records when tokens came."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -82,13 +82,13 @@ def timed_generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kw
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     end = time.perf_counter()
-    # The first call of `put` brings the prompt.
+    # The first call of `put` is for the prompt.
     first = clock.times[1]
     return Sample(first - start, end - first, len(clock.times) - 2)
 
 
 def interleave(variants: dict[str, Callable[[], Sample]], repeats: int, warmup: int = 1) -> dict[str, Timings]:
-    """Runs the variants in turn, ``repeats`` times each after ``warmup`` rounds that do not count."""
+    """Runs the variants in turn, ``repeats`` times each, after ``warmup`` runs that do not count."""
     timings = {name: Timings() for name in variants}
     for turn in range(warmup + repeats):
         for name, run in variants.items():
@@ -99,7 +99,7 @@ def interleave(variants: dict[str, Callable[[], Sample]], repeats: int, warmup: 
 
 
 def machine(device: torch.device) -> str:
-    """One line that tells where a figure comes from."""
+    """Returns one line about the machine and the versions behind a figure."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {versions}"

@@ -1,4 +1,4 @@
-"""Random models a part of which agrees with the whole at a set rate: no weights needed."""
+"""Random models with a part that agrees with the whole at a set rate, so that no trained weights are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..search.skip_space import SkipSpace
 from ..selfspec import SelfSpec
 from ..stop.rules import FixedLength
 
-# Dampings between these are tried, each time the middle of what is left; and stronger ones where none is enough.
+# Factors between these are tried by bisection; the second, stronger range only if the first is not enough.
 _RANGES, _HALVINGS, _NEAR = ((0.01, 1.0), (1e-4, 0.01)), 9, 0.04
 
 
@@ -28,8 +28,8 @@ class LlamaShape:
         layers: decoder layers.
         intermediate: width of the MLP, 8/3 of the hidden size by default.
         vocabulary, positions: sizes of the vocabulary and the context.
-        dtype, device: of the model.
-        seed: of the weights.
+        dtype, device: data type and device of the model.
+        seed: seed of the weights.
     """
 
     width: int
@@ -42,7 +42,7 @@ class LlamaShape:
     seed: int = 0
 
     def model(self) -> LlamaForCausalLM:
-        """The model; every call gives the same one."""
+        """Creates the model; every call returns the same weights."""
         torch.manual_seed(self.seed)
         config = LlamaConfig(
             vocab_size=self.vocabulary,
@@ -63,15 +63,15 @@ class LlamaShape:
 def damped_llama(
     shape: LlamaShape, exit_layer: int = 4, num_draft: int = 4, agreement: float = 0.8
 ) -> tuple[LlamaForCausalLM, float]:
-    """A random Llama whose layers from ``exit_layer`` on are damped so that an exit there agrees at the set rate.
+    """Returns a random Llama whose layers from ``exit_layer`` on are damped so that the exit agrees at a set rate.
 
-    Agreement is the acceptance rate of greedy drafts; of some dampings the one that comes closest is taken.
+    Agreement is the acceptance rate of greedy drafts; the closest of several dampings is taken.
 
     Args:
-        shape: of the model.
-        exit_layer: the exit that is to agree.
-        num_draft: length of the drafts.
-        agreement: rate aimed for, between 0 and 1.
+        shape: sizes of the model.
+        exit_layer: the exit that should agree.
+        num_draft: number of tokens in a draft.
+        agreement: wanted rate, between 0 and 1.
 
     Returns:
         The model and the agreement that it has.
@@ -84,16 +84,16 @@ def damped_llama(
 def known_skips_llama(
     shape: LlamaShape, ratio: float = 0.5, num_draft: int = 4, agreement: float = 0.95
 ) -> tuple[LlamaForCausalLM, SkipLayers, float]:
-    """A random Llama in which a known part of the attention and MLP blocks hardly matters, mixed in depth.
+    """Returns a random Llama in which known attention and MLP blocks, at random depths, hardly matter.
 
     Args:
-        shape: of the model; the first and the last layer matter.
+        shape: sizes of the model; the first and the last layer matter.
         ratio: share of the other layers' blocks that hardly matter.
-        num_draft: length of the drafts that are to agree.
-        agreement: rate aimed for where all of these blocks are skipped, between 0 and 1.
+        num_draft: number of tokens in a draft.
+        agreement: wanted rate when all of these blocks are skipped, between 0 and 1.
 
     Returns:
-        The model, the blocks that hardly matter, and the agreement without them.
+        The model, the blocks that hardly matter, and the agreement when they are skipped.
     """
     model = shape.model()
     space = SkipSpace.of(Anatomy.of(model))
@@ -105,11 +105,11 @@ def known_skips_llama(
 
 @dataclass(frozen=True)
 class Damping:
-    """What blocks were damped by.
+    """The damping of blocks.
 
     Attributes:
-        factor: of the weights that end them.
-        agreement: how often drafts agree then.
+        factor: factor of the blocks' last weights.
+        agreement: how often drafts agree with it.
     """
 
     factor: float
@@ -117,18 +117,18 @@ class Damping:
 
 
 def exit_damping(shape: LlamaShape, exit_layer: int, num_draft: int = 4, agreement: float = 0.8) -> Damping:
-    """The damping of :func:`damped_llama`, which :func:`damp_blocks` can repeat on the same model."""
+    """Finds the damping of :func:`damped_llama`, which :func:`damp_blocks` can repeat on the same model."""
     spec = SelfSpec(draft=EarlyExit(exit_layer), stop=FixedLength(num_draft))
     return _damped(shape.model(), exit_blocks(shape.layers, exit_layer), spec, agreement)
 
 
 def exit_blocks(layers: int, exit_layer: int) -> list[tuple[int, str]]:
-    """All blocks behind an exit, of a model with so many layers."""
+    """All blocks after an exit, in a model with ``layers`` layers."""
     return [(layer, block) for layer in range(exit_layer, layers) for block in ("attention", "mlp")]
 
 
 def damp_blocks(model: LlamaForCausalLM, places: list[tuple[int, str]], factor: float) -> None:
-    """Multiplies what ends blocks, so that they matter less."""
+    """Multiplies the last weights of blocks by ``factor``, so that the blocks matter less."""
     with torch.no_grad():
         for weight in _ends(model, places):
             weight.mul_(factor)
@@ -167,7 +167,7 @@ def _damp(weights: list[torch.nn.Parameter], originals: list[torch.Tensor], fact
 
 
 def acceptance(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 96) -> float:
-    """Acceptance rate after the prompt of the measurements."""
+    """Acceptance rate of ``spec`` after the prompt of the measurements."""
     model.generate(**random_prompt(model, 1, 64), max_new_tokens=tokens, do_sample=False, assistant=spec)
     assert spec.stats is not None
     return spec.stats.acceptance_rate

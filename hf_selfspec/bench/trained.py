@@ -1,4 +1,4 @@
-"""How fast a trained model generates with its own early layers, and how fast it could."""
+"""Measures how fast a trained model generates with drafts of its own layers, and how fast it could at best."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class Speed:
-    """One way of generating, over many prompts, the prompts' own forwards included.
+    """One way of generating, over many prompts, including the prompts' own forwards.
 
     Attributes:
-        seconds: of each prompt, a median over the repeats.
-        tokens: new tokens of each prompt.
-        runs: our statistics of each prompt.
+        seconds: for each prompt the median over the repeats.
+        tokens: number of new tokens for each prompt.
+        runs: statistics of the ``SelfSpec`` for each prompt.
         same: for each prompt whether the ids are those of the first way.
     """
 
@@ -66,10 +66,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class Asked:
-    """A model and what ``generate`` is asked for.
+    """A model and arguments of ``generate``.
 
     Attributes:
-        model: the model; one prompt at a time.
+        model: the model, for one prompt at a time.
         options: arguments of ``generate``, the same for all ways.
     """
 
@@ -77,7 +77,7 @@ class Asked:
     options: dict[str, Any]
 
     def plain(self, **extra: Any) -> Way:
-        """transformers' own loops."""
+        """Returns a call of ``generate`` with further arguments."""
 
         def run(ids: torch.Tensor) -> torch.Tensor:
             found = self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, **extra)
@@ -87,7 +87,7 @@ class Asked:
         return run
 
     def early_exit(self, layer: int, num_draft: int) -> Way:
-        """transformers' ``assistant_early_exit`` with drafts of one length."""
+        """Returns transformers' ``assistant_early_exit`` with drafts of one length."""
         config: GenerationConfig = self.model.generation_config
         run = self.plain(assistant_early_exit=layer)
 
@@ -117,9 +117,12 @@ def compare(
     Args:
         ways: what to compare; ids are compared with the first one's.
         prompts: ids ``[1, s]``.
-        repeats: runs of each way on each prompt, of which the median counts.
-        specs: for ways of ours, where their statistics are.
+        repeats: runs of each way on each prompt; the median is taken.
+        specs: the ``SelfSpec`` of each way that has one, for its statistics.
         warm_up: whether all ways run once before; otherwise only the first does, so that others learn in the stream.
+
+    Returns:
+        The speed of each way.
     """
     found = {name: Speed() for name in ways}
     for run in list(ways.values())[: None if warm_up else 1]:
@@ -148,16 +151,16 @@ def compare(
 def attainable(
     model: PreTrainedModel, texts: Sequence[torch.Tensor], prompt: int, warpers: LogitsProcessorList | None = None
 ) -> ExitChoice:
-    """What drafting from an early exit can reach at best on texts that the model wrote.
+    """Finds the best speed-up that drafts of an early exit can have on texts that the model wrote.
 
-    Agreement by exit along the texts, the forwards' measured costs and the best exit and stop rule for all texts
-    together; nothing but forwards is counted.
+    It follows from the agreement of each exit along the texts and the measured costs of forwards, for the best exit and
+    stop rule for all texts together; nothing but forwards is counted.
 
     Args:
         model: the model.
         texts: ids ``[1, s]``, prompts included.
-        prompt: tokens of the prompts.
-        warpers: what changes the distribution where tokens are drawn, ``None`` for greedy.
+        prompt: number of tokens in the prompts.
+        warpers: the warpers of sampling, ``None`` for greedy.
     """
     anatomy = Anatomy.of(model)
     layers = exits_to_try(anatomy.num_layers)
@@ -170,16 +173,16 @@ def attainable(
 
 @torch.no_grad()
 def attainable_with(model: PreTrainedModel, plan: LayerPlan, texts: Sequence[torch.Tensor], prompt: int) -> LayerArm:
-    """What greedy drafts of one set of blocks can reach at best on texts that the model wrote.
+    """Finds the best speed-up that greedy drafts of one set of blocks can have on texts that the model wrote.
 
-    The set predicts each token behind the whole model's keys and values, as the first token of a draft is predicted.
+    The set predicts each token after the whole model's keys and values, as the first token of a draft is predicted.
     Costs of forwards are measured, and nothing but forwards is counted.
 
     Args:
         model: the model.
-        plan: what drafts.
+        plan: the blocks that draft.
         texts: ids ``[1, s]``, prompts included.
-        prompt: tokens of the prompts.
+        prompt: number of tokens in the prompts.
 
     Returns:
         The set with the best stop rule for all texts together.
@@ -245,7 +248,7 @@ def forward_costs(model: PreTrainedModel, ids: torch.Tensor, repeats: int = 25) 
 
 @contextmanager
 def without_reuse(model: PreTrainedModel) -> Iterator[None]:
-    """Verification runs all layers for all drafted tokens: no KVQ reuse (LayerSkip, Table 7)."""
+    """Makes verification run all layers for all drafted tokens: no KVQ reuse (LayerSkip, Table 7)."""
     kind = model.config.model_type
     known = anatomies._ARCHITECTURES.get(kind)
     register_architecture(kind, replace(known or Architecture(), replay=False))

@@ -1,4 +1,4 @@
-"""What early-exit loss and layer dropout cost or save in a training step of the stock ``Trainer``."""
+"""Measures the cost of early-exit loss and layer dropout in a training step of the stock ``Trainer``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ VARIANTS: dict[str, Callbacks] = {
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """What is trained: a random Llama on random tokens.
+    """A training of a random Llama on random tokens.
 
     Attributes:
-        width, layers, intermediate, vocabulary: of the model.
-        batch, tokens: sequences in a step and their length.
+        width, layers, intermediate, vocabulary: sizes of the model.
+        batch, tokens: number of sequences in a step, and their length.
         bf16: bfloat16 autocast over float32 weights.
     """
 
@@ -88,10 +88,10 @@ class _StepClock(TrainerCallback):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a short training gave.
+    """The result of a short training.
 
     Attributes:
-        seconds: of each step.
+        seconds: time of each step.
         loss: mean over the steps.
     """
 
@@ -126,7 +126,7 @@ def train(model: LlamaForCausalLM, shape: TrainingShape, callbacks: Callbacks, s
 
 
 def step_seconds(shape: TrainingShape, cycles: int, device: str) -> dict[str, float]:
-    """Seconds per step of each variant: medians over ``cycles`` interleaved means of 8 steps, one turn of the exits."""
+    """Seconds per step of each variant: medians of ``cycles`` means of 8 steps (one rotation of the exits), in turn."""
     model = shape.model()
     train(model, shape, VARIANTS["plain"], 1, device)
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}

@@ -1,4 +1,4 @@
-"""An adapter (Kangaroo) as one more decoder layer with an MLP that adds nothing."""
+"""Turns an adapter (Kangaroo) into one more decoder layer, with an MLP that adds nothing."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _QUERY, _KEYS_AND_VALUES, _OUTPUT = "q_proj", ("k_proj", "v_proj"), "o_proj"
 _PROJECTIONS = (_QUERY, *_KEYS_AND_VALUES, _OUTPUT)
 # The norm before a layer's attention.
 _NORM = "input_layernorm"
-# The size of states, and how far apart, with which norms are compared: what they add to the variance is seen in both.
+# Norms are compared on states of this size, small enough for their epsilons to matter, with this tolerance.
 _SMALL, _CLOSE = 0.05, 1e-4
-# What differs in attention blocks whose heads have keys and values of their own.
+# Attributes in which an attention block differs once each head has keys and values of its own.
 WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "out_features")
 
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """What a checkpoint needs for an adapter.
+    """The tensors and settings that make an adapter a layer of a checkpoint.
 
     Attributes:
-        twin: the model's layer that the new one is like.
-        replaced: tensors of the new layer, of the final norm and of the head by their names in the checkpoint, and
-            keys' and values' projections of the other layers where heads shared them.
-        settings: of its config.
-        may_differ: attributes in which its layers differ from the model's.
+        twin: index of the model's layer on which the new layer is modelled.
+        replaced: new tensors by their names in the checkpoint: those of the new layer, the final norm and the head, and
+            the key and value projections of the other layers where heads shared them.
+        settings: changes to the model's config.
+        may_differ: attributes in which the checkpoint's layers may differ from the model's.
     """
 
     twin: int
@@ -44,19 +44,19 @@ class AdapterLayer:
 
 
 def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str) -> AdapterLayer:
-    """The adapter as the layer behind its exit.
+    """Returns the adapter as a decoder layer that follows its exit layer.
 
-    Heads that share keys and values are written out for all layers, since a config has one number for them: the numbers
-    are the same ones, several times.
+    Where heads share keys and values, these are repeated for each head in all layers, since a config has a single
+    number of key-value heads.
 
     Args:
-        model: the model that it was fitted to.
-        anatomy: of the model.
-        adapter: attention alone.
+        model: the model that the adapter was fitted to.
+        anatomy: the model's anatomy.
+        adapter: an adapter with attention alone.
         prefix: name of the list of layers, with a dot behind it.
 
     Raises:
-        SelfSpecError: the model's layers cannot be like the adapter.
+        SelfSpecError: no layer of this model can do what the adapter does.
     """
     if not adapter.attention or adapter.mlp is not None:
         raise UnsupportedOptionError(
@@ -99,13 +99,13 @@ def _check_positions(config: Any, adapter: Adapter, anatomy: Anatomy) -> None:
         raise _unlike(anatomy, f"its positions are {rope or 'no rotary ones'}, the adapter's are plain rotary ones")
     if rope["rope_theta"] != adapter.rope_theta:
         raise SettingError(
-            f"the adapter has rope_theta={adapter.rope_theta:g}, and all layers of a checkpoint have that of "
-            f"{anatomy.model_name}, {rope['rope_theta']:g}. Fit it again: fit_adapter takes the model's."
+            f"the adapter has rope_theta={adapter.rope_theta:g}, but all layers of a checkpoint have that of "
+            f"{anatomy.model_name}, {rope['rope_theta']:g}. Fit it again: fit_adapter uses the model's rope_theta."
         )
 
 
 def _layer_like_it(config: Any, adapter: Adapter, anatomy: Anatomy) -> int:
-    """The last layer that, as the adapter does, sees the whole text and tokens' positions in it."""
+    """The index of the last layer that, like the adapter, attends to the whole text and uses positions."""
     depth = anatomy.num_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
     rotary = getattr(config, "no_rope_layers", None) or [True] * depth  # 1 where there are positions
@@ -129,7 +129,7 @@ def _check_heads(config: Any, attention: nn.Module, adapter: Adapter, anatomy: A
 
 
 def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.Module) -> dict[str, torch.Tensor]:
-    """All tensors of the new layer by their names in it; its MLP and what else it adds are zero."""
+    """All tensors of the new layer by their names in it; those of its MLP, and others unknown to the adapter, are 0."""
     layer = anatomy.layers[twin]
     inside = next(name for name, module in layer.named_modules() if module is attention)
     norm = getattr(layer, _NORM, None)
@@ -143,15 +143,15 @@ def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.
     names = dict(layer.named_parameters())
     odd = [name for name in names if name.startswith(f"{inside}.") and name not in known]
     if odd:
-        raise _unlike(anatomy, f"its attention has {odd[0]}, which the adapter has not")
+        raise _unlike(anatomy, f"its attention has {odd[0]}, which the adapter does not have")
     return {name: known.get(name, torch.zeros_like(parameter)) for name, parameter in names.items()}
 
 
 def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch.Tensor:
-    """The weight with which a norm of the model does what the adapter's does (some add 1 to theirs).
+    """The weight with which a norm of the model computes the same as the adapter's norm (some add 1 to their weight).
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: there is no such weight.
     """
     twin = copy.deepcopy(module).float().cpu()
     weights = [parameter for _, parameter in twin.named_parameters()]
@@ -165,7 +165,7 @@ def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch
                 weights[0].copy_(weight)
                 if torch.allclose(twin(states), reference(states), rtol=_CLOSE, atol=_CLOSE):
                     return weight
-    raise _unlike(anatomy, f"its {type(module).__name__} is another norm than the adapter's {norm!r}")
+    raise _unlike(anatomy, f"its {type(module).__name__} does not compute the same as the adapter's {norm!r}")
 
 
 def _final_norm(model: nn.Module, anatomy: Anatomy, adapter: Adapter) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ def _final_norm(model: nn.Module, anatomy: Anatomy, adapter: Adapter) -> dict[st
         if getattr(getattr(module, "weight", None), "shape", None) == adapter.norm.weight.shape
     ]
     if len(norms) != 1:
-        raise _unlike(anatomy, f"it has {len(norms)} norms behind its layers")
+        raise _unlike(anatomy, f"it has {len(norms)} norms after its layers")
     name, module = norms[0]
     return {".".join(filter(None, (path, name, "weight"))): _norm_weight(module, adapter.norm, anatomy)}
 
@@ -185,13 +185,13 @@ def _own_head(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter) -> dic
     head = model.get_output_embeddings()
     assert adapter.head is not None
     if head is None or head.bias is not None or head.weight.shape != adapter.head.weight.shape:
-        raise _unlike(anatomy, "its output head is no matrix of the shape of the adapter's own")
+        raise _unlike(anatomy, "its output head is not a matrix of the shape of the adapter's head")
     name = next(name for name, module in model.named_modules() if module is head)
     return {f"{name}.weight": adapter.head.weight}
 
 
 def _written_out(anatomy: Anatomy, index: int, path: str, groups: int, width: int) -> dict[str, torch.Tensor]:
-    """Keys' and values' projections of a layer with one copy for each head that shares them."""
+    """Key and value projections of a layer, repeated for each head that shares them."""
     attention = anatomy.attention[index]
     inside = next(name for name, module in anatomy.layers[index].named_modules() if module is attention)
     found = {}

@@ -1,4 +1,4 @@
-"""Whether an exported draft predicts what the partial model predicts."""
+"""Checks that an exported draft predicts what the same part of the model predicts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 
 # Tokens of the text on which the two are compared.
 _TOKENS = 16
-# How far apart logits may be, as a share of the largest one: what other kernels round. The tests' models are within
-# 1e-5; a layer that is another one, or lacks something, changes logits by a tenth and more.
+# How far apart logits may be, as a share of the largest one: other kernels round differently. The models of the tests
+# agree within 1e-5; a wrong or incomplete layer changes logits by a tenth or more.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, draft: PreTrainedModel) -> None:
-    """Runs both on a text of a few tokens.
+    """Compares the logits of the draft with those of the model's blocks on a text of a few tokens.
 
     Raises:
         UnsupportedModelError: they predict different things.
@@ -43,21 +43,21 @@ def check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlock
 
 
 def probe_text(model: PreTrainedModel) -> torch.Tensor:
-    """``[1, s]`` ids all over the vocabulary."""
+    """``[1, s]`` ids spread over the vocabulary."""
     embeddings = model.get_input_embeddings()
     places = torch.arange(1, _TOKENS + 1, device=embeddings.weight.device)
     return (places * 7919 % embeddings.weight.shape[0])[None]
 
 
 def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, ids: torch.Tensor) -> torch.Tensor:
-    """``[1, s, v]`` what the blocks predict inside of the whole model."""
+    """Logits ``[1, s, v]`` of the blocks when they run inside the whole model."""
     adapter = blocks.adapter
     current = ForwardPass(blocks.plan)
     if adapter is not None and adapter.head is None:
         current.head_input_fn = lambda states: adapter.on(states.device)(states).to(states.dtype)
     with partial_forwards(model, anatomy):
         if blocks.plan.skipped_attention != blocks.plan.skipped_mlp:
-            with obeying(ForwardPass(LayerPlan(anatomy.num_layers))):  # shows what blocks return beside states
+            with obeying(ForwardPass(LayerPlan(anatomy.num_layers))):  # records what blocks return besides states
                 model(input_ids=ids, use_cache=False)
         with obeying(current):
             logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
@@ -72,7 +72,7 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and as it was afterwards."""
+    """Puts the model into evaluation mode, and restores its mode afterwards."""
     was_training = [module for module in model.modules() if module.training]
     try:
         model.eval()

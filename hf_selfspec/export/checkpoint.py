@@ -1,4 +1,4 @@
-"""An ordinary model of some of another one's blocks, which shares its tensors."""
+"""Makes an ordinary model from some blocks of another one; the two share their tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan, check_plan
 from .config import REFUSALS, no_such_config
 
-# What families call the last projection of an attention block and of an MLP: what it returns is added to the stream.
-# ``dense`` is the last one of an attention block, ``2`` that of a Sequential (CTRL).
+# Names of the last projection of an attention block and of an MLP, whose output is added to the residual stream.
+# ``dense`` is the last one of an attention block only, ``2`` is the last one of a Sequential (CTRL).
 _LAST_OF_ATTENTION = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
 _LAST_OF_MLP = (
     "2", "Wo", "c_proj", "dense_4h_to_h", "down_proj", "down_proj_bias", "fc2", "fc_out", "output_linear", "w2",
@@ -26,12 +26,12 @@ _STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
 
 
 def kept_layers(plan: LayerPlan) -> list[int]:
-    """Layers of which something runs."""
+    """Layers of which at least one block runs."""
     return [layer for layer in range(plan.num_layers) if layer not in plan.skipped_layers]
 
 
 def layers_name(model: nn.Module, anatomy: Anatomy) -> str:
-    """The name of the list of decoder layers in the model, with a dot behind it."""
+    """The name of the list of decoder layers in the model, with a trailing dot."""
     return next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
 
 
@@ -40,14 +40,14 @@ def silenced(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.
 
     Args:
         plan: the blocks that run.
-        anatomy: of the whole model.
-        prefix: name of the list of layers, with a dot behind it.
+        anatomy: the whole model's anatomy.
+        prefix: name of the list of layers, with a trailing dot.
 
     Returns:
-        The tensors by their names in the model of the layers that stay.
+        The zero tensors by their names in the new model.
 
     Raises:
-        UnsupportedModelError: a block, or its last projection, was not found.
+        UnsupportedModelError: a block or its last projection was not found.
     """
     check_plan(plan, anatomy)
     found: dict[str, torch.Tensor] = {}
@@ -76,7 +76,7 @@ def silenced(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.
 
 
 def _is_last(name: str, last: Sequence[str]) -> bool:
-    """Whether a parameter, or the module that has it, is one of these."""
+    """Whether a parameter, or the module that holds it, has one of these names."""
     return any(part in last for part in name.split(".")[-2:])
 
 
@@ -87,17 +87,17 @@ def model_of_layers(
     prefix: str,
     replaced: Mapping[str, torch.Tensor],
 ) -> PreTrainedModel:
-    """A model of that config with the tensors of another one; nothing is copied.
+    """Returns a model of the given config with the tensors of another model; nothing is copied.
 
     Args:
-        model: the other one.
-        config: of the new one.
-        kept: for each layer of the new one the layer whose tensors it has.
-        prefix: name of the list of layers, with a dot behind it.
-        replaced: other tensors, by their names in the new one.
+        model: the model whose tensors are used.
+        config: the new model's config.
+        kept: for each layer of the new model, the layer whose tensors it uses.
+        prefix: name of the list of layers, with a trailing dot.
+        replaced: tensors to use instead, by their names in the new model.
 
     Raises:
-        UnsupportedModelError: the two differ in more than their layers.
+        UnsupportedModelError: the two models differ in more than their layers.
     """
     draft = _empty(model, config)
     source = _Source(model, kept, prefix)
@@ -122,7 +122,7 @@ def model_of_layers(
 
 
 def _empty(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of the same class without numbers."""
+    """A model of the same class whose tensors have no storage yet."""
     try:
         with torch.device("meta"):
             return type(model)(config)
@@ -135,7 +135,7 @@ def _frozen(tensor: torch.Tensor) -> nn.Parameter:
 
 
 class _Source:
-    """Where the parts of the new model come from."""
+    """Finds the parts of the whole model that the new model uses."""
 
     def __init__(self, model: PreTrainedModel, kept: Sequence[int], prefix: str) -> None:
         self.model = model
@@ -150,12 +150,12 @@ class _Source:
         return f"{self.prefix}{self.kept[int(layer)]}{dot}{rest}"
 
     def tensor(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The tensor that the new model's one of that name is."""
+        """The whole model's tensor that the new model uses under this name."""
         found = tensors.get(self.name(name))
         if found is None:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} has no {self.name(name)}, which a model of its config with "
-                f"{len(self.kept)} of its layers has: which layers it would have cannot be written in its config. "
+                f"{len(self.kept)} of its layers has: a config of this type cannot express this choice of layers. "
                 "Export an early exit, or a set that skips other layers."
             )
         return found
@@ -165,7 +165,7 @@ def _check_shape(name: str, wanted: torch.Tensor, found: torch.Tensor, model: Pr
     if wanted.shape != found.shape:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {name} of {list(found.shape)}, but with fewer layers it would be "
-            f"{list(wanted.shape)}: its layers share what cannot be taken apart, so it cannot be exported."
+            f"{list(wanted.shape)}: its layers share a tensor that cannot be split, so it cannot be exported."
         )
 
 
@@ -180,7 +180,7 @@ def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _fill_attributes(draft: nn.Module, source: _Source) -> None:
-    """Tensors that modules keep as they are, neither parameters nor buffers."""
+    """Sets tensors that modules keep as plain attributes, neither parameters nor buffers."""
     for name, module in draft.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -190,24 +190,24 @@ def _fill_attributes(draft: nn.Module, source: _Source) -> None:
 def check_same_layers(
     model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str, but: Sequence[str] = ()
 ) -> None:
-    """Checks that the layers are of the same kind: windows, positions, experts and whatever else goes by their place.
+    """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index.
 
     Args:
         model: the whole model.
-        draft: the one with some of its layers.
+        draft: the new model with some of its layers.
         kept, prefix: see :func:`model_of_layers`.
         but: attributes that may differ.
 
     Raises:
-        UnsupportedModelError: one is not.
+        UnsupportedModelError: a layer differs.
     """
     for place, layer in enumerate(kept):
         old, new = model.get_submodule(f"{prefix}{layer}"), draft.get_submodule(f"{prefix}{place}")
         numbers = (layer, place)
         for difference in _differences(old, new, numbers, but):
             raise UnsupportedModelError(
-                f"layer {layer} of {type(model).__name__} would be another one as layer {place} of a checkpoint "
-                f"({difference}): what goes by a layer's place cannot be written in its config. Export an early exit, "
+                f"layer {layer} of {type(model).__name__} would differ as layer {place} of a checkpoint "
+                f"({difference}): its config cannot express what depends on a layer's index. Export an early exit, "
                 "or a set that leaves these layers where they are."
             )
 
@@ -222,7 +222,7 @@ def _differences(old: nn.Module, new: nn.Module, numbers: tuple[int, int], but: 
         was, now = _plain(twin), _plain(module)
         for attribute in was.keys() | now.keys():
             pair = was.get(attribute), now.get(attribute)
-            # The number of a layer is its place.
+            # A layer's own index is expected to change.
             if attribute not in but and pair[0] != pair[1] and pair != numbers:
                 yield f"its {name}.{attribute} is {pair[0]!r} and would be {pair[1]!r}"
     if modules:

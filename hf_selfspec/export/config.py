@@ -1,4 +1,4 @@
-"""The config of a model that has some of another one's layers."""
+"""Makes the config of a model that has some layers of another one."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ..errors import UnsupportedModelError, brief
 
 # What transformers raises for a config that it refuses.
 REFUSALS: tuple[type[Exception], ...] = (StrictDataclassError, TypeError, ValueError)
-# Settings that are lists of layer numbers; other lists with an entry for each layer are told by their length.
+# Settings that are lists of layer numbers; other lists with an entry for each layer are recognised by their length.
 _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
-# Settings that are a number of layers at the beginning.
+# Settings that give a number of first layers.
 _LEADING = ("first_k_dense_replace", "max_window_layers", "num_dense_layers")
 # Lists that have nothing to do with layers, whatever their length.
 _NO_LAYERS = ("architectures", "bad_words_ids", "eos_token_id", "suppress_tokens")
-# Layers behind the model's own that predict further tokens; transformers and drafts do without them.
+# Layers after the model's own that predict further tokens; neither transformers nor drafts use them.
 _FURTHER = "num_nextn_predict_layers"
 
 
 def depth_name(config: PreTrainedConfig) -> str:
-    """What this kind of config calls its number of layers."""
+    """The name of the number of layers in this kind of config."""
     return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
 
 def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: Any) -> PreTrainedConfig:
-    """The config of a model whose layers are these of another one.
+    """Returns the config of a model that consists of some layers of another one.
 
     Args:
-        config: of the other one.
-        kept: for each layer the one that it is, or is like.
-        changes: further settings.
+        config: the other model's config.
+        kept: for each new layer, the index of the layer that it is or is modelled on.
+        changes: further settings to replace.
 
     Raises:
         UnsupportedModelError: there is no such config.
@@ -52,7 +52,7 @@ def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: A
 
 
 def no_such_config(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
-    """What to raise where transformers refuses the config of fewer layers, or a model of it."""
+    """The error to raise where transformers refuses the config with fewer layers, or a model of it."""
     return UnsupportedModelError(
         f"no model of some of its layers can be made from the config of a {config.model_type} ({brief(error)}). Update "
         "transformers, or use the draft with generate(assistant=...)."
@@ -80,7 +80,7 @@ def _sparse_steps(values: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]
 
 
 def _kinds_of_attention(chosen: dict[str, Any]) -> dict[str, Any]:
-    """GPT-Neo's kinds of attention, which stand twice in its config."""
+    """GPT-Neo's kinds of attention, which its config holds twice."""
     if "attention_types" not in chosen:
         return {}
     return {"attention_types": [[list(chosen["attention_layers"]), 1]]}

@@ -1,6 +1,6 @@
-"""The card of an exported draft: what it is, and how engines take it.
+"""The model card of an exported draft: what it is, and how serving engines load it.
 
-Commands are those of the engines' own documentation in November 2026: vLLM's "Draft Models"
+The commands are from the engines' own documentation in November 2026: vLLM's "Draft Models"
 (features/speculative_decoding/draft_model), SGLang's "Standalone Speculative Decoding"
 (advanced_features/speculative_decoding), TensorRT-LLM's "Speculative Decoding" (features/speculative-decoding,
 Draft/Target), llama.cpp's docs/speculative.md and tools/server/README.md (b11434).
@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-# Tokens of a draft in the commands where the SelfSpec does not say how many, as in the engines' own examples.
+# Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
 USUAL_TOKENS = 5
-# With this a card is known to be one of ours.
+# The tag by which a card written here is recognised.
 TAG = "hf_selfspec-draft"
 
 _CARD = """---
@@ -26,14 +26,14 @@ tags:
 # A draft of {model}
 
 {what}, written by hf_selfspec as an ordinary checkpoint of {layers} ({parameters:,} parameters).
-It is no model to use alone: it drafts tokens that `{model}` verifies, so that what is generated is that model's own.
+Do not use it alone: it drafts tokens that `{model}` verifies, so the generated text is that model's own.
 Use it with the weights that it was taken from, and with their tokenizer.
 
 - draft: `{draft}`
 - layers (`#` runs, `a` attention alone, `m` MLP alone, `.` is left out): `{picture}`
 - taken from: `{model}`, fingerprint `{fingerprint}`
 {notes}
-Whether it pays depends on how often drafts are accepted, which `SelfSpec`'s statistics (`spec.stats`) tell beforehand.
+Whether it pays depends on how often drafts are accepted, which `SelfSpec`'s statistics (`spec.stats`) show beforehand.
 
 ## transformers
 
@@ -79,18 +79,18 @@ llama-server -m model.gguf -md draft.gguf --spec-type draft-simple --spec-draft-
 
 @dataclass(frozen=True)
 class Card:
-    """What a card tells.
+    """The contents of a card.
 
     Attributes:
         model: name or folder of the whole model.
-        folder: where the draft is.
-        draft: the source, as it is written.
-        picture: the blocks that run.
-        num_layers: of the checkpoint.
-        parameters: how many numbers it has.
+        folder: folder of the draft.
+        draft: the draft source's ``repr``.
+        picture: the blocks that run, one character per layer.
+        num_layers: number of layers in the checkpoint.
+        parameters: number of its parameters.
         fingerprint: name of the model's fingerprint.
-        tokens: of a draft.
-        notes: what else is to be known.
+        tokens: number of tokens in a draft.
+        notes: further remarks, one per line.
     """
 
     model: str

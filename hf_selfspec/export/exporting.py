@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 _C = TypeVar("_C", bound=Choice)
 _README = "README.md"
-# Files by which a folder is known to hold a model.
+# Files that show that a folder holds a model.
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
-# What PEFT's layers have.
+# An attribute that only PEFT's layers have.
 _ADAPTED = "_disable_adapters"
 
 
@@ -44,21 +44,22 @@ def export_draft(
     model: Any,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Writes what drafts as an ordinary checkpoint, for engines that take a draft model.
+    """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
-    That is an early exit, a set of skipped blocks, or an adapter with attention alone; of a search or a probe what it
-    has chosen for the model. The folder's README.md has the command for each engine. Logits are compared with those of
-    the draft before anything is written; the model stays as it is, and its tensors are not copied.
+    That part is an early exit, the model without skipped blocks, or an exit with an adapter of attention alone; of a
+    search or a probe, it is what was chosen for the model. The folder's README.md has the command for each engine. The
+    checkpoint's logits are compared with the draft's before anything is written; the model stays as it is, and its
+    tensors are not copied.
 
     Args:
-        spec: what drafts.
-        folder: made if it does not exist; of files there only a draft from before is replaced.
+        spec: the settings; its draft source is exported.
+        folder: created if it does not exist; a draft that was exported there earlier is replaced.
         model: a causal LM of transformers on one device, not quantised, its adapters merged.
-        tokenizer: the model's tokenizer, to be saved with it; llama.cpp's converter needs it.
+        tokenizer: the model's tokenizer, saved with the draft; llama.cpp's converter needs it.
 
     Raises:
-        SelfSpecError: the draft is no part of the model that a checkpoint can hold, nothing was chosen yet, or the
-            folder holds another model or cannot be written.
+        SelfSpecError: a checkpoint cannot hold this draft, nothing was chosen yet, or the folder holds another model or
+            cannot be written.
     """
     name = "SelfSpec.export_draft"
     inner = causal_lm(model, name)
@@ -86,21 +87,21 @@ def export_draft(
 
 
 def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -> PreTrainedModel:
-    """The blocks as an ordinary model with the same tensors.
+    """Returns the blocks as an ordinary model with the same tensors.
 
     Args:
         model: the whole model, which stays as it is.
-        anatomy: of the model.
-        blocks: what drafts.
+        anatomy: the model's anatomy.
+        blocks: the blocks that draft.
 
     Raises:
-        SelfSpecError: there is no such model.
+        SelfSpecError: the blocks cannot be an ordinary model.
     """
     kept, prefix = kept_layers(blocks.plan), layers_name(model, anatomy)
     if anatomy.kv_sources and len(kept) < anatomy.num_layers:
         raise UnsupportedModelError(
             f"layers of {anatomy.model_name} read keys and values of layers {sorted(anatomy.kv_sources)}, so none can "
-            "be taken out of it. Export a set that skips attention or MLP blocks alone, no layer as a whole."
+            "be taken out of it. Export a set that skips attention or MLP blocks, but no whole layer."
         )
     more = AdapterLayer(0, {})
     if blocks.adapter is not None:
@@ -124,11 +125,11 @@ class _Choices:
     model: PreTrainedModel
 
     def fingerprint(self) -> Fingerprint:
-        """Of the model."""
+        """The model's fingerprint."""
         return self.spec._knowledge.fingerprint(self.model)
 
     def find(self, kind: type[_C]) -> _C | None:
-        """The choice of that kind that was used last, or that was read and not used yet."""
+        """The choice of that kind that was used last, else one that was loaded and not used yet."""
         knowledge = self.spec._knowledge
         found = knowledge.latest(self.model, lambda one: isinstance(getattr(one, "choice", None), kind))
         if found is not None:
@@ -146,7 +147,7 @@ class _Choices:
         return next((one for one in read if isinstance(one, kind)), None)
 
     def _cached(self) -> saving.Saved | None:
-        """What another process has found, of any kind of call."""
+        """What another process has found, for any kind of call."""
         path = self.spec._known(self.model, (False, False)).file
         return saving.read(path) if path is not None and path.exists() else None
 
@@ -170,7 +171,7 @@ def _check_place(name: str, folder: str | os.PathLike[str], at: Path) -> None:
 
 
 def _remove(files: Iterable[Path]) -> None:
-    """Removes shards of an earlier draft, which loaders would take for some of this one."""
+    """Removes shards of an earlier draft, which loaders would take for parts of this one."""
     for file in list(files):
         with reported(file):
             file.unlink()
@@ -180,7 +181,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     """Refuses models whose tensors are not those of an ordinary checkpoint.
 
     Raises:
-        UnsupportedModelError: for the reason that it names.
+        UnsupportedModelError: the model cannot be exported; the message gives the reason.
     """
     which = type(model).__name__
     tensors = [*model.parameters(), *model.buffers()]
@@ -190,12 +191,12 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     elif getattr(model, "hf_quantizer", None) is not None:
         why, what = "it is quantised", "Load it in its own precision, and quantise the draft with the engine's tools"
     elif is_tensor_parallel(model) or any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in tensors):
-        why, what = "its tensors are spread over processes, or are of a kind of their own", "Load it in one process"
+        why, what = "its tensors are spread over processes, or are not plain tensors", "Load it in one process"
     elif "meta" in devices or len(devices) > 1:
         why, what = f"its tensors are on {', '.join(sorted(devices))}", 'Load it on one device: device_map="cpu"'
     elif model.config.get_text_config(decoder=True) is not model.config:
         why, what = (
-            "it has more than a text model in it (images, sound), which engines take no draft of",
+            "it is more than a text model (images, sound), for which engines take no draft model",
             "Load its text model alone, with the class for causal language models of its family",
         )
     else:
@@ -206,7 +207,7 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
 def _check_anatomy(name: str, anatomy: Anatomy) -> None:
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
-            f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines take "
+            f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
             "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
         )
 
@@ -223,8 +224,8 @@ def _card(
     alone = blocks.plan.skipped_attention ^ blocks.plan.skipped_mlp
     if alone:
         notes.append(
-            f"of layers {sorted(alone)} of the model one block is left out by a projection of zeros, which engines "
-            "compute all the same: leave out whole layers where that costs too much"
+            f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
+            "still compute: leave out whole layers where that costs too much"
         )
     if blocks.adapter is not None:
         notes.append(f"layer {draft.config.num_hidden_layers - 1} is an adapter (Kangaroo), with an MLP of zeros")
@@ -232,7 +233,7 @@ def _card(
     if len(set(kinds)) > 1:
         notes.append(
             "kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's number "
-            "(llama.cpp for some families) takes this draft only where that gives the same"
+            "(llama.cpp for some families) can use this draft only where that gives the same kinds"
         )
     return Card(
         model=model.config.name_or_path or type(model).__name__,

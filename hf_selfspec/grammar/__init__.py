@@ -1,4 +1,4 @@
-"""Grammars that can go back: their masks apply to drafts as well, and tokens that they force are drafted for free."""
+"""Grammars that can be rolled back: their masks apply to drafts, too, and tokens that they force are drafted free."""
 
 from .libraries import FormatEnforcer, LLGuidance, OutlinesCore, XGrammar
 from .protocol import Grammar, register_grammar

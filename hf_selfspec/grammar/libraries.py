@@ -1,4 +1,4 @@
-"""Grammars of libraries, found by the names of their classes, so that none of them is imported here."""
+"""Adapters for the grammars of libraries, found by the names of their classes, so that no library is imported here."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 
 from ..errors import UnsupportedOptionError
 
-# Of an outlines-core state with more allowed tokens it is not looked up where each leads, which takes 0.3 µs a token.
+# The most allowed tokens of an outlines-core state whose next states are looked up, which takes 0.3 µs each.
 _MOST_LEADS = 1024
-# Texts whose states a row of lm-format-enforcer keeps when they are taken back, for when they come again.
+# The most rolled-back texts whose states a row of lm-format-enforcer keeps, in case they occur again.
 _KEPT_BACK = 64
 
-# Of each enforcer how many rows stand behind each text that was not known before.
+# For each enforcer, the number of rows that contain each text that was new to it.
 _rows_behind: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def _refusal(library: str, token: int) -> UnsupportedOptionError:
     return UnsupportedOptionError(
-        f"a grammar of {library} does not allow token {token}, which was generated all the same: plain generate fails "
-        "here, too, or goes on with a text that the grammar does not allow. Another logits processor forbids all "
+        f"a grammar of {library} does not allow token {token}, which was generated nevertheless: plain generate fails "
+        "here, too, or continues with a text that the grammar does not allow. Another logits processor forbids all "
         "tokens that the grammar allows, or forces one, or the grammar was made for fewer tokens than the model has."
     )
 
 
 def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tensor:
-    """A BoolTensor ``[vocabulary]`` of the bits of int32 ``words``; tokens ``beyond`` them are allowed or not."""
+    """A BoolTensor ``[vocabulary]`` of the bits of int32 ``words``; ``beyond`` is the value for tokens after them."""
     bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little", count=min(vocabulary, 32 * len(words)))
     found = torch.from_numpy(bits.view(np.bool_))
     if len(found) == vocabulary:
@@ -40,22 +40,22 @@ def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tenso
 
 
 def _longest(tokens: Sequence[int], texts: Sequence[Any]) -> int | None:
-    """The token that holds the most of what has to come next, ``None`` where different texts may come next."""
+    """The token with the longest text, ``None`` unless the texts of all the others are prefixes of it."""
     longest = max(tokens, key=lambda token: len(texts[token]))
     text = texts[longest]
     return longest if all(text.startswith(texts[token]) for token in tokens) else None
 
 
 class _Matching:
-    """A matcher that does not take in some tokens, behind its end, as processors skip it then."""
+    """A matcher that ignores tokens after its end, where its processor no longer calls it."""
 
     def __init__(self) -> None:
-        # Of each token whether it was taken in, and those that were.
+        # For each token whether the matcher consumed it, and the tokens that it consumed.
         self.steps: list[bool] = []
         self.taken: list[int] = []
 
     def advance(self, token: int) -> None:
-        """Takes in the next token."""
+        """Advances by the next token."""
         takes = self.takes(token)
         if takes:
             self.take(token)
@@ -63,7 +63,7 @@ class _Matching:
         self.steps.append(takes)
 
     def rollback(self, count: int) -> None:
-        """Takes back the last tokens."""
+        """Rolls back the last ``count`` tokens."""
         taken = sum(self.steps[-count:])
         del self.steps[-count:]
         if taken:
@@ -85,7 +85,7 @@ class XGrammar(_Matching):
 
     Args:
         matcher, bitmask, row: see above.
-        texts: of all tokens; empty where it is not to find out what is expected.
+        texts: the texts of all tokens; if empty, :meth:`expected` returns ``None``.
     """
 
     def __init__(self, matcher: Any, bitmask: torch.Tensor, row: int, texts: Sequence[bytes] = ()) -> None:
@@ -93,7 +93,7 @@ class XGrammar(_Matching):
         self.matcher, self.bitmask, self.row, self.texts = matcher, bitmask, row, texts
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """As its processors apply it: behind its end it stays as it was before the last token."""
+        """The mask as xgrammar's processor applies it: after the end it stays as it was before the last token."""
         if not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(self.bitmask, self.row)
         elif self.taken:
@@ -103,7 +103,7 @@ class XGrammar(_Matching):
         return _unpacked(self.bitmask[self.row], vocabulary, beyond=True)
 
     def expected(self) -> int | None:
-        """The longest token that begins the text that has to come next."""
+        """The longest token with which the text that has to come next begins."""
         if self.matcher.is_terminated() or not self.texts:
             return None
         text = _forced_text(self.matcher)
@@ -138,7 +138,7 @@ class LLGuidance(_Matching):
         self.matcher = matcher
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """As its processors apply it."""
+        """The mask as processors of llguidance apply it."""
         return _unpacked(
             torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32), vocabulary, False
         )
@@ -156,12 +156,12 @@ class LLGuidance(_Matching):
 
 
 class OutlinesCore(_Matching):
-    """A ``Guide`` of outlines-core, which is one of a list, and its ``Index``."""
+    """One of a list of ``Guide`` objects of outlines-core, and its ``Index``."""
 
     def __init__(self, guides: list[Any], row: int, index: Any) -> None:
         super().__init__()
         self.guides, self.row, self.index = guides, row, index
-        # A guide that goes on with a text cannot be begun again.
+        # A guide that continues a text cannot be reset to where it began here, so a copy is kept.
         self.begun = copy.copy(guides[row]) if guides[row].get_allowed_rollback() else None
 
     @property
@@ -169,13 +169,13 @@ class OutlinesCore(_Matching):
         return self.guides[self.row]
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """As its processor applies it."""
+        """The mask as the processor of outlines-core applies it."""
         words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32)
         self.guide.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
         return _unpacked(words, vocabulary, beyond=False)
 
     def expected(self) -> int | None:
-        """The token that leads furthest: to where most of the others can lead with one token more."""
+        """The token that leads furthest: to the state that the most other tokens reach with one token more."""
         ends = self._ends(self.guide.get_state())
         before: Counter[int] = Counter()
         for end in set(ends.values()):
@@ -185,7 +185,7 @@ class OutlinesCore(_Matching):
         return found[0] if len(found) == 1 else None
 
     def _ends(self, state: int) -> dict[int, int]:
-        """The tokens that are allowed in a state, each with the state that it leads to; none where there are many."""
+        """The tokens that are allowed in a state, each with the state that it leads to; none if there are too many."""
         index, tokens = self.index, self.index.get_allowed_tokens(state) or ()
         ends = {token: index.get_next_state(state, token) for token in tokens if len(tokens) <= _MOST_LEADS}
         return {token: end for token, end in ends.items() if end is not None}
@@ -216,24 +216,24 @@ class FormatEnforcer:
     def __init__(self, enforcer: Any, ids: list[int]) -> None:
         self.enforcer, self.ids = enforcer, ids
         self.allowed = enforcer.get_allowed_tokens(ids)
-        # For each token that was taken in, what was allowed before it, and whether its text was new.
+        # For each consumed token, what was allowed before it, and whether its text was new.
         self.before: list[tuple[Any, bool]] = []
         self.taken_back: dict[tuple[int, ...], Any] = {}
         self.rows_behind = _rows_behind.setdefault(enforcer, Counter())
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """As ``prefix_allowed_tokens_fn`` applies it."""
+        """The mask as ``prefix_allowed_tokens_fn`` applies it."""
         found = torch.zeros(vocabulary, dtype=torch.bool)
         found[self.allowed.allowed_tokens] = True
         return found
 
     def expected(self) -> int | None:
-        """The longest token where all that may come next begin one text."""
+        """The longest allowed token, if all allowed tokens are beginnings of the same text."""
         texts, tokens = self.enforcer.tokenizer_tree.tokens_to_strs, self.allowed.allowed_tokens
         return _longest(tokens, texts) if all(token in texts for token in tokens) else None
 
     def advance(self, token: int) -> None:
-        """Takes in the next token."""
+        """Advances by the next token."""
         self.ids.append(token)
         text, states = tuple(self.ids), self.enforcer.prefix_states
         is_new = text not in states or text in self.rows_behind
@@ -245,7 +245,7 @@ class FormatEnforcer:
         self.allowed = self.enforcer.get_allowed_tokens(self.ids)
 
     def rollback(self, count: int) -> None:
-        """Takes back the last tokens: what was drafted leaves no text behind."""
+        """Rolls back the last ``count`` tokens; the enforcer keeps no texts that were only drafted."""
         for _ in range(count):
             self.allowed, was_new = self.before.pop()
             if was_new:
@@ -253,7 +253,7 @@ class FormatEnforcer:
             self.ids.pop()
 
     def _leave(self, text: tuple[int, ...]) -> None:
-        """Takes a text back when no other row stands behind it, since rows with the same text share its state."""
+        """Takes a text from the enforcer if no other row contains it: rows with the same text share its state."""
         self.rows_behind[text] -= 1
         if self.rows_behind[text]:
             return
@@ -269,16 +269,16 @@ def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> 
 
 
 def _texts_of(info: Any) -> Sequence[bytes]:
-    """The texts of all tokens, which xgrammar's own list makes one by one as they are read."""
+    """The texts of all tokens, in xgrammar's own list, which creates each as it is read."""
     texts = getattr(getattr(info, "_handle", None), "decoded_vocab", ())
     return texts() if callable(texts) else texts
 
 
 def _own(processor: Any, name: str) -> Any:
-    """What an outlines processor keeps under a name that outlines does not promise."""
+    """An attribute of an outlines processor that is not part of outlines' public interface."""
     if not hasattr(processor, name):
         raise UnsupportedOptionError(
-            f"{type(processor).__name__} of this version of outlines has no `{name}`, in which 1.3.3 keeps its state. "
+            f"{type(processor).__name__} of this version of outlines has no `{name}`, where 1.3.3 keeps its state. "
             "Use that version, or declare how to reach the state by hf_selfspec.register_grammar."
         )
     return getattr(processor, name)

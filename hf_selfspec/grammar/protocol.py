@@ -1,4 +1,4 @@
-"""What a grammar of one row is, and on which processors grammars are found."""
+"""The interface of a grammar for one row, and the logits processors whose grammars are known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.generation import logits_process as lp
 from ..errors import SettingTypeError
 from .libraries import LIBRARIES
 
-# Makes the grammars of all rows of a processor and ``input_ids`` ``[b, s]``, with which it was called just before.
+# Returns the grammars of all rows, given a processor and the ``input_ids`` ``[b, s]`` of its latest call.
 Adapter = Callable[[Any, torch.Tensor], Sequence["Grammar"]]
 
 _METHODS = ("mask", "advance", "rollback")
@@ -19,43 +19,43 @@ _registered: dict[type, Adapter] = {}
 
 
 class Grammar(Protocol):
-    """What may follow in one row of a batch, and can go back.
+    """Which tokens may follow in one row of a batch; tokens can be rolled back.
 
-    A grammar may have more: ``expected()`` returns the token that most likely comes next where there is hardly a choice
-    (a key of an object, which can be split into tokens in several ways), or ``None``.
+    A grammar may also have a method ``expected()``, which returns the token that most likely comes next where there is
+    hardly a choice (a key of an object, which can be split into tokens in several ways), or ``None``.
     """
 
     def mask(self, vocabulary: int) -> torch.Tensor:
-        """A BoolTensor ``[vocabulary]`` on the CPU, true for the tokens that may come next; the state stays.
+        """A BoolTensor ``[vocabulary]`` on the CPU, true for the tokens that may come next; the state does not change.
 
-        A single true token is drafted without a forward.
+        If only one token may come next, it is drafted without a forward.
         """
 
     def advance(self, token: int) -> None:
-        """Takes in the next token, as the processor does at the beginning of its next call."""
+        """Advances by the next token, as the processor does at the beginning of its next call."""
 
     def rollback(self, count: int) -> None:
-        """Takes back the last ``count`` tokens, at most as many as were taken in by :meth:`advance`."""
+        """Rolls back the last ``count`` tokens, at most as many as :meth:`advance` was called with."""
 
 
 def register_grammar(kind: type, adapter: Adapter) -> None:
-    """Declares that a class of logits processors does nothing but forbid tokens, by grammars that can go back.
+    """Declares that a class of logits processors does nothing but forbid tokens, by grammars that can be rolled back.
 
     The processor itself is called once for each generation, with the prompts and scores of 0, before anything goes
     through the model. Then ``adapter(processor, input_ids)``, with the ``input_ids`` ``[b, s]`` of that call, returns
     for each row an object with ``mask(vocabulary)``, ``advance(token)`` and ``rollback(count)``, see :class:`Grammar`.
-    These work on the state of the processor itself: at the end of the generation they have taken in all new tokens of
-    their rows but the last one of the batch, and no padding, so that the processor is as plain ``generate`` leaves it
-    but for padding. Processors of xgrammar, outlines (with outlines-core, llguidance or xgrammar) and
+    These work on the state of the processor itself: at the end of the generation they have consumed all new tokens
+    of their rows but the last one of the batch, and no padding, so that the processor is as plain ``generate`` leaves
+    it, except for padding. Processors of xgrammar, outlines (with outlines-core, llguidance or xgrammar) and
     lm-format-enforcer are known.
 
     Args:
         kind: the class itself; subclasses are registered on their own. Also the class of a function that is passed as
             ``prefix_allowed_tokens_fn``.
-        adapter: see above.
+        adapter: a function of ``(processor, input_ids)``, see above.
 
     Raises:
-        SettingTypeError: ``kind`` is not a class, or ``adapter`` not a function.
+        SettingTypeError: ``kind`` is not a class, or ``adapter`` is not a function.
     """
     if not isinstance(kind, type):
         raise SettingTypeError(f"register_grammar(kind) takes a class of logits processors, got {kind!r}.")
@@ -68,7 +68,7 @@ def register_grammar(kind: type, adapter: Adapter) -> None:
 
 
 def find_adapter(processor: Any) -> Callable[[torch.Tensor], Sequence[Grammar]] | None:
-    """What makes the grammars of a processor's rows of ``input_ids`` ``[b, s]``; ``None`` where none is known."""
+    """The function from ``input_ids`` ``[b, s]`` to a processor's grammars, ``None`` if none is known."""
     if type(processor) is lp.PrefixConstrainedLogitsProcessor:
         processor = processor._prefix_allowed_tokens_fn
     kind = type(processor)

@@ -18,17 +18,17 @@ from .protocol import Grammar, find_adapter
 # Masks that a row keeps: those of one draft and its verification.
 _KEPT = 64
 
-# With at most so many allowed tokens one is looked for that is expected, and how likely that one is: SmolLM2-135M took
-# 203 of 302 such tokens in ten JSON objects, where the others were shorter pieces of the same text.
+# The most allowed tokens among which an expected one is looked for, and the probability that it comes: SmolLM2-135M
+# chose it in 203 of 302 such places in ten JSON objects, and in the others shorter pieces of the same text.
 _NARROW, _LIKELY = 32, 0.67
 
 Path = tuple[int, ...]
 
 
 class _Row:
-    """A grammar as a function of the new tokens of its row: it moves back and forth to the place it is called for.
+    """A grammar as a function of the new tokens of its row: its state moves back and forth as needed.
 
-    What follows is kept for paths, which go on from a text: drafts need many paths behind the same one.
+    Results are cached by path, the drafted tokens after a text, since drafts need many paths after the same text.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: int, name: str) -> None:
@@ -40,7 +40,7 @@ class _Row:
         self._expected: dict[Path, int | None] = {}
 
     def expected(self, text: list[int], path: Path) -> int | None:
-        """The token that most likely follows ``path`` behind ``text``, ``None`` where the grammar cannot tell."""
+        """The token that most likely follows ``text`` and ``path``, ``None`` where the grammar does not know."""
         if not hasattr(self._grammar, "expected"):
             return None
         self._go_on_from(text)
@@ -50,7 +50,7 @@ class _Row:
         return self._expected[path]
 
     def mask(self, text: list[int], path: Path) -> torch.Tensor:
-        """A BoolTensor ``[v]``, true for what may follow ``path`` behind ``text``."""
+        """A BoolTensor ``[v]``, true for the tokens that may follow ``text`` and ``path``."""
         self._go_on_from(text)
         if path not in self._masks:
             self.go_to(text, path)
@@ -60,12 +60,12 @@ class _Row:
         return self._masks[path]
 
     def mask_behind(self, tokens: list[int]) -> torch.Tensor:
-        """A BoolTensor ``[v]``, true for what may follow all these tokens."""
+        """A BoolTensor ``[v]``, true for the tokens that may follow all these tokens."""
         text = self._text if tokens[: len(self._text)] == self._text else tokens
         return self.mask(text, tuple(tokens[len(text) :]))
 
     def fresh_mask(self) -> torch.Tensor:
-        """The mask where the grammar stands."""
+        """The mask for the grammar's present state."""
         vocabulary = self.vocabulary
         mask = self._grammar.mask(vocabulary)
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != (vocabulary,):
@@ -76,7 +76,7 @@ class _Row:
         return mask
 
     def go_to(self, text: Sequence[int], path: Path = ()) -> None:
-        """Has the grammar take in exactly these tokens."""
+        """Moves the grammar to the state after exactly these tokens."""
         taken, tokens = self._taken, [*text, *path]
         same = len(text) if taken[: len(text)] == tokens[: len(text)] else 0
         for known, token in zip(taken[same:], tokens[same:], strict=False):
@@ -99,16 +99,16 @@ class _Row:
 
 
 class GrammarMask:
-    """A logits processor in the place of one that is known to forbid tokens by grammars that can go back.
+    """A logits processor that replaces one that forbids tokens by grammars that can be rolled back.
 
-    It is a function of what it is given, so that it can be called for drafts, for any position and for one row.
+    Its result follows from its arguments alone, so it can be called for drafts, for any position and for one row.
 
     Args:
         processor: the user's own. It is called once, by :meth:`begin`.
-        adapt: makes its grammars, see :func:`.protocol.find_adapter`.
+        adapt: returns its grammars, see :func:`.protocol.find_adapter`.
 
     Attributes:
-        name: of the processor's class.
+        name: name of the processor's class.
     """
 
     is_stateless = True
@@ -123,35 +123,35 @@ class GrammarMask:
 
     @classmethod
     def of(cls, processor: Any) -> GrammarMask | None:
-        """What takes the place of ``processor``, ``None`` where it has no grammars that are known to go back."""
+        """Returns what replaces ``processor``, ``None`` if no grammars that can be rolled back are known for it."""
         adapt = find_adapter(processor)
         return None if adapt is None else cls(processor, adapt)
 
     @property
     def vocabulary(self) -> int:
-        """``v``, known when it has begun."""
+        """``v``, known after :meth:`begin`."""
         return self._rows[0].vocabulary
 
     def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
-        """Calls the processor behind the prompts ``input_ids`` ``[b, s]``, as plain ``generate`` does first.
+        """Calls the processor with the prompts ``input_ids`` ``[b, s]``, as the first step of plain ``generate`` does.
 
-        Since it does nothing but forbid tokens, it need not wait for logits.
+        Since it does nothing but forbid tokens, it does not need to wait for logits.
         """
         self._processor(input_ids, torch.zeros(len(input_ids), vocabulary, device=input_ids.device))
         self._rows = [_Row(grammar, vocabulary, self.name) for grammar in self._adapt(input_ids)]
         self._start = input_ids.shape[1]
 
     def fit(self, vocabulary: int) -> None:
-        """Makes masks as wide as logits turn out to be."""
+        """Makes masks as wide as the logits, whose width is known by now."""
         for row in self._rows:
             row.vocabulary = vocabulary
 
     def allowed(self, row: int, text: list[int], path: Path) -> torch.Tensor:
-        """A BoolTensor ``[v]``, true for what may follow ``path`` behind the new tokens ``text`` of ``row``."""
+        """A BoolTensor ``[v]``, true for what may follow ``path`` after the new tokens ``text`` of ``row``."""
         return self._rows[row].mask(text, path)
 
     def expected(self, row: int, text: list[int], path: Path) -> int | None:
-        """The token that most likely follows ``path`` behind ``text``, ``None`` where that is not known."""
+        """The token that most likely follows ``text`` and ``path``, ``None`` where that is not known."""
         return self._rows[row].expected(text, path)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -183,8 +183,8 @@ class Spot:
 
     Attributes:
         masks: the grammars.
-        row: which row.
-        text: its new tokens.
+        row: index of the row.
+        text: the row's new tokens.
         ends: tokens that end a row.
     """
 
@@ -194,7 +194,7 @@ class Spot:
     ends: frozenset[int]
 
     def allows(self, path: Sequence[int], token: int) -> bool:
-        """Whether ``token`` may follow the drafted tokens ``path``, which may all follow each other."""
+        """Whether ``token`` may follow the drafted tokens ``path``, all of which are allowed themselves."""
         return not self._has_ended(path) and all(bool(mask[token]) for mask in self._masks(path))
 
     def mask(self, path: Sequence[int]) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Spot:
         return reduce(torch.logical_and, self._masks(path))
 
     def likely(self, path: Sequence[int]) -> tuple[int, float] | None:
-        """The token that follows ``path`` where there is hardly a choice, and how likely: 1.0 where it has to."""
+        """The token that follows ``path`` where there is hardly a choice, and its probability: 1.0 if it is forced."""
         if self._has_ended(path):
             return None
         allowed = self.mask(path).numpy()
@@ -213,7 +213,7 @@ class Spot:
         return next(((token, _LIKELY) for token in found if token is not None and allowed[token]), None)
 
     def forced(self, most: int) -> Path:
-        """What comes next as long as there is hardly a choice: ``most`` tokens at most."""
+        """The next tokens, as long as there is hardly a choice: ``most`` tokens at most."""
         found: Path = ()
         while len(found) < most and (likely := self.likely(found)) is not None:
             found += (likely[0],)
@@ -231,7 +231,7 @@ class Constraint:
     """What grammars allow and force in drafts.
 
     Attributes:
-        masks: of all grammars; false in a condition where there are none.
+        masks: all grammars; without any, the constraint is false in a condition.
         ends: tokens that end a row.
     """
 
@@ -265,5 +265,5 @@ class Constraint:
 
 
 def with_grammars(processors: lp.LogitsProcessorList) -> lp.LogitsProcessorList:
-    """The processors, with a :class:`GrammarMask` in the place of each that has grammars that can go back."""
+    """The processors, with a :class:`GrammarMask` in place of each whose grammars can be rolled back."""
     return lp.LogitsProcessorList(GrammarMask.of(processor) or processor for processor in processors)

@@ -9,7 +9,7 @@ from typing import Any
 # What was offered at one place: the token, the kind of evidence for it, its probability there.
 Offer = tuple[int, int, float]
 
-# What a first guess weighs, in observations, and how many observations are remembered.
+# The weight of a first guess in observations, and the number of observations that are remembered.
 _PRIOR, _MEMORY = 8.0, 200.0
 
 # Classes of matches by their length: 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31, longer.
@@ -22,9 +22,9 @@ _NUM_GRADES = len(_EDGES) + 1
 # Successors of one token alone: higher probabilities do not make them likelier.
 _EDGES_OF_SINGLE = _EDGES[:3]
 
-# What the successors of the last tokens make of a token that a match proposes.
+# How likely a token that a match proposes is among the successors of the last tokens.
 _LIKELY, _POSSIBLE, _UNLIKELY, _UNKNOWN = range(4)
-# From which probability on a token is likely, and from which on it is possible.
+# The lowest probability of a likely token, and that of a possible one.
 _LIKELY_FROM, _POSSIBLE_FROM = 0.5, 0.05
 
 # Where the keys of each source begin.
@@ -49,7 +49,7 @@ _OF_SUCCESSOR = (
 
 
 def view_of(probability: float | None) -> int:
-    """What successors make of a token to which they give this probability, ``None`` where none are known."""
+    """How likely a token is by its probability among successors, ``None`` where no successors are known."""
     if probability is None:
         return _UNKNOWN
     return _LIKELY if probability >= _LIKELY_FROM else _POSSIBLE if probability >= _POSSIBLE_FROM else _UNLIKELY
@@ -107,7 +107,7 @@ class Rates:
         self._seen = [_PRIOR] * _NUM_KEYS
 
     def see(self, offers: Sequence[Offer], token: int) -> None:
-        """Takes in which of the tokens that were offered at one place came, if any did."""
+        """Records which of the tokens that were offered at one place came next, if any did."""
         rates, seen = self.rates, self._seen
         for offered, key, _ in offers:
             seen[key] = count = min(seen[key] + 1.0, _MEMORY)
@@ -117,11 +117,11 @@ class Rates:
             rates[key] -= rates[key] / count
 
     def state(self) -> dict[str, list[float]]:
-        """Rates and how often each was seen."""
+        """The rates, and the number of observations behind each."""
         return {"rates": list(self.rates), "seen": list(self._seen)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` returned.
+        """Restores what :meth:`state` returned.
 
         Raises:
             ValueError: it is not a state of these rates.

@@ -43,27 +43,27 @@ class LookupKnowledge:
         return self._texts
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        """Puts a text into the store."""
+        """Adds a text to the store."""
         if self.store.most:
             self.store.extend([SEPARATOR, *tokens[-(self.store.most // 2) :]])
 
     def forget(self) -> None:
-        """Begins again with nothing."""
+        """Forgets everything."""
         self.successors.forget()
         self.store = SuffixIndex(self.store.most)
         self._rates.clear()
 
     def state(self) -> dict[str, Any]:
-        """What is known: arrays, and lists of numbers."""
+        """All that is known, as arrays and lists of numbers."""
         return {
-            # From which texts could be put together.
+            # Texts could be reconstructed from these, so they are left out where texts are not kept.
             "successors": (self.successors if self.store.most else Successors()).state(),
             "store": np.array(self.store.tokens, np.int32),
             "rates": {kind: rates.state() for kind, rates in self._rates.items()},
         }
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Takes in unknown texts, as older ones, and pairs of another's :meth:`state`, the latest, where there is room.
+        """Adds unknown texts (as older ones) and pairs of another's :meth:`state`, the latest first, up to the limits.
 
         Raises:
             ValueError: it is not such a state; nothing is changed then.
@@ -82,7 +82,7 @@ class LookupKnowledge:
             self.store = store
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` returned.
+        """Restores what :meth:`state` returned.
 
         Raises:
             ValueError: it is not such a state; nothing is changed then.
@@ -101,13 +101,13 @@ def _stored(state: dict[str, Any]) -> list[int]:
     """The tokens of a store."""
     stored = np.asarray(state["store"], np.int32)
     if stored.ndim != 1 or (stored < SEPARATOR).any():
-        raise ValueError("What is in the store are no tokens.")
+        raise ValueError("The store contains something that is not a token.")
     tokens: list[int] = stored.tolist()
     return tokens
 
 
 def _unknown(texts: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The texts that are not among the known ones; of either the beginning may have left."""
+    """The texts that are not among the known ones; the beginning of either may be missing."""
     ends: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for text in known:
         ends.setdefault(tuple(text[-LONGEST_MATCH:]), []).append(text)
@@ -123,8 +123,8 @@ class LookupRow:
     """The free drafts of one row.
 
     Args:
-        knowledge: what rows share.
-        kind: of the call.
+        knowledge: what all rows share.
+        kind: the kind of call, such as greedy or sampled.
     """
 
     def __init__(self, knowledge: LookupKnowledge, kind: str = "") -> None:
@@ -146,16 +146,16 @@ class LookupRow:
         seed: TokenTree | None = None,
         guide: Guide | None = None,
     ) -> TokenTree:
-        """The draft for the next round; see :func:`grow`."""
+        """Returns the draft for the next round; see :func:`grow`."""
         known = self.knowledge
         sources = Sources(self.own, known.store, known.successors, self._rates, self._text)
         return grow(sources, costs, pace, deepest, branching, seed, guide)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
-        """Takes in a round and appends what it emitted.
+        """Learns from a round and appends the tokens that it emitted.
 
         Args:
-            tree: what was drafted.
+            tree: the draft.
             emitted: the tokens of the round, accepted ones and the one after them.
             tops: for each of the nodes ``0..n``, accepted or not, the model's likeliest next tokens, the likeliest
                 first, and their probabilities; two empty lists where they are not known.
@@ -168,7 +168,7 @@ class LookupRow:
         own = self.own.tokens
         tokens = (own[-1], *tree.tokens)
         befores = (own[-2] if len(own) > 1 else SEPARATOR, *(tokens[parent] for parent in tree.parents))
-        # Where a pair occurs twice, what it means in the text counts.
+        # Of a pair that occurs twice, the occurrence in the emitted text is recorded last and replaces the other.
         for node in sorted(range(len(tokens)), key=visited.__contains__):
             if befores[node] >= 0 and tops[node][0]:
                 self.knowledge.successors.see((befores[node], tokens[node]), *tops[node], self._text)
@@ -179,7 +179,7 @@ class LookupRow:
 
         Args:
             tokens: the text.
-            tops: behind each of its tokens the model's likeliest next tokens and their probabilities.
+            tops: for each of its tokens, the model's likeliest next tokens and their probabilities.
         """
         before = self.own.tokens[-1] if self.own.tokens else SEPARATOR
         for token, top in zip(tokens, tops, strict=True):
@@ -189,7 +189,7 @@ class LookupRow:
         self.own.extend(tokens)
 
     def end(self) -> None:
-        """Puts the row's text into the store, without its beginning where the store has that already (in chats)."""
+        """Adds the row's text to the store, without its beginning if the store has that already (in chats)."""
         tokens, store = self.own.tokens, self.knowledge.store
         known = 0
         while known + LONGEST_MATCH <= len(tokens):
@@ -198,5 +198,5 @@ class LookupRow:
                 break
             known += LONGEST_MATCH
         if known < len(tokens):
-            # What is left begins with the tokens after which it is to be found.
+            # The rest is stored with the tokens before it, by which it is found.
             self.knowledge.add_text(tokens[max(0, known - LONGEST_MATCH) :])

@@ -1,4 +1,4 @@
-"""What the model's logits last held after a pair of tokens (Token Recycling, 2408.08696, with keys of two tokens)."""
+"""The model's likeliest tokens when it last saw a pair of tokens (Token Recycling, 2408.08696, with pairs as keys)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from .suffix import BITS
 
-# Successors that are kept of each pair.
+# Successors that are kept for each pair.
 WIDTH = 8
 _LAST = (1 << BITS) - 1
 
@@ -19,8 +19,8 @@ class Found(NamedTuple):
     """Successors, the likeliest first.
 
     Attributes:
-        is_pair: they followed the last two tokens, not just the last one.
-        text: in which they were seen.
+        is_pair: whether they followed the last two tokens, not just the last one.
+        text: number of the text in which they were seen.
         tokens: the successors; -1 where there are fewer.
         probabilities: the probability of each.
     """
@@ -35,13 +35,13 @@ class Successors:
     """The likeliest successors of the last two tokens when the model last saw these, else of the last one.
 
     Args:
-        most: pairs that are kept; the oldest leave first.
+        most: the most pairs that are kept; the oldest are dropped first.
     """
 
     def __init__(self, most: int = 65_536) -> None:
         self.most = most
         self._slots: dict[int, int] = {}
-        # Slot of the latest pair that ends with a token.
+        # For each token, the slot of the latest pair that ends with it.
         self._singles: dict[int, int] = {}
         self._pairs = array("q")
         self._texts = array("q")
@@ -53,13 +53,13 @@ class Successors:
         return len(self._slots)
 
     def see(self, pair: tuple[int, int], top: Sequence[int], probabilities: Sequence[float], text: int = 0) -> None:
-        """Takes in what the model predicts after ``pair``.
+        """Records what the model predicts after ``pair``.
 
         Args:
             pair: the last two tokens.
-            top: the likeliest tokens, the likeliest first; ``WIDTH`` of them count.
-            probabilities: theirs.
-            text: the text in which the pair was seen.
+            top: the likeliest tokens, the likeliest first; the first ``WIDTH`` are kept.
+            probabilities: the probability of each.
+            text: number of the text in which the pair was seen.
         """
         key = pair[0] << BITS | pair[1]
         slot = self._slots.get(key)
@@ -73,7 +73,7 @@ class Successors:
         self._probabilities[start : start + WIDTH] = array("f", [*probabilities[:count], *_NOTHING[count:]])
 
     def get(self, before: int, token: int) -> Found | None:
-        """The successors of the pair, else of ``token``, ``None`` where there are none."""
+        """The successors of the pair, else those of ``token``, ``None`` if there are none."""
         slot = self._slots.get(before << BITS | token)
         is_pair = slot is not None
         if slot is None:
@@ -85,11 +85,11 @@ class Successors:
         return Found(is_pair, self._texts[slot], self._tokens[start:end], self._probabilities[start:end])
 
     def forget(self) -> None:
-        """Begins again with nothing."""
+        """Forgets everything."""
         Successors.__init__(self, self.most)
 
     def state(self) -> dict[str, np.ndarray]:
-        """What is kept, the oldest pair first."""
+        """All pairs with their successors as arrays, the oldest pair first."""
         order = np.roll(np.arange(len(self._pairs)), -self._oldest)
         return {
             "pairs": np.array(self._pairs, np.int64)[order],
@@ -98,7 +98,7 @@ class Successors:
         }
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Takes in unknown pairs of another's :meth:`state`, the latest first, as long as there is room.
+        """Adds unknown pairs of another's :meth:`state`, the latest first, as long as there is room.
 
         Raises:
             ValueError: it is not a state of successors; nothing is changed then.
@@ -116,7 +116,7 @@ class Successors:
                 self._singles.setdefault(pair & _LAST, slot)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` returned, the latest pairs of it if there are too many.
+        """Restores what :meth:`state` returned, only its latest pairs if there are too many.
 
         Raises:
             ValueError: it is not a state of successors.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# A match is not followed back any further: longer ones are continued as often as these.
+# Matches are not followed back any further: the continuations of longer ones are right as often.
 LONGEST_MATCH = 32
 # Earlier occurrences of the last three tokens that are looked at, the latest first.
 MOST_CANDIDATES = 8
-# Of the occurrences of the last three tokens others went on and none like this one, this is the only one, several did.
+# Support for a continuation by other occurrences of the last three tokens: all others went on differently, there are no
+# others, at least one went on in the same way.
 CONTESTED, LONE, SHARED = range(3)
-# Stands between texts; no token.
+# Separates texts; not a token.
 SEPARATOR = -1
 # Bits for a token id in the key of an n-gram; vocabularies have less than two million tokens.
 BITS = 21
@@ -21,9 +22,9 @@ class Match(NamedTuple):
     """An earlier occurrence of a text's end.
 
     Attributes:
-        length: tokens that are the same.
-        position: of the token that followed.
-        support: whether other occurrences of its last three tokens went on like this.
+        length: number of tokens that are the same.
+        position: index of the token that followed.
+        support: whether other occurrences of its last three tokens went on in the same way.
     """
 
     length: int
@@ -38,7 +39,7 @@ class SuffixIndex:
     three tokens do not occur, the latest occurrence of two or one counts. Adding a token takes constant time.
 
     Args:
-        most: tokens that are kept at most. When there are more, the older half leaves. ``None`` for all.
+        most: the most tokens that are kept. When there are more, the older half is dropped. ``None`` keeps all.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -75,11 +76,11 @@ class SuffixIndex:
             self._drop(position - self.most // 2)
 
     def match(self, tail: Sequence[int], shortest: int = 1) -> Match | None:
-        """The longest suffix of ``tail`` that occurs and goes on; of several the latest.
+        """The longest suffix of ``tail`` that occurs and goes on; of several, the latest.
 
         Args:
             tail: the last tokens of a text, ``LONGEST_MATCH`` of them at most.
-            shortest: tokens that must be the same at least.
+            shortest: the least number of tokens that must be the same.
         """
         last = len(tail) - 1
         if last >= 2 and (found := self._match_three(tail, last)):
@@ -123,7 +124,7 @@ class SuffixIndex:
 
 
 def texts_of(tokens: Sequence[int]) -> list[Sequence[int]]:
-    """The texts between separators, the oldest first, of which the beginning may have left."""
+    """The texts between separators, the oldest first, which may lack its beginning."""
     ends = [place for place, token in enumerate(tokens) if token == SEPARATOR]
     spans = zip([-1, *ends], [*ends, len(tokens)], strict=True)
     return [tokens[start + 1 : end] for start, end in spans if end > start + 1]

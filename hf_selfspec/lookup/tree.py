@@ -1,4 +1,4 @@
-"""One tree of drafted tokens from all free sources, as large as pays."""
+"""Grows one tree of drafted tokens from all free sources, as large as pays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .suffix import CONTESTED, LONGEST_MATCH, SEPARATOR, SuffixIndex
 
 # Nodes that are reached less often are never drafted.
 LEAST_REACH = 0.004
-# The sum of all probabilities, and a little, so that some is left when all that are known are taken off.
+# The sum of all probabilities and a little more, so that something remains when all known ones are subtracted.
 _WHOLE = 1.001
 # A shorter match in earlier texts is no better than chance.
 SHORTEST_STORED = 4
-# In the place of the evidence for a token that a guide named.
+# The key of a token that only a guide named.
 _NO_KEY = -1
 
 
@@ -28,19 +28,19 @@ class VerifyCosts:
     """Seconds that a round takes with 0, 1, 2, ... drafted tokens.
 
     Attributes:
-        seconds: of a round with so many drafted tokens, the first one of a plain round.
+        seconds: for each number of drafted tokens, the seconds of a round; the first is that of a plain round.
     """
 
     seconds: tuple[float, ...]
 
     @classmethod
     def of(cls, seconds: Callable[[int], float], most: int) -> VerifyCosts:
-        """Costs of 0 to ``most`` drafted tokens by a function of their number."""
+        """The costs of 0 to ``most`` drafted tokens, by a function of their number."""
         return cls(tuple(seconds(count) for count in range(most + 1)))
 
     @cached_property
     def corners(self) -> tuple[tuple[int, ...], ...]:
-        """For each number of tokens the larger ones that can be best when all further tokens are worth the same.
+        """For each number of tokens, the larger numbers that can be best if all further tokens are worth the same.
 
         They are the corners of the lower convex hull of the larger numbers' seconds.
         """
@@ -61,10 +61,10 @@ class TokenTree:
     """Drafted tokens. Node 0 is the row's last token, which is not listed.
 
     Attributes:
-        tokens: of the nodes ``1..n``.
-        parents: of each of them; 0 for the row's last token. Parents come before children.
-        reach: estimated probability that it is accepted.
-        offers: for each node behind which free tokens were looked for, all that were found.
+        tokens: the tokens of the nodes ``1..n``.
+        parents: the parent of each; 0 for the row's last token. Parents come before children.
+        reach: for each, the estimated probability that it is accepted.
+        offers: for each node after which free tokens were looked for, all that were found.
     """
 
     tokens: tuple[int, ...] = ()
@@ -89,14 +89,14 @@ class TokenTree:
         return max(depths)
 
     def first(self, size: int) -> TokenTree:
-        """The tree without the nodes that were taken last."""
+        """The tree with only the ``size`` nodes that were taken first."""
         if size >= len(self):
             return self
         offers = {node: offered for node, offered in self.offers.items() if node <= size}
         return TokenTree(self.tokens[:size], self.parents[:size], self.reach[:size], offers)
 
     def walk(self, emitted: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The visited nodes, each with the token that came after it."""
+        """The nodes that the ``emitted`` tokens visit, each with the token that came after it."""
         children = {
             (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True), 1)
         }
@@ -115,8 +115,8 @@ class Sources:
     Attributes:
         own: the row's text.
         store: earlier texts.
-        successors: what the logits last held.
-        rates: how far each can be trusted.
+        successors: likely next tokens by earlier logits.
+        rates: how often each kind of evidence is right.
         text: number of the row's text.
     """
 
@@ -128,13 +128,13 @@ class Sources:
 
 
 class Guide(Protocol):
-    """What may follow in a row, where a grammar knows it."""
+    """What a grammar allows and expects after drafted tokens of a row."""
 
     def likely(self, path: Sequence[int]) -> tuple[int, float] | None:
         """The token that follows the drafted tokens ``path`` where there is hardly a choice, and its probability."""
 
     def allows(self, path: Sequence[int], token: int) -> bool:
-        """Whether ``token`` may follow them."""
+        """Whether ``token`` may follow the drafted tokens ``path``."""
 
 
 def grow(
@@ -146,19 +146,18 @@ def grow(
     seed: TokenTree | None = None,
     guide: Guide | None = None,
 ) -> TokenTree:
-    """Grows the tree that is expected to bring most tokens for its time.
+    """Grows the tree that is expected to bring the most tokens for its time.
 
-    Nodes are taken by descending probability that they are accepted; their number is what makes ``expected tokens -
-    pace * seconds`` largest.
+    Nodes are taken in order of descending probability that they are accepted; their number maximises
+    ``expected tokens - pace * seconds``.
 
     Args:
         sources: where tokens come from.
-        costs: seconds of a round by number of drafted tokens, which bounds it.
-        pace: tokens per second that decoding makes at present, that is what a second is worth; 0 where that is not
-            known yet.
-        deepest: the longest path.
+        costs: seconds of a round for each number of drafted tokens; the tree is no larger than these.
+        pace: tokens per second at present, which is what a second is worth; 0 where that is not known yet.
+        deepest: the length of the longest path, in tokens.
         branching: whether a node may have several children.
-        seed: nodes that are drafted already. They come first and stay; free ones are added.
+        seed: nodes that are drafted already. They come first and stay; free tokens are added.
         guide: forbids tokens, and names those that have to come next.
     """
     growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
@@ -221,7 +220,7 @@ class _Growth:
             self.expand(len(self.tokens) - 1, {})
 
     def expand(self, node: int, drafted: dict[int, float]) -> None:
-        """Makes what can follow ``node`` nodes that could come next.
+        """Adds the tokens that can follow ``node`` to the heap.
 
         Args:
             node: the parent.
@@ -233,7 +232,7 @@ class _Growth:
             return self.push(reach, node, likely[0])
         offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
-            # Free tokens share what the drafted ones leave.
+            # Free tokens share the probability that the drafted ones leave.
             free = 1.0 - sum(probability for token, _, probability in offers if token in drafted)
             reach *= max(1.0 - sum(drafted.values()), 0.0) / max(free, LEAST_REACH)
             offers = [offer for offer in offers if offer[0] not in drafted]
@@ -246,12 +245,12 @@ class _Growth:
                 self.push(reach * probability, node, token)
 
     def push(self, reach: float, node: int, token: int) -> None:
-        """Makes a token behind ``node`` one that could come next."""
+        """Adds a token after ``node`` to the heap."""
         self.count += 1
         heappush(self.heap, (-reach, self.count, node, token))
 
     def allowed(self, path: list[int], offers: list[Offer]) -> list[Offer]:
-        """The offers that the guide allows behind ``path``; they share what forbidden ones leave."""
+        """The offers that the guide allows after ``path``; they share the probability of the forbidden ones."""
         if self.guide is None or not offers:
             return offers
         kept = [offer for offer in offers if self.guide.allows(path, offer[0])]
@@ -259,10 +258,10 @@ class _Growth:
         return [(token, key, probability / max(scale, probability)) for token, key, probability in kept]
 
     def offered(self, path: list[int], least: float) -> list[Offer]:
-        """All that the sources offer behind ``path``, the surest kind of evidence first.
+        """All that the sources offer after ``path``, the surest kind of evidence first.
 
         Args:
-            path: drafted tokens behind the text.
+            path: drafted tokens after the text.
             least: tokens less likely than this need not be offered.
         """
         sources = self.sources
@@ -301,7 +300,7 @@ class _Growth:
         candidates: list[tuple[int, int, float]] = []
         if own is not None:
             token = self.sources.own.tokens[own.position]
-            # Successors of one token know less than a match of two.
+            # Successors of a single token are worth less than a match of two.
             judges = found if own_length == 1 or found is None or found.is_pair else None
             support = CONTESTED if stored_length > own_length else own.support
             share = _share(judges, token)

@@ -20,14 +20,14 @@ class Adapter(Part):
     """Input norm, multi-head attention with rotary positions, residual, final norm; then the model's own head.
 
     Args:
-        exit_layer: the exit layer ``E`` whose states it takes.
+        exit_layer: the exit layer ``E`` whose states the adapter reads.
         hidden_size: their width ``d``.
         num_heads: attention heads, a divisor of ``d``.
         blocks: ``("attention",)`` as in the paper; with ``"mlp"`` a whole transformer layer, or ``("mlp",)`` alone
             (its Table 2, where both are slower).
         vocabulary: ``v`` of a head of its own (slower there, too); ``None`` for the model's own head.
         rope_theta: base of the rotary positions, above 0.
-        norm_eps: of the norms, between 0 and 1.
+        norm_eps: epsilon of the norms, between 0 and 1.
         about: see :class:`Part`.
 
     Raises:
@@ -58,7 +58,8 @@ class Adapter(Part):
         check_share("Adapter(norm_eps)", norm_eps, zero=False, one=False)
         if hidden_size % (2 * num_heads):
             raise SettingError(
-                f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): heads must share the width in even parts."
+                f"Adapter(hidden_size={hidden_size}, num_heads={num_heads}): hidden_size must be a multiple of "
+                f"2 * num_heads, {2 * num_heads}."
             )
         self.exit_layer = exit_layer
         self.num_heads = num_heads
@@ -72,7 +73,7 @@ class Adapter(Part):
             self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
             self.output = nn.Linear(hidden_size, hidden_size, bias=False)
             nn.init.normal_(self.qkv.weight, std=hidden_size**-0.5)
-            nn.init.zeros_(self.output.weight)  # it begins as the early exit itself
+            nn.init.zeros_(self.output.weight)  # it starts as the plain early exit
         self.mlp: nn.Module | None = None
         if "mlp" in blocks:
             up = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
@@ -88,13 +89,13 @@ class Adapter(Part):
         cache: Any = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What goes into the head.
+        """Returns the states that go into the head.
 
         Args:
             states: ``[b, s, d]`` that left layer ``E - 1``.
             positions: ``[b, s]``, from 0 on by default.
-            cache: keys and values of the tokens before, a ``Cache`` of transformers; ``None`` for no tokens before.
-            mask: ``[b, 1, s, n]`` what each token may see, ``None`` for those before it.
+            cache: keys and values of earlier tokens, a ``Cache`` of transformers; ``None`` if there are none.
+            mask: ``[b, 1, s, n]`` which tokens each token attends to; ``None`` for itself and all before it.
 
         Returns:
             ``[b, s, d]``.
@@ -120,7 +121,7 @@ class Adapter(Part):
         return self.output(found.transpose(1, 2).reshape(b, s, d))
 
     def _rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[2, b, k, s, h]`` turned by their positions."""
+        """Vectors ``[2, b, k, s, h]`` rotated by their positions."""
         half = self.head_width // 2
         speeds = self.rope_theta ** (-torch.arange(half, device=vectors.device, dtype=torch.float32) / half)
         angles = (positions[:, None, :, None].float() * speeds).to(torch.float32)

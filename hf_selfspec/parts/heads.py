@@ -31,7 +31,7 @@ def _margin(logits: torch.Tensor) -> torch.Tensor:
     return first - second
 
 
-# How sure a distribution is, from logits [..., v]; more is surer, so entropy counts negatively.
+# The confidence of a distribution, from logits [..., v]; higher is surer, so the entropy is negated.
 METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "entropy": lambda logits: -entropy(logits),
     "probability": _top,
@@ -45,16 +45,16 @@ def default_layers(num_layers: int, heads: int) -> list[int]:
 
 
 class ExitHeads(Part):
-    """A norm and a linear layer behind each of some layers, and from which confidence on each is believed.
+    """A norm and a linear layer after each of some layers, and the confidence from which each head is trusted.
 
     Args:
         layers: exit layers ``ℓ_1 < ... < ℓ_K``.
         hidden_size: ``d``.
         vocabulary: ``v``.
-        rank: of the linear layer as a product of two; ``None`` for a whole one, ``d v`` numbers a head instead of
-            ``rank (d + v)``.
-        norm_eps: of the norms, between 0 and 1.
-        about: see :class:`Part`; ``about["calibration"]`` is what :func:`calibrate` found.
+        rank: rank of the linear layer as a product of two, with ``rank (d + v)`` parameters a head; ``None`` for a full
+            one, with ``d v``.
+        norm_eps: epsilon of the norms, between 0 and 1.
+        about: see :class:`Part`; ``about["calibration"]`` is what :func:`calibrate` returned.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -80,7 +80,7 @@ class ExitHeads(Part):
         for layer in layers:
             check_count("ExitHeads(layers): a layer", layer, most=MOST_LAYERS)
         if not layers or list(layers) != sorted(set(layers)):
-            raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on that rise, got {layers!r}.")
+            raise SettingError(f"ExitHeads(layers) needs exit layers from 1 on, in increasing order, got {layers!r}.")
         check_share("ExitHeads(norm_eps)", norm_eps, zero=False, one=False)
         self.layers = tuple(layers)
         self.vocabulary = vocabulary
@@ -107,7 +107,7 @@ class ExitHeads(Part):
 
     @property
     def metric(self) -> str:
-        """By what confidence is measured unless something else is chosen."""
+        """The metric of confidence that is used by default."""
         return str(self._calibration["metric"])
 
     @property
@@ -121,14 +121,14 @@ class ExitHeads(Part):
         """For each head the least confidence at which it was right often enough (DSSD §3.4).
 
         Args:
-            epsilon: how often, from 0 to 1; the next higher accuracy that was calibrated counts.
-            metric: of confidence, :attr:`metric` by default.
+            epsilon: the wanted accuracy, above 0 and at most 1; the next higher accuracy that was calibrated is used.
+            metric: metric of confidence, :attr:`metric` by default.
 
         Returns:
-            Confidences; infinite for a head that never was.
+            A confidence for each head; infinite for a head that never was right often enough.
 
         Raises:
-            SettingError: no accuracy as high was calibrated, or there is no such metric.
+            SettingError: no accuracy that high was calibrated, or there is no such metric.
         """
         check_share("epsilon", epsilon, zero=False, one=True)
         known = self._calibration["epsilons"]
@@ -138,16 +138,16 @@ class ExitHeads(Part):
         return self._at(index, metric)
 
     def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
-        """As :meth:`thresholds`, the loosest at which drafted tokens were accepted often enough.
+        """Like :meth:`thresholds`, but the loosest at which drafted tokens were accepted often enough.
 
-        A draft is accepted up to its first wrong token, so this is more than each head being right as often.
+        A draft is accepted up to its first wrong token, so this is stricter than each head being right as often.
 
         Args:
-            epsilon: the wanted acceptance rate, from 0 to 1.
-            metric: see there.
+            epsilon: the wanted acceptance rate, above 0 and at most 1.
+            metric: see :meth:`thresholds`.
 
         Raises:
-            SettingError: it was never reached, or there is no such metric.
+            SettingError: this rate was never reached, or there is no such metric.
         """
         check_share("epsilon", epsilon, zero=False, one=True)
         rates = [rate or 0.0 for rate in self._found("acceptance", metric)]
@@ -156,7 +156,7 @@ class ExitHeads(Part):
             raise SettingError(
                 f"epsilon={epsilon} is more than these exit heads reach: when they were calibrated, at best "
                 f"{_down(max(rates))} of what they drafted was accepted. Ask for less, fit them on more text, or "
-                "calibrate them on text that is nearer to what they are used for."
+                "calibrate them on text that is closer to what they are used for."
             )
         return self._at(index, metric)
 
@@ -176,17 +176,17 @@ class ExitHeads(Part):
 
 
 def check_metric(name: str, metric: str | None) -> None:
-    """Checks that confidence can be measured so.
+    """Checks the name of a metric of confidence.
 
     Raises:
-        SettingError: it cannot.
+        SettingError: there is no such metric.
     """
     if metric is not None and (not isinstance(metric, str) or metric not in METRICS):
         raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
 
 
 def check_calibration(name: str, found: object, heads: int) -> None:
-    """Checks that something is what :func:`calibrate` has found for as many heads.
+    """Checks that ``found`` has the form that :func:`calibrate` returns for ``heads`` heads.
 
     Raises:
         SettingError, SettingTypeError: it is not.
@@ -200,9 +200,9 @@ def check_calibration(name: str, found: object, heads: int) -> None:
     for epsilon in epsilons:
         check_share(f"{name}['epsilons']", epsilon, zero=False, one=True)
     if not epsilons or epsilons != sorted(set(epsilons)):
-        raise SettingError(f"{name}['epsilons'] must rise, got {epsilons!r}.")
+        raise SettingError(f"{name}['epsilons'] must be in increasing order, got {epsilons!r}.")
     for table in ("thresholds", "acceptance"):
-        # A list of thresholds is of an earlier version, and to be found anew.
+        # A list of thresholds was written by an earlier version; such heads have to be calibrated again.
         if isinstance(found.get(table, []), list):
             continue
         if not isinstance(found[table], dict) or not found[table].keys() <= METRICS.keys():
@@ -250,7 +250,7 @@ class HeadPredictions:
     """What heads predict along one text.
 
     Attributes:
-        sure: by each metric ``[K, n]`` how sure each head is of each token.
+        sure: for each metric, ``[K, n]`` the confidence of each head in each token.
         right: ``[K, n]`` whether its first choice is the whole model's.
     """
 
@@ -259,12 +259,16 @@ class HeadPredictions:
 
 
 def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
-    """Thresholds of each head by each metric, how drafts with them fare, and how well metrics tell right from wrong.
+    """Finds thresholds of each head by each metric, and measures drafts with them and the metrics themselves.
 
     Args:
         texts: what the heads predict for each text.
-        epsilons: accuracies, rising.
+        epsilons: accuracies, in increasing order.
         metric: the one to use by default; ``None`` for the one with the highest mean ROC AUC (DSSD §3.4.1).
+
+    Returns:
+        ``epsilons``, ``tokens``, ``metric``, and by metric ``thresholds`` ``[K][epsilons]``, ``acceptance``
+        ``[epsilons]`` (the acceptance rates of drafts) and ``auc`` ``[K]``; ``None`` where a value cannot be measured.
     """
     right = torch.cat([text.right for text in texts], 1)
     found: dict[str, Any] = {"epsilons": list(epsilons), "tokens": right.shape[1]}
@@ -308,7 +312,7 @@ def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
 
 
 def reached(calibration: dict[str, Any]) -> float:
-    """The greatest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
+    """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
     return _down(max(rate or 0.0 for rate in calibration["acceptance"][calibration["metric"]]))
 
 

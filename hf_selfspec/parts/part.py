@@ -1,4 +1,4 @@
-"""What is fitted to a model and kept beside it: weights, settings, recipe and the model that it belongs to."""
+"""A module that is fitted to a model and saved apart from it: weights, settings, recipe and the model's fingerprint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
     ``model.safetensors`` and a model card with the recipe and the figures.
 
     Attributes:
-        kind: what it is called.
+        kind: what messages call such a part.
         about: ``{"fingerprint": ..., "recipe": ..., "figures": ...}``: the model that it belongs to, how it was fitted
             and what was measured then.
     """
@@ -44,7 +44,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
     @property
     def about(self) -> dict[str, Any]:
-        """See the class."""
+        """The model that the part belongs to, the recipe and the figures, see the class."""
         found: dict[str, Any] = self.__dict__["_about"]
         return found
 
@@ -60,10 +60,10 @@ class Part(nn.Module, PyTorchModelHubMixin):
         self.__dict__["_about"] = found
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        """Checks what is known of one kind of part alone."""
+        """Checks entries that only one kind of part has."""
 
     def on(self, device: torch.device) -> Self:
-        """Itself where it is on that device already, and otherwise a copy there, made once."""
+        """Returns the part itself if it is on that device already, otherwise a copy there, which is made once."""
         if next(self.parameters()).device == device:
             return self
         with _copying:
@@ -79,14 +79,14 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers are in it."""
+        """Number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
-        """Checks that it was fitted to the model with a fingerprint, which is taken if that is known.
+        """Checks that the part was fitted to the model with this fingerprint, if the part has one to compare it with.
 
         Raises:
-            SettingError: it was fitted to another one.
+            SettingError: the part was fitted to another model.
         """
         kept = self.about.get("fingerprint")
         if kept is None:
@@ -102,17 +102,17 @@ class Part(nn.Module, PyTorchModelHubMixin):
         """Reads a folder that ``save_pretrained`` has written, or a repository of the Hub.
 
         Raises:
-            SettingError: there is none, it holds something else, was cut short, or has weights that are no numbers.
+            SettingError: there is none, it holds something else, was cut short, or has weights that are not finite.
         """
         return cls.from_pretrained(path)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """As huggingface_hub's, after a check that settings and weights fit each other; see :meth:`load`.
+        """Like huggingface_hub's, with a check that settings and weights fit each other; see :meth:`load`.
 
         Args:
             pretrained_model_name_or_path: a folder or a repository of the Hub.
-            options: of the download (``revision``, ``token``, ``cache_dir``, ``force_download``,
+            options: options of the download (``revision``, ``token``, ``cache_dir``, ``force_download``,
                 ``local_files_only``).
 
         Raises:
@@ -135,11 +135,11 @@ class Part(nn.Module, PyTorchModelHubMixin):
             ) from error
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
-            raise SettingError(f"the {cls.kind} at {name} has weights that are no numbers: {wrong[0]}. Fit it anew.")
+            raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
         return part.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
-        """As huggingface_hub's, whole or not at all.
+        """Like huggingface_hub's, but the folder is written as a whole or not at all.
 
         Raises:
             SettingError: the folder cannot be written.
@@ -155,7 +155,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
         return None
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """The card: what it is, the recipe, the figures."""
+        """Returns the model card: what the part is, its recipe and its figures."""
         data = ModelCardData(library_name="hf_selfspec", tags=["hf_selfspec", "self-speculative-decoding"])
         recipe, figures = (
             "\n".join(f"- {name}: {value}" for name, value in (self.about.get(entry) or {}).items())
@@ -171,7 +171,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
 
 def _object(name: str, value: object) -> dict[str, Any]:
-    """A mapping of names, an empty one for ``None``.
+    """Returns a dict with names as keys, an empty one for ``None``.
 
     Raises:
         SettingTypeError: it is something else.
@@ -184,10 +184,10 @@ def _object(name: str, value: object) -> dict[str, Any]:
 
 
 def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
-    """A file of a folder, or of a repository of the Hub.
+    """The path of a file in a folder, or in a repository of the Hub.
 
     Raises:
-        SettingError: there is none.
+        SettingError: there is no such file.
     """
     if os.path.isdir(name):
         if not (Path(name) / file).is_file():
@@ -207,15 +207,17 @@ def _config(kind: str, file: Path) -> dict[str, Any]:
         config = read_json(file)
     except ValueError as error:
         raise SettingError(
-            f"{file} is not of a saved {kind}, or was cut short or changed ({error}). Fit and save it again."
+            f"{file} does not belong to a saved {kind}, or was cut short or changed ({error}). Fit and save it again."
         ) from error
     if not isinstance(config, dict):
-        raise SettingError(f"{file} is not of a saved {kind}: it holds {repr(config)[:SHOWN]}. Fit and save it again.")
+        raise SettingError(
+            f"{file} does not belong to a saved {kind}: it holds {repr(config)[:SHOWN]}. Fit and save it again."
+        )
     return config
 
 
 def _check_shapes(part: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the weights in a file are those that its settings lead to, before there is memory for them.
+    """Checks that the weights in a file have the shapes that its settings imply, before memory is allocated for them.
 
     Raises:
         SettingError: they are not.
@@ -225,23 +227,26 @@ def _check_shapes(part: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     for name in [*expected, *found]:
         if expected.get(name) != found.get(name):
             raise SettingError(
-                "these settings do not fit the weights beside them, or one of the two was cut short or changed: "
+                "these settings do not match the weights saved with them, or one of the two was cut short or changed: "
                 f"{name} should be {expected.get(name, 'absent')} and is {found.get(name, 'absent')}. Fit and save it "
                 "again."
             )
 
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """What is kept beside the weights, as JSON has it."""
+    """Returns what is saved with the weights, in a form that JSON can hold."""
     fingerprint = Fingerprint.of_decoder(model)
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
 
 
 def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
-    """What is kept of a setting that is a part or the place of a saved one, and the part itself.
+    """Loads the part of a setting that is a part or the path of a saved one.
+
+    Returns:
+        What the setting keeps, which is the part itself or its path, and the part.
 
     Raises:
-        SettingError, SettingTypeError: it is neither, or there is none there.
+        SettingError, SettingTypeError: it is neither, or no part is saved there.
     """
     if isinstance(given, kind):
         return given, given
@@ -252,5 +257,5 @@ def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
 
 
 def _saved_at(path: str | os.PathLike[str]) -> str:
-    """The whole path of a folder, so that it holds in another working directory; a Hub name as it is."""
+    """The absolute path of a folder, which is valid in any working directory; a name on the Hub as it is."""
     return str(Path(path).resolve()) if os.path.isdir(path) else os.fspath(path)

@@ -1,4 +1,4 @@
-"""A linear probe that estimates how probable it is that a drafted token is accepted (AdaSPEED §II.B)."""
+"""A linear probe that estimates the probability that a drafted token is accepted (AdaSPEED §II.B)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .part import Part
 
 
 class LinearProbe(Part):
-    """``σ(v · h + b)`` of the state behind a drafted token; the ``confidence`` of a stop rule.
+    """``σ(v · h + b)`` of the state ``h`` from which a token is drafted; the ``confidence`` of a stop rule.
 
     Args:
-        exit_layer: the exit layer ``E`` whose states it takes.
+        exit_layer: the exit layer ``E`` whose states the probe reads.
         hidden_size: their width ``d``.
-        do_sample: whether tokens are drawn; acceptance is another thing then.
+        do_sample: whether the probe is for sampling, where acceptance is defined differently.
         about: see :class:`Part`.
 
     Raises:
@@ -47,5 +47,5 @@ class LinearProbe(Part):
 
     @torch.no_grad()
     def forward(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[b]`` probabilities from states ``[b, d]``; logits ``[b, v]`` play no part."""
+        """``[b]`` probabilities from states ``[b, d]``; logits ``[b, v]`` are not used."""
         return self.scores(hidden_states).sigmoid().to(logits.device)

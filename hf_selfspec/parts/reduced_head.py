@@ -1,4 +1,4 @@
-"""The tokens that drafts are made of, where the whole vocabulary would cost too much (FR-Spec, arXiv 2502.14856)."""
+"""The tokens that drafts consist of, where the whole vocabulary would cost too much (FR-Spec, arXiv 2502.14856)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .part import Part
 
 
 class ReducedHead(Part):
-    """The most frequent tokens of some text, which drafts choose from; their rows of the model's own head are used.
+    """The most frequent tokens of some text, from which drafts choose, with their rows of the model's own head.
 
-    Exact: a token that is not among them has probability 0 in a draft, and verification knows of that. On a CPU, and
-    with large vocabularies, the head is a large part of a shallow draft's cost (FR-Spec §3.2).
+    Exact: a token that is not among them has probability 0 in a draft, and verification takes that into account. On a
+    CPU, and with large vocabularies, the head is a large part of a shallow draft's cost (FR-Spec §3.2).
 
     Args:
-        size: how many tokens.
+        size: number of tokens.
         vocabulary: ``v`` of the model.
         about: see :class:`Part`.
 
     Attributes:
-        tokens: ``[size]`` their ids, in order.
+        tokens: ``[size]`` the ids of the tokens, in increasing order.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -44,14 +44,14 @@ class ReducedHead(Part):
 
     @classmethod
     def of(cls, tokens: Iterable[int], vocabulary: int) -> ReducedHead:
-        """One of given tokens.
+        """Returns a reduced head of given tokens.
 
         Args:
             tokens: their ids.
             vocabulary: ``v`` of the model.
 
         Raises:
-            SettingError, SettingTypeError: they are no different ids of the vocabulary.
+            SettingError, SettingTypeError: they are not distinct ids of the vocabulary.
         """
         chosen = torch.as_tensor(sorted(tokens))
         head = cls(len(chosen), vocabulary)
@@ -59,21 +59,21 @@ class ReducedHead(Part):
         return head
 
     def extra_repr(self) -> str:
-        """How many tokens there are, and which, in short."""
+        """The number of tokens, and a short hash of their ids."""
         digest = hashlib.sha256(self.tokens.cpu().numpy().tobytes()).hexdigest()[:8]
         return f"{len(self.tokens)} of {self.vocabulary} tokens, {digest}"
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, after which the tokens are checked.
+        """Like that of any module, with a check of the tokens.
 
         Raises:
-            SettingError: they are no different ids of the vocabulary.
+            SettingError: they are not distinct ids of the vocabulary.
         """
         found = super().load_state_dict(*args, **kwargs)
         tokens = self.tokens.tolist()
         if sorted(set(tokens)) != tokens or not 0 <= tokens[0] <= tokens[-1] < self.vocabulary:
             raise SettingError(
-                f"a reduced head of {len(tokens)} tokens must name different ids from 0 to {self.vocabulary - 1}, in "
-                "order, and these do not."
+                f"a reduced head of {len(tokens)} tokens must have distinct ids from 0 to {self.vocabulary - 1}, in "
+                "increasing order, and these are not."
             )
         return found

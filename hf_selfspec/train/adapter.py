@@ -53,26 +53,28 @@ def fit_adapter(
         tokenizer: its tokenizer; ``None`` where the rows have ``input_ids``.
         dataset: texts, or rows with a ``text`` or with ``input_ids``; 5 % at the end are held out.
         exit_layer: the exit layer ``E``; 2 by default, 3 from 40 layers on, as in the paper.
-        blocks: of the adapter, see :class:`Adapter`.
-        num_heads: its attention heads; the model's by default.
-        own_head: whether the adapter has a head of its own, which begins with the weights of the model's (not with a
-            bias, scale or soft-cap of it).
+        blocks: blocks of the adapter, see :class:`Adapter`.
+        num_heads: number of its attention heads; the model's by default.
+        own_head: whether the adapter has a head of its own, which starts with the weights of the model's (without its
+            bias, scale or soft-cap).
         block_size: tokens of a row.
-        args: of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by default. With a
-            ``save_strategy``, a fit that was stopped goes on from the last checkpoint in its ``output_dir``.
-        cache_dir: keeps the model's states for further epochs and fits, see :class:`Backbone`.
-        cache_bytes: the most that ``cache_dir`` may hold; what has no room goes through the model each time.
-        patience: ends the fit when the speed of generation on held-out text, which is looked at every 100 steps (or
-            ``args.eval_steps``), has not risen so many times; the fastest weights are kept. ``None`` for all steps.
-        output_dir: folder in which the adapter is saved, with a model card. Without ``args``, checkpoints are beside it
-            while the fit runs, and the same call goes on from them after it was stopped.
+        args: arguments of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by
+            default. With a ``save_strategy``, a fit that was stopped resumes from the last checkpoint in their
+            ``output_dir``.
+        cache_dir: folder that keeps the model's states for further epochs and fits, see :class:`Backbone`.
+        cache_bytes: maximum size of the states in ``cache_dir``; for other rows the model runs in each epoch.
+        patience: ends the fit when the speed of generation on held-out text, measured every 100 steps (or
+            ``args.eval_steps``), has not risen so many times in a row; the fastest weights are kept. ``None`` for all
+            steps.
+        output_dir: folder in which the adapter is saved, with a model card. Without ``args``, checkpoints are kept
+            beside it while the fit runs, and after it was stopped, the same call resumes from them.
 
     Returns:
         The adapter, for ``SelfSpec.kangaroo(adapter)``.
 
     Raises:
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
-        UnsupportedModelError: the model's layers were not found, or are not of the kind that can be served.
+        UnsupportedModelError: the model's layers were not found, or nothing can be fitted to them.
     """
     name = "fit_adapter"
     inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
@@ -116,7 +118,7 @@ def usual_exit(config: Any) -> int:
 
 
 def usual_heads(most: int, width: int) -> int:
-    """Attention heads of an adapter: as many as the model has, or fewer that share the width in even parts."""
+    """The number of attention heads of an adapter: the model's, or fewer so that each has an even width."""
     return next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
 
 
@@ -127,6 +129,6 @@ def usual_theta(config: Any) -> float:
 
 
 def usual_eps(config: Any) -> float:
-    """What is added to the variance in an adapter's norms: as in the model's."""
+    """Epsilon of an adapter's norms: the model's, or 1e-6."""
     eps = getattr(config, "rms_norm_eps", None)
     return float(eps) if isinstance(eps, (int, float)) and 0 < eps < 1 else 1e-6

@@ -1,4 +1,4 @@
-"""A frozen model, as what is fitted to it sees it."""
+"""A frozen model, and the states that are read from it to fit a small module."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class Observed:
-    """What the model shows of a batch of text.
+    """The model's states on a batch of text.
 
     Attributes:
         ids: ``[b, s]`` the batch.
-        states: for each wanted layer ``E``, ``[b, s, d]`` what left layer ``E - 1``.
-        exits: the same behind the model's own final norm.
-        final: ``[b, s, d]`` what the whole model sends to its head.
+        states: for each wanted layer ``E``, ``[b, s, d]`` the output of layer ``E - 1``.
+        exits: the same after the model's own final norm.
+        final: ``[b, s, d]`` what the whole model gives to its head.
     """
 
     ids: torch.Tensor
@@ -45,7 +45,7 @@ class Observed:
     final: torch.Tensor
 
     def to(self, device: torch.device) -> Observed:
-        """The same on another device."""
+        """Returns the same states on another device."""
         states, exits = (
             {layer: state.to(device) for layer, state in found.items()} for found in (self.states, self.exits)
         )
@@ -53,18 +53,18 @@ class Observed:
 
 
 class Backbone:
-    """A model whose states are labels. While :meth:`frozen`, it is in eval mode and gets no gradients.
+    """A model whose states are the data of a fit. Inside :meth:`frozen`, it is in eval mode and gets no gradients.
 
     Args:
         model: a causal LM of transformers.
         layers: exit layers whose states are wanted.
         cache_dir: where the states of each row of text are kept, so that further epochs and fits on the same text need
-            no forward; ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` numbers.
-        cache_bytes: the most that ``cache_dir`` may hold for this model; rows for which there is no room go through the
-            model each time. ``None`` for no limit.
+            no forward; ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` values.
+        cache_bytes: maximum size of the states in ``cache_dir`` for this model; for other rows the model runs each
+            time. ``None`` for no limit.
 
     Raises:
-        SettingError, UnsupportedModelError: an exit does not exist or cannot be brought to the head.
+        SettingError, UnsupportedModelError: an exit does not exist, or its states cannot go into the head.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Where ids go.
+        """The device of the input ids.
 
         Raises:
-            UnsupportedModelError: the model's weights are somewhere else.
+            UnsupportedModelError: the model is offloaded.
         """
         device: torch.device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
             raise UnsupportedModelError(
-                f"{self.anatomy.model_name} is offloaded, and nothing can be fitted to it then. Load it on its devices."
+                f"{self.anatomy.model_name} is offloaded, so nothing can be fitted to it. Load all of it on devices."
             )
         return device
 
@@ -138,7 +138,7 @@ class Backbone:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Eval mode, no gradients, hooks for the exits; all as before afterwards."""
+        """Sets eval mode, stops gradients and hooks the exits; restores everything afterwards."""
         training = [module for module in self.model.modules() if module.training]
         learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         try:
@@ -156,7 +156,7 @@ class Backbone:
 
     @torch.no_grad()
     def observe(self, ids: torch.Tensor) -> Observed:
-        """What the model shows of ``ids`` ``[b, s]``, from the cache where it is there."""
+        """Returns the model's states on ``ids`` ``[b, s]``, from the cache if they are there."""
         if self._folder is None:
             return self.look(ids)
         ids = ids.to(self.device)
@@ -226,15 +226,15 @@ class Backbone:
 
 
 def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
-    """A folder for the states of a model as it is: its weights, precision and active adapters.
+    """The name of a folder for the states of a model with its present weights, precision and active adapters.
 
     Raises:
-        SettingError: the weights cannot be told from those of another model.
+        SettingError: the weights cannot be identified.
     """
     if fingerprint.weights is None:
         raise SettingError(
             "cache_dir: this model's weights cannot be read (quantised, sharded or offloaded), so its states cannot be "
-            "told from another model's. Leave cache_dir out."
+            "distinguished from another model's. Leave cache_dir out."
         )
     adapters = [
         (name, list(module.active_adapters), bool(module.disable_adapters))
@@ -257,7 +257,7 @@ def _digest(row: torch.Tensor) -> str:
 
 
 def _read(file: Path) -> dict[str, torch.Tensor] | None:
-    """What is kept of a row; nothing where the file is missing or was cut short."""
+    """The saved states of a row, ``None`` if the file is missing or was cut short."""
     try:
         return dict(load_file(file))
     except (OSError, SafetensorError):

@@ -12,22 +12,22 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import SettingError, SettingTypeError
 from ..settings import check_count
 
-# Share of the text that is not trained on but measured, and its most blocks.
+# One row in so many is held out of the training to measure the fit, and the most rows that are held out.
 HELD_OUT, MOST_HELD_OUT = 20, 64
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Texts as rows of as many tokens.
+    """Texts as rows of equal length.
 
     Args:
         tokenizer: the model's tokenizer.
         texts: strings, or rows with a ``text`` or with ``input_ids``.
-        length: tokens of a row. Texts follow each other, an end-of-text token between them where there is one; what is
-            left at the end is dropped.
-        name: what takes the texts, for messages.
+        length: tokens of a row. Texts are concatenated, each with an end-of-text token if there is one; an incomplete
+            row at the end is dropped.
+        name: name of the calling function, for messages.
 
     Raises:
-        SettingError, SettingTypeError: there is no text, too little for one row, or something else.
+        SettingError, SettingTypeError: there is no text, too little for one row, or something that is not text.
     """
 
     def __init__(
@@ -35,9 +35,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     ) -> None:
         check_count(f"{name}(block_size)", length)
         if isinstance(texts, (str, bytes, Mapping)):
-            raise SettingTypeError(
-                f"{name} takes a list of texts or a dataset with a `text` column, got one {texts!r}."
-            )
+            raise SettingTypeError(f"{name} takes a list of texts or a dataset with a `text` column, got {texts!r}.")
         tokens: list[int] = []
         end = getattr(tokenizer, "eos_token_id", None)
         for text in texts:

@@ -1,4 +1,4 @@
-"""Checkpoints of fits, from which one that was stopped goes on."""
+"""Checkpoints of fits, from which a fit that was stopped resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..errors import SettingError
 from ..files import reported, written_whole
 
-# Of the Trainer: how often a fit is kept, and only the last time.
+# Arguments of the Trainer: how often a checkpoint is saved; only the last one is kept.
 KEPT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
 _RECORD = "fit.json"
 # Arguments of the Trainer that decide what is fitted.
@@ -31,22 +31,22 @@ _DECIDING = (
 
 
 def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
-    """Where a fit is kept until what it fits is written to ``output_dir``."""
+    """The folder for the checkpoints of a fit, until its result is written to ``output_dir``."""
     return f"{os.path.normpath(os.fspath(output_dir))}-checkpoints"
 
 
 def forget(output_dir: str | os.PathLike[str]) -> None:
-    """Removes checkpoints of a fit that has ended; one process of several does."""
+    """Removes the checkpoints of a fit that has ended; only the main process does so."""
     if PartialState().is_main_process:
         shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
 
 
 def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> str | None:
-    """The folder from which the fit goes on, ``None`` from its beginning; the first time it is noted what it is.
+    """Returns the checkpoint from which a fit resumes, ``None`` to begin; the first call records which fit it is.
 
     Args:
-        args: of the Trainer; without a ``save_strategy`` nothing is kept.
-        part: what is fitted to which model, as text.
+        args: arguments of the Trainer; without a ``save_strategy`` there are no checkpoints.
+        part: description of the part and its model.
         rows: ``[n, s]`` the text.
 
     Raises:
@@ -67,14 +67,14 @@ def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> s
     other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if other:
         raise SettingError(
-            f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to go on "
-            "with it, remove that folder to begin anew, or write to another place."
+            f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to "
+            "resume it, remove that folder to start again, or write to another folder."
         )
     return get_last_checkpoint(str(folder))
 
 
 def weights_of_whole(checkpoint: str | None) -> dict[str, torch.Tensor] | None:
-    """The weights of a checkpoint behind the last step, ``None`` of others: the Trainer would take one step more."""
+    """The weights of a checkpoint after the last step (the Trainer would do one more step), else ``None``."""
     if checkpoint is None:
         return None
     state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))

@@ -11,7 +11,7 @@ from ..settings import check_count
 class Curriculum(Protocol):
     """``C(t, l)`` of LayerSkip, equation 6.
 
-    ``enabled(step, steps, num_layers)`` gives the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose
+    ``enabled(step, steps, num_layers)`` returns the layers ``l`` (0 to ``L-1``, the exit being after the layer) whose
     loss counts in step ``t`` of ``T``. The last layer always counts, whatever is returned.
     """
 
@@ -38,7 +38,7 @@ class Rotational:
 
 @dataclass(frozen=True)
 class Gradual:
-    """From the last layer down to the first, one more every ``T / (2 L)`` steps; all are on from half-way."""
+    """From the last layer down to the first, one more every ``T / (2 L)`` steps; all exits are on from half-way."""
 
     def enabled(self, step: int, steps: int, num_layers: int) -> frozenset[int]:
         count = min(num_layers, 1 + step * 2 * num_layers // max(steps, 1))

@@ -24,12 +24,12 @@ _ROTATIONAL = Rotational()
 
 
 def loss_scale(layer: int, num_layers: int, e_scale: float) -> float:
-    """``e(l)``, how much the exit after layer ``l`` weighs before normalisation (LayerSkip, equation 7).
+    """``e(l)``, the weight of the exit after layer ``l`` before normalisation (LayerSkip, equation 7).
 
     Args:
         layer: ``l``, 0 to ``L-1``.
         num_layers: ``L``.
-        e_scale: share of the exits before the last.
+        e_scale: scale of the weights of the exits before the last.
     """
     below = min(layer, num_layers - 2)
     scale = e_scale * below * (below + 1) / 2
@@ -37,10 +37,10 @@ def loss_scale(layer: int, num_layers: int, e_scale: float) -> float:
 
 
 def even(layer: int, num_layers: int, e_scale: float) -> float:
-    """``e_scale`` for each exit before the last and 1 for the last, another ``e(l)`` than the paper's.
+    """``e_scale`` for each exit before the last and 1 for the last, an alternative to the paper's ``e(l)``.
 
-    The paper's gives the first third of the layers a few per cent of the loss. Where drafts are to come from there and
-    the training is short, equal shares teach them more, at the cost of the last layer.
+    The paper's gives the exits in the first third of the layers a few per cent of the loss. Where these exits are to
+    draft and the training is short, equal weights teach them more, at the cost of the last layer.
     """
     return e_scale if layer < num_layers - 1 else 1.0
 
@@ -51,7 +51,7 @@ def loss_weights(
     """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6).
 
     Raises:
-        SettingError: a layer does not exist, or ``scale`` gave no weight or a negative one.
+        SettingError: a layer does not exist, or ``scale`` returned a negative or infinite weight.
     """
     wrong = sorted(layer for layer in layers if not 0 <= layer < num_layers)
     if wrong:
@@ -60,7 +60,7 @@ def loss_weights(
         )
     scales = {layer: scale(layer, num_layers, e_scale) for layer in {*layers, num_layers - 1}}
     if not all(0 <= weight < math.inf for weight in scales.values()):
-        raise SettingError(f"EarlyExitLoss(scale) must give numbers of at least 0, got {scales} for the layers.")
+        raise SettingError(f"EarlyExitLoss(scale) must return numbers of at least 0, got {scales} for the layers.")
     total = sum(scales.values())
     if total == 0:  # the one layer of a model that has no other
         return {num_layers - 1: 1.0}
@@ -68,23 +68,23 @@ def loss_weights(
 
 
 class EarlyExitLoss(ModelCallback):
-    """Trains the exits after earlier layers beside the last one, with the stock ``Trainer``.
+    """Trains the exits after earlier layers together with the last one, with the stock ``Trainer``.
 
     ``J = Σ_l ẽ(t, l) · CE(g(x_{l+1}), Y)`` with the model's own final norm and output head ``g`` for all exits. The
-    logits of the earlier exits exist for a chunk of tokens at a time. Each exit's loss goes into the Trainer's log as
-    ``loss/exit_E`` (nats per token, mean since the last log), where exit ``E`` is after the first ``E`` layers.
+    logits of the earlier exits are computed for a chunk of tokens at a time. Each exit's loss goes into the Trainer's
+    log as ``loss/exit_E`` (nats per token, mean since the last log), where exit ``E`` is after the first ``E`` layers.
 
     Args:
-        e_scale: weight of the exits before the last, from 0 to 1. The paper takes 1.0 for fine-tuning and 0.1 or 0.2
+        e_scale: weight of the exits before the last, from 0 to 1. The paper uses 1.0 for fine-tuning and 0.1 or 0.2
             for pre-training.
         curriculum: :class:`Rotational`, :class:`Gradual` or ``None`` for all exits in all steps.
         layers: exit layers ``E`` that take part, ``None`` for all. The last layer always does.
         scale: ``e(l)`` as a function of ``(l, L, e_scale)``: :func:`loss_scale`, the paper's, or :func:`even`, or any
-            other that gives no number below 0 and one above it for the last layer.
+            other that returns numbers of at least 0, and one above 0 for the last layer.
         self_distillation: whether earlier exits learn the distribution of the model's own last layer, as it is in each
-            step, in the place of the labels: their loss is then ``KL(last ‖ exit)``, in nats per token, and no gradient
-            goes into the last layer for it. That is what drafts are verified against. The last layer learns the labels
-            as before. (Zhang et al. 2019, arXiv:1905.08094.)
+            step, instead of the labels: their loss is then ``KL(last ‖ exit)``, in nats per token, without gradients
+            for the last layer's prediction. That distribution is what drafts are verified against. The last layer
+            learns the labels as before. (Zhang et al. 2019, arXiv:1905.08094.)
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -127,7 +127,7 @@ class EarlyExitLoss(ModelCallback):
             if is_set:
                 raise UnsupportedOptionError(
                     f"EarlyExitLoss adds the cross entropy of earlier exits to that of the last layer, and {option} "
-                    "trains the last layer by something else. Train without it, or without EarlyExitLoss."
+                    "trains the last layer with another loss. Train without it, or without EarlyExitLoss."
                 )
         model = causal_lm(trainer.model, "EarlyExitLoss")
         loss = model.loss_function
@@ -146,7 +146,7 @@ class EarlyExitLoss(ModelCallback):
         self._run.attach(model)
 
     def _check_weights(self, num_layers: int) -> None:
-        """Raises where a weight is impossible, or the exits that were named would never count."""
+        """Raises if a weight is not allowed, or the weights of all named exits are 0."""
         loss_weights(range(num_layers), num_layers, self.e_scale, self.scale)
         named = [layer - 1 for layer in self.layers or () if layer < num_layers]
         if named and self.e_scale and not any(self.scale(layer, num_layers, self.e_scale) for layer in named):
@@ -169,11 +169,11 @@ class EarlyExitLoss(ModelCallback):
         num_items: Any,
         **options: Any,
     ) -> Any:
-        """``Σ ẽ · CE`` in the place of the Trainer's loss of the last layer; the same as it outside training steps."""
+        """Returns ``Σ ẽ · CE`` in a training step, otherwise the Trainer's own loss of the last layer."""
         run = self._run
         if run is None or not run.in_step or not run.model.training:
             return original(model, inputs, num_items_in_batch=num_items, **options)
-        # As the Trainer does: per token of the whole step where the model is told their number, else of this batch.
+        # As in the Trainer: the mean over tokens of the whole step if the model gets their number, else of this batch.
         whole_step = num_items is not None and trainer.model_accepts_loss_kwargs
         processes = trainer.accelerator.num_processes
         factor = processes if whole_step and trainer.args.average_tokens_across_devices else 1

@@ -1,4 +1,4 @@
-"""The early-exit losses of a running training: hooks on the model, and what each step adds up."""
+"""The early-exit losses of a running training: hooks on the model, and the sums of each step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ExitTraining:
 
     Args:
         model: a causal LM.
-        exits: of it.
-        distils: whether exits learn the distribution of the last layer in the place of the labels.
+        exits: the model's exits.
+        distils: whether exits learn the distribution of the last layer instead of the labels.
 
     Attributes:
-        in_step: a training step is going on (evaluation is not one).
-        table: ``[L, 2]`` for each exit the summed loss since the last log, and the tokens behind it.
+        in_step: whether a training step is running (evaluation is not one).
+        table: ``[L, 2]`` for each exit the summed loss since the last log, and the number of its tokens.
     """
 
     def __init__(self, model: PreTrainedModel, exits: Exits, distils: bool = False) -> None:
@@ -46,9 +46,9 @@ class ExitTraining:
         self._earlier: torch.Tensor | None = None
 
     def attach(self, outer: nn.Module) -> None:
-        """Puts hooks on the causal LM and on what the Trainer calls (PEFT's wrapper, or the same)."""
+        """Puts hooks on the causal LM and on what the Trainer calls (PEFT's wrapper, or the causal LM itself)."""
         self.exits.attach()
-        # Before others' hooks: sharded parameters of the head are at hand until those of FSDP2 run.
+        # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run.
         self._handle = outer.register_forward_hook(self._give_out, prepend=True)
 
     def detach(self) -> None:
@@ -71,7 +71,7 @@ class ExitTraining:
         self._targets = self._earlier = None
 
     def begin_batch(self, inputs: dict[str, Any], num_items: torch.Tensor | int | None) -> None:
-        """Takes what the exits are to predict, and over how many tokens a mean is taken."""
+        """Sets the targets of the exits, and the number of tokens over which the mean is taken."""
         self._earlier = None
         self._targets = _targets(inputs)
         self._count = int((self._targets != _IGNORED).sum()) if num_items is None else num_items
@@ -105,9 +105,10 @@ class ExitTraining:
 
     @torch.compiler.disable
     def _give_out(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Computes the exits' losses at the end of the model's forward and ties them to what it returns.
+        """Computes the exits' losses at the end of the model's forward and ties them to its output.
 
-        FSDP2 gathers sharded parameters when the gradient of a forward's output comes: the exits' must wait for it.
+        FSDP2 gathers sharded parameters when the gradient of a forward's output arrives: the exits' backward must come
+        after that.
         """
         if not self.in_step:
             return output
@@ -138,7 +139,7 @@ class ExitTraining:
 
 
 def _targets(inputs: dict[str, Any]) -> torch.Tensor:
-    """Token ids ``[b, s]`` that each position is to predict, -100 where it is to predict nothing."""
+    """The token ids ``[b, s]`` that each position learns to predict, -100 for none."""
     shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
     if isinstance(shifted, torch.Tensor):
         return shifted
@@ -151,7 +152,7 @@ def _targets(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 class _Tied(torch.autograd.Function):
-    """The first tensor as it is; backward comes to the second one after it has come here."""
+    """Returns the first tensor unchanged; the backward pass reaches the second one only after this node."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Fitting small modules to a frozen model on one's own text, with the stock ``transformers.Trainer``."""
+"""Fitting small modules to a frozen model on given text, with the stock ``transformers.Trainer``."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from .checkpoints import KEPT, checkpoints_of, forget, last_checkpoint, weights_
 from .costs import FitCosts, tell
 
 _P = TypeVar("_P", bound=Part)
-# Positions of [chunk, v] and [chunk, v] each.
+# A value for each position, from the logits [n, v] of a draft and those of the whole model.
 Pair = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Fitting(nn.Module):
-    """What the Trainer trains: the part alone. The model is beside it, not in it, and is neither moved nor saved.
+    """The module that the Trainer trains: only the part. The frozen model is not a submodule: it is not moved or saved.
 
     Args:
-        part: what is fitted.
+        part: the part to fit.
         backbone: the frozen model.
-        loss: of the part, given what the model shows.
-        recipe: what decides the part beside the text and the Trainer's arguments.
+        loss: the part's loss as a function of the model's states.
+        recipe: the settings that determine the part, besides the text and the Trainer's arguments.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Fitting(nn.Module):
         super().__init__()
         self.part = part
         self.name = f"{part.kind} {dict(recipe)} of {Fingerprint.of_decoder(backbone.model)}"
-        self._seen = (backbone, loss)  # in a tuple, so that it is no submodule
+        self._seen = (backbone, loss)  # in a tuple, so that they do not become submodules
 
     @property
     def backbone(self) -> Backbone:
@@ -63,11 +63,11 @@ class Fitting(nn.Module):
         return self._seen[0]
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``{"loss": ...}`` of ids ``[b, s]``."""
+        """Returns ``{"loss": ...}`` for ids ``[b, s]``."""
         return {"loss": self._loss(self.backbone.observe(input_ids))}
 
     def seconds(self, input_ids: torch.Tensor) -> tuple[float, float]:
-        """Seconds that the model takes for a batch ``[b, s]``, and those of the part's forward and backward."""
+        """Returns seconds of the model on a batch ``[b, s]``, and of the part's forward and backward."""
         begun = perf_counter()
         observed = self.backbone.observe(input_ids)
         between = perf_counter()
@@ -83,7 +83,7 @@ class Fitting(nn.Module):
 
 
 def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
-    """Arguments of the Trainer: one epoch of AdamW at 1e-3 with rows of 8, unless ``changed``."""
+    """Arguments of the Trainer: one epoch of AdamW at 1e-3 with 8 rows a batch, unless ``changed``."""
     usual: dict[str, Any] = {
         "output_dir": folder,
         "per_device_train_batch_size": 8,
@@ -101,13 +101,13 @@ def training_arguments(folder: str, device: torch.device, **changed: Any) -> Tra
 
 @dataclass(frozen=True)
 class Fitted:
-    """How a fit went.
+    """The course of a fit.
 
     Attributes:
-        losses: as logged.
-        seconds: of training.
-        tokens: rows times their length, of one epoch.
-        steps: of the optimiser.
+        losses: the losses that were logged.
+        seconds: time of training.
+        tokens: number of tokens in one epoch.
+        steps: number of steps of the optimiser.
     """
 
     losses: tuple[float, ...]
@@ -123,14 +123,14 @@ def train(
     output_dir: str | os.PathLike[str] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Fitted:
-    """Runs the Trainer; where checkpoints are kept, a fit that was stopped goes on.
+    """Runs the Trainer; where there are checkpoints, a fit that was stopped resumes.
 
     Args:
-        fitting: what is trained.
+        fitting: the module to train.
         blocks: the text.
-        args: of the Trainer, ``None`` for the usual ones.
-        output_dir: where the part will be; with the usual arguments checkpoints are kept beside it until then.
-        callbacks: of the Trainer.
+        args: arguments of the Trainer, ``None`` for the usual ones.
+        output_dir: where the part will be saved; with the usual arguments, checkpoints are kept beside it until then.
+        callbacks: further callbacks of the Trainer.
 
     Raises:
         SettingError: the checkpoints are of another fit.
@@ -166,18 +166,18 @@ def train(
 def per_token(
     what: Pair, head: Head, states: torch.Tensor, whole_head: Head, final: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
-    """``what`` of the logits behind states, for a chunk of tokens at a time.
+    """Applies ``what`` to the logits of two heads, for a chunk of tokens at a time.
 
     Args:
-        what: ``[n]`` of two ``[n, v]``, those of a draft and those of the whole model.
-        head: the draft's logits ``[n, v]`` of ``states`` ``[b, s, d]``; gradients flow through it.
-        states: see there.
-        whole_head: the whole model's logits of ``final`` ``[b, s, d]``.
-        final: see there.
+        what: from logits ``[n, v]`` of the draft and of the whole model to ``[n]`` values.
+        head: the draft's head; gradients flow through it.
+        states: ``[b, s, d]`` the input of ``head``.
+        whole_head: the whole model's head.
+        final: ``[b, s, d]`` the input of ``whole_head``.
         vocabulary: ``v``.
 
     Returns:
-        ``[b s]``.
+        ``[b s]``, a value for each token.
     """
 
     def of(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def agreement(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def prepared(
     name: str, model: Any, tokenizer: Any, dataset: Iterable[Any], block_size: int, args: Any
 ) -> tuple[Any, Blocks]:
-    """The model and the text."""
+    """Checks the arguments that all fits share, and returns the causal LM and the text as rows of tokens."""
     inner = causal_lm(model, name)
     if args is not None and not isinstance(args, TrainingArguments):
         raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
@@ -218,10 +218,10 @@ def prepared(
 
 
 def _check_arguments(name: str, args: TrainingArguments) -> None:
-    """Checks that the Trainer would train.
+    """Checks the arguments that decide whether the Trainer trains at all.
 
     Raises:
-        SettingError, SettingTypeError: it would not.
+        SettingError, SettingTypeError: one is not allowed.
     """
     if not 0 <= args.learning_rate < math.inf:
         raise SettingError(f"{name}: learning_rate must be a finite number of at least 0, got {args.learning_rate!r}.")
@@ -230,10 +230,10 @@ def _check_arguments(name: str, args: TrainingArguments) -> None:
 
 
 def check_length(name: str, block_size: object, positions: int | None) -> None:
-    """Checks that rows are no longer than what the model was made for.
+    """Checks that rows are no longer than the model's positions.
 
     Raises:
-        SettingError: they are.
+        SettingError: they are longer.
     """
     if positions is not None and isinstance(block_size, int) and block_size > positions:
         raise SettingError(f"{name}(block_size={block_size}) is more than the {positions} positions of the model.")
@@ -241,7 +241,7 @@ def check_length(name: str, block_size: object, positions: int | None) -> None:
 
 @contextmanager
 def seeded(args: TrainingArguments | None) -> Iterator[None]:
-    """The Trainer's seed, for what is made before it."""
+    """Applies the Trainer's seed to random numbers that are drawn before it runs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(42 if args is None else args.seed)
         yield
@@ -251,7 +251,7 @@ def seeded(args: TrainingArguments | None) -> Iterator[None]:
 def measured(
     backbone: Backbone, held_out: torch.Tensor, figures: Mapping[str, Callable[[Observed], torch.Tensor]]
 ) -> dict[str, float]:
-    """Means over the tokens of the held-out rows, none where there are none."""
+    """The means of figures over the tokens of the held-out rows, an empty dict if there are no rows."""
     found: dict[str, list[torch.Tensor]] = {name: [] for name in figures}
     for row in held_out:
         observed = backbone.observe(row[None])
@@ -262,7 +262,7 @@ def measured(
 
 @torch.no_grad()
 def norm_like_the_models(norm: nn.RMSNorm, backbone: Backbone, layer: int) -> None:
-    """A norm becomes the model's own behind a layer, as far as that only scales: ``w`` of ``w x / |x|``."""
+    """Sets a norm's weight (``w`` of ``w x / |x|``) to match the model's own norm after a layer if that only scales."""
     ids = torch.arange(2, 10, device=backbone.device)[None]
     observed = backbone.observe(ids)
     states, normed = observed.states[layer].double(), observed.exits[layer].double()
@@ -273,16 +273,16 @@ def norm_like_the_models(norm: nn.RMSNorm, backbone: Backbone, layer: int) -> No
 
 @torch.no_grad()
 def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
-    """A linear layer gets the weights of the model's own head; a bias, scale or soft-cap of it are left out.
+    """Copies the weights of the model's own head into a linear layer, without the head's bias, scale or soft-cap.
 
     Raises:
-        UnsupportedModelError: that is no matrix of the same shape.
+        UnsupportedModelError: the head is not a matrix of the same shape.
     """
     own = backbone.model.get_output_embeddings()
     weight = getattr(own, "weight", None)
     if weight is None or weight.shape != linear.weight.shape:
         raise UnsupportedModelError(
-            f"{backbone.anatomy.model_name} has no output head of {tuple(linear.weight.shape)} numbers that could be "
+            f"{backbone.anatomy.model_name} has no output head of the shape {tuple(linear.weight.shape)} that could be "
             "copied: leave copied=True or own_head=True out."
         )
     linear.weight.copy_(weight)
@@ -291,7 +291,7 @@ def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
 def finished(
     part: _P, model: Any, recipe: dict[str, Any], fitted: Fitted, figures: dict[str, float], folder: Any
 ) -> _P:
-    """The part with what is to be known of it, saved if there is a folder.
+    """Returns the part with its recipe and figures, saved if there is a folder.
 
     Raises:
         SettingError: the fit has diverged.
@@ -299,8 +299,8 @@ def finished(
     wrong = [key for key, value in part.state_dict().items() if not torch.isfinite(value).all()]
     if wrong:
         raise SettingError(
-            f"the fit has left no numbers in {wrong[0]}, so nothing was saved: give a smaller learning rate, or text "
-            "and a model whose states are finite."
+            f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning rate, or "
+            "text and a model whose states are finite."
         )
     recipe = {**recipe, "tokens": fitted.tokens, "steps": fitted.steps}
     if fitted.losses:
@@ -313,7 +313,7 @@ def finished(
 
 
 def keep(part: _P, known: dict[str, Any], folder: Any) -> _P:
-    """The part with what is known of it, saved if there is a folder; one process of several writes."""
+    """Returns the part with what is known of it, saved if there is a folder; only the main process writes."""
     part.about = known
     part._hub_mixin_config = {**cast(dict[str, Any], part._hub_mixin_config), "about": known}
     if folder is not None:

@@ -47,9 +47,9 @@ from .fitting import (
 )
 from .speed import HeldOutSpeed, early_stop, greedily, tell_whether_it_pays
 
-# Every hundredth from a half on, and closer at the end: a draft needs all of its tokens to be right.
+# Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
-# Share of a row that is given where the model goes on by itself, and rows that are written at once.
+# One token in so many of a row is given to the model, which continues it; and rows that are generated at once.
 _GIVEN, _AT_ONCE = 4, 16
 
 
@@ -81,16 +81,16 @@ def fit_exit_heads(
             :func:`fit_adapter`.
         layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``.
         num_heads: ``K``, where no layers are given (4 in the paper).
-        rank: of the heads' linear layers: ``rank (d + v)`` numbers a head instead of ``d v``; ``None`` for whole ones.
-        copied: whether heads begin with the weights of the model's own norm and head (not with a bias, scale or
-            soft-cap of it); at random by default, which the paper found to be better after long fits (copies stay
-            over-confident).
+        rank: rank of the heads' linear layers: ``rank (d + v)`` parameters a head; ``None`` for full ones, ``d v``.
+        copied: whether heads start with the weights of the model's own norm and head (without its bias, scale or
+            soft-cap); they start at random by default, which the paper found to be better after long fits
+            (copies stay over-confident).
         labels: weight ``α`` of the cross entropy on the text's own next tokens; ``1 - α`` is that of the divergence
             from the whole model (0 is the paper's best).
         metric, epsilons: see :func:`calibrate_exit_heads`.
 
     Returns:
-        The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning is issued where they reach none of the accuracies.
+        The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning is issued if they reach none of the accuracies.
 
     Raises:
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
@@ -103,7 +103,7 @@ def fit_exit_heads(
     check_share(f"{name}(labels)", labels, zero=True, one=True)
     _check(name, metric, epsilons, block_size)
     if copied and rank is not None:
-        raise SettingError(f"{name}(copied=True, rank={rank}): the model's own head is a whole one, so leave rank out.")
+        raise SettingError(f"{name}(copied=True, rank={rank}): the model's own head has full rank, so leave rank out.")
     chosen = chosen_layers(name, config.num_hidden_layers, num_heads, layers)
     backbone = Backbone(inner, chosen, cache_dir, cache_bytes)
     with seeded(args):
@@ -162,15 +162,15 @@ def calibrate_exit_heads(
 ) -> ExitHeads:
     """Calibrates exit heads on other text (DSSD §3.4), as :func:`fit_exit_heads` does on what it holds out.
 
-    The model goes on by itself, greedily, after the first quarter of each row: what it writes is what heads draft.
+    The model continues the first quarter of each row greedily, and heads are calibrated on what it writes.
 
     Args:
-        heads: what was fitted to the model, or the folder or Hub repository that holds it; it stays as it is.
+        heads: heads that were fitted to the model, or the folder or Hub repository that holds them; they do not change.
         model, tokenizer: see :func:`fit_adapter`.
         dataset: texts like those that will be generated, of which the first 64 rows are used.
         metric: how confidence is measured by default, ``"entropy"`` (the paper's best), ``"probability"`` or
-            ``"margin"``; ``None`` for the one with the greatest mean ROC AUC. Thresholds are kept for all three.
-        epsilons: accuracies for which thresholds are kept, rising.
+            ``"margin"``; ``None`` for the one with the highest mean ROC AUC. Thresholds are kept for all three.
+        epsilons: accuracies for which thresholds are kept, in increasing order.
         block_size: tokens of a row.
         output_dir: folder in which the heads are saved.
 
@@ -193,20 +193,20 @@ def calibrate_exit_heads(
 def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
     check_metric(name, metric)
     if block_size < 2:
-        raise SettingError(f"{name}(block_size={block_size}) leaves the model nothing to write: at least 2 tokens.")
+        raise SettingError(f"{name}(block_size={block_size}) leaves the model nothing to write: give at least 2.")
     if not isinstance(epsilons, Sequence):
         raise SettingTypeError(f"{name}(epsilons) must be a list of accuracies, got {epsilons!r}.")
     for epsilon in epsilons:
         check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
     if not epsilons or list(epsilons) != sorted(set(epsilons)):
-        raise SettingError(f"{name}(epsilons) must rise, got {list(epsilons)!r}.")
+        raise SettingError(f"{name}(epsilons) must be in increasing order, got {list(epsilons)!r}.")
 
 
 def split(name: str, text: Blocks) -> tuple[Blocks, torch.Tensor]:
-    """The rows to train on, and those that are held out to calibrate on.
+    """Returns the rows to train on, and those that are held out to calibrate on.
 
     Raises:
-        SettingError: there are none of the latter.
+        SettingError: there are too few rows to hold any out.
     """
     rows, held_out = text.split()
     if not len(held_out):
@@ -218,10 +218,10 @@ def split(name: str, text: Blocks) -> tuple[Blocks, torch.Tensor]:
 
 
 def chosen_layers(name: str, num_layers: int, num_heads: int, layers: Sequence[int] | None) -> list[int]:
-    """Exit layers of a model of ``num_layers`` layers, spread over its depth where none were given.
+    """Exit layers of a model of ``num_layers`` layers, spread over its depth if none were given.
 
     Raises:
-        SettingError, SettingTypeError: the model has not these layers, or no exit layer at all.
+        SettingError, SettingTypeError: the model does not have these layers, or no exit layer at all.
     """
     check_count(f"{name}(num_heads)", num_heads, most=MOST_LAYERS)
     chosen = default_layers(num_layers, num_heads) or [1] if layers is None else list(layers)
@@ -237,7 +237,7 @@ def _unreached(name: str, epsilon: float, rate: float) -> str:
     return (
         f"{name}: these exit heads reach none of the accuracies from {epsilon} on ({best}), so SelfSpec.dssd cannot "
         "draft with them at such an epsilon. Fit them on more text or for more epochs, or with copied=True, or "
-        "calibrate them on text that is nearer to what they are used for."
+        "calibrate them on text that is closer to what they are used for."
     )
 
 
@@ -263,7 +263,7 @@ def _calibrated(
 
 
 def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observed: Observed) -> torch.Tensor:
-    """``what`` of a head's logits and the whole model's, see :func:`per_token`."""
+    """Applies ``what`` to a head's logits and the whole model's, see :func:`per_token`."""
     states = observed.states[heads.layers[head]].float()
     own = partial(heads.logits, head)
     return per_token(what, own, states, backbone.own_head, observed.final, heads.vocabulary)
@@ -286,7 +286,7 @@ def _predictions(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> li
 
 
 def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Ids of rows as the model goes on with them, and how many of these were given."""
+    """For each row, its beginning with the model's continuation, and the length of the beginning."""
     length, model = rows.shape[1], backbone.model
     given = max(1, length // _GIVEN)
     found = []
@@ -302,7 +302,7 @@ def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor,
 
 @torch.no_grad()
 def _copy_own_head(heads: ExitHeads, backbone: Backbone) -> None:
-    """Heads become the model's own norm, as far as that only scales, and its head."""
+    """Copies the model's own norm, as far as that only scales, and its head into all heads."""
     for head, layer in enumerate(heads.layers):
         behind = cast(nn.Sequential, heads.heads[head])
         copy_head(cast(nn.Linear, behind[1]), backbone)

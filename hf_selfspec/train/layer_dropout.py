@@ -20,7 +20,7 @@ from ..model.forwards import Forward, InstanceForwards
 from ..settings import check_share
 from .trainer import ModelCallback
 
-# What layers take that has no row for each sample, although its first dimension (heads) can be as long as the batch.
+# Inputs of layers that have no row for each sample, although their first dimension (heads) can equal the batch size.
 _WITHOUT_ROWS = {"position_bias"}
 
 Schedule = Callable[[int, int], float]
@@ -46,11 +46,11 @@ class LayerDropout(ModelCallback):
 
     ``x_{l+1} = x_l + M(p_{l,t}) f_l(x_l)`` with ``p_{l,t} = S(t) D(l) p_max``: a dropped sample leaves the batch before
     the layer and comes back after it, so steps get faster. Nothing is dropped in evaluation. All ranks draw the same
-    numbers, which depend on the seed, the step and the sample's place in it alone, so that a resumed run draws what an
-    uninterrupted one would have.
+    random numbers, which depend only on the seed, the step and the sample's place in the step, so a resumed run draws
+    the same ones as an uninterrupted run.
 
     Args:
-        p_max: dropout rate of the last layer, at least 0 and less than 1. The paper takes 0.1, and 0.2 for fine-tuning
+        p_max: dropout rate of the last layer, at least 0 and less than 1. The paper uses 0.1, and 0.2 for fine-tuning
             on a task.
         schedule: ``S(t)``: :func:`constant`, :func:`exponential` or any function of ``(t, T)`` with values from 0 to 1.
 
@@ -79,7 +79,7 @@ class LayerDropout(ModelCallback):
         if getattr(config, "output_router_logits", False):
             raise UnsupportedOptionError(
                 "config.output_router_logits=True adds a load-balancing loss that expects every sample in every layer, "
-                "which LayerDropout does not keep. Set it to False, or train without LayerDropout."
+                "while LayerDropout leaves some out. Set it to False, or train without LayerDropout."
             )
 
     def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
@@ -118,7 +118,7 @@ class LayerDropout(ModelCallback):
 
 
 class _Run:
-    """The forwards that one training puts on the layers, and which samples they drop."""
+    """The forwards that replace those of the layers during one training, and the samples that they drop."""
 
     def __init__(self, anatomy: Anatomy, seed: int) -> None:
         self.anatomy = anatomy
@@ -162,7 +162,7 @@ class _Run:
         return forward
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is a layer of another thread's forward. Backward's own threads recompute layers alone."""
+        """Whether another thread's forward calls the layer; threads of a backward recompute layers on their own."""
         return getattr(self._others, "running", False)
 
     def _draw(self, args: Any, kwargs: dict[str, Any]) -> None:
@@ -214,7 +214,7 @@ class _Run:
 
 
 def _select(name: str, value: Any, rows: torch.Tensor, b: int) -> Any:
-    """``rows`` of whatever goes into a layer beside the hidden states and has a row for each sample."""
+    """``rows`` of an input of a layer other than the hidden states, if it has a row for each sample."""
     if isinstance(value, (tuple, list)):
         return type(value)(_select(name, item, rows, b) for item in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or name in _WITHOUT_ROWS:
@@ -226,7 +226,7 @@ def _select(name: str, value: Any, rows: torch.Tensor, b: int) -> Any:
 
 
 def _untouched(hidden: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """The hidden states as they are, with gradients of zero for the layer: data parallelism waits for them."""
+    """The hidden states unchanged, with zero gradients for the layer's parameters, which data parallelism waits for."""
     for parameter in layer.parameters():
         if parameter.requires_grad:
             hidden = hidden + parameter.flatten()[:0].sum().to(hidden.dtype)

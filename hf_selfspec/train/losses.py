@@ -1,4 +1,4 @@
-"""Losses of many exits without holding their logits."""
+"""Computes the losses of many exits without keeping their logits."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def weighted_exit_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums the cross entropies of several exits, or their divergences from a teacher.
 
-    Logits exist for a chunk of tokens at a time. Their gradients are taken on the way, in the forward pass, so that
-    the head runs once for each token: the backward pass only hands them on.
+    Logits are computed for a chunk of tokens at a time. Gradients are computed in the forward pass already, so the head
+    runs once for each token; the backward pass only scales and returns them.
 
     Args:
-        head: ``[n, d]`` states to ``[n, v]`` logits.
+        head: from states ``[n, d]`` to logits ``[n, v]``.
         parameters: the head's trainable parameters.
         states: ``[k, n, d]`` what goes into the head at ``k`` exits.
         targets: ``[n]`` token ids.
         weights: weight of each exit.
-        vocabulary: ``v``, by which the chunks are measured.
-        teacher: ``[n, d]`` what went into the head where the wanted distribution ``p`` came from, ``None`` where the
-            targets alone are wanted. The loss is then ``KL(p ‖ q)``, whose gradient is that of the cross entropy.
+        vocabulary: ``v``, which determines the size of the chunks.
+        teacher: ``[n, d]`` states from which the head predicts the wanted distribution ``p``; ``None`` to learn the
+            targets instead. The loss is then ``KL(p ‖ q)``, whose gradient is that of the cross entropy.
 
     Returns:
         ``Σ weight · Σ loss`` (a scalar with a gradient) and the sums of the losses ``[k]``, without one; all in nats

@@ -42,16 +42,16 @@ def fit_probe(
     patience: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> LinearProbe:
-    """Fits AdaSPEED's probe (§II.B): whether the token that an early exit drafts is accepted, from its state.
+    """Fits AdaSPEED's probe (§II.B), which predicts from an exit's state whether the token drafted there is accepted.
 
-    Labels follow the decoding mode: the exit's first choice is the whole model's (greedy); or, where tokens are drawn,
-    the probability ``Σ min(p, q)`` with which a token drawn from the exit's distribution is accepted.
+    Labels depend on the decoding mode: whether the exit's first choice is the whole model's (greedy), or the
+    probability ``Σ min(p, q)`` that a token drawn from the exit's distribution is accepted (sampling).
 
     Args:
         model, tokenizer, dataset, block_size, args, cache_dir, cache_bytes, patience, output_dir: see
             :func:`fit_adapter`.
         exit_layer: the exit layer ``E``.
-        do_sample: whether tokens are drawn, with ``temperature``, ``top_k`` and ``top_p`` as in ``generate``.
+        do_sample: whether tokens are sampled, with ``temperature``, ``top_k`` and ``top_p`` as in ``generate``.
 
     Returns:
         The probe, for ``SelfSpec.adaspeed(probe=probe)``.
@@ -103,10 +103,10 @@ def fit_probe(
 
 
 def check_warping(name: Callable[[str], str], temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Checks what drawn tokens are drawn by.
+    """Checks the settings of sampling.
 
     Args:
-        name: what a setting is called in messages.
+        name: returns the name of a setting in messages.
         temperature, top_k, top_p: see :func:`fit_probe`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Finding the tokens that drafts are made of (FR-Spec, arXiv 2502.14856 §3.2)."""
+"""Finding the tokens that drafts consist of (FR-Spec, arXiv 2502.14856 §3.2)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def fit_reduced_head(
     size: int = USUAL_SIZE,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> ReducedHead:
-    """Finds the most frequent tokens of some text, and those that end one. Nothing is trained.
+    """Finds the most frequent tokens of some text, and adds the end-of-text tokens. Nothing is trained.
 
     Args:
         model: a causal LM of transformers, or a PEFT model around one; it stays as it is.
         tokenizer: its tokenizer; ``None`` where the rows have ``input_ids``.
         dataset: texts, best such as the model writes, or rows with a ``text`` or with ``input_ids``; 5 % at the end
-            are held out: the share of their tokens that are among those found is the head's figure.
-        size: how many tokens; all where the vocabulary has no more.
+            are held out, and the share of them that the head covers is its figure.
+        size: number of tokens, or the whole vocabulary if that has fewer.
         output_dir: folder in which the head is saved, with a model card.
 
     Returns:
@@ -65,7 +65,7 @@ def fit_reduced_head(
     for end in [] if ends is None else ends if isinstance(ends, list) else [ends]:
         if 0 <= end < vocabulary:
             counts[end] = len(tokens)
-    # Of tokens that are equally frequent, the earlier ones: tokenizers number those first that they met most often.
+    # Of equally frequent tokens, those with lower ids: tokenizers give these to the tokens that they met most often.
     chosen = counts.sort(descending=True, stable=True).indices[: min(size, vocabulary)].sort().values
     head = ReducedHead.of(chosen.tolist(), vocabulary)
     figures = {"share of held-out tokens": round(torch.isin(held_out, chosen).float().mean().item(), 4)} if held else {}

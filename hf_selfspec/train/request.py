@@ -1,4 +1,4 @@
-"""A fit that is asked for by names: of a model, of a text and of the folder for what is fitted."""
+"""Fits described by names and numbers alone: of a model, a text and an output folder, as on the command line."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest(ABC):
-    """What every fit takes. Messages name settings as the command line does.
+    """The settings of every fit. Messages use the names of the command line.
 
     Attributes:
         model: folder or name on the Hub.
         data: see :func:`.texts.texts`.
         out: folder for what is fitted.
         field: column of the text.
-        dtype: of the model.
+        dtype: data type of the model.
     """
 
     kind: ClassVar[str]
@@ -54,11 +54,11 @@ class FitRequest(ABC):
 
     @property
     def name(self) -> str:
-        """What takes the settings, for messages."""
+        """The name of the fit, for messages."""
         return f"fit {self.kind}"
 
     def run(self) -> Part:
-        """Checks, loads and fits; what is wrong is found before the weights are loaded, as far as it can be.
+        """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible.
 
         Raises:
             SettingError, SettingTypeError: something is not allowed.
@@ -154,7 +154,7 @@ class TrainedFit(FitRequest):
 
     def _check_config(self, config: Any) -> None:
         check_length(self.name, self.block_size, max_positions(config))
-        if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # else loading it will tell
+        if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
             with torch.device("meta"):
                 self._check_sizes(config)
 
@@ -175,12 +175,12 @@ class TrainedFit(FitRequest):
         return {"block_size": self.block_size, **cache, **others}
 
     def _rows(self, blocks: Blocks) -> list[dict[str, list[int]]]:
-        """The text as rows of tokens, which is known to be enough."""
+        """The text as rows of tokens; raises if there are too few."""
         return [{"input_ids": ids} for ids in blocks.rows.tolist()]
 
     @abstractmethod
     def _check_choices(self) -> None:
-        """Checks settings of one kind that are no counts."""
+        """Checks settings of this kind of fit that are not counts."""
 
     @abstractmethod
     def _counts(self) -> dict[str, int | None]:
@@ -188,15 +188,15 @@ class TrainedFit(FitRequest):
 
     @abstractmethod
     def _without_effect(self) -> Iterator[str]:
-        """What is to be told of settings that another one leaves without an effect."""
+        """Yields a message for each setting that has no effect because of another one."""
 
     @abstractmethod
     def _check_sizes(self, config: Any) -> None:
-        """Checks that the model of a config has what is named."""
+        """Checks that a model with this config has the layers and sizes of the settings."""
 
     @abstractmethod
     def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
-        """Fits."""
+        """Fits the part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class HeadsFit(TrainedFit):
     """DSSD's exit heads, see :func:`fit_exit_heads`."""
 
     kind: ClassVar[str] = "heads"
-    # Exit heads are calibrated on what the model writes behind the beginning of a row.
+    # Exit heads are calibrated on what the model writes after the beginning of a row.
     least_block: ClassVar[int] = 2
 
     layers: tuple[int, ...] | None = None
@@ -257,9 +257,9 @@ class HeadsFit(TrainedFit):
 
     def _without_effect(self) -> Iterator[str]:
         if self.heads is not None and self.layers is not None:
-            yield f"--heads {self.heads} has no effect with --layers, which tell how many there are: leave it out."
+            yield f"--heads {self.heads} has no effect with --layers, which gives their number: leave it out."
         if self.copied and self.rank is not None:
-            yield f"--copied has no effect with --rank {self.rank}, since the model's own head is whole: leave one out."
+            yield f"--copied has no effect with --rank {self.rank}: the model's own head has full rank. Leave one out."
 
     def _check_sizes(self, config: Any) -> None:
         layers = chosen_layers(self.name, config.num_hidden_layers, self._num_heads, self.layers)
@@ -317,7 +317,7 @@ class ProbeFit(TrainedFit):
 
 
 def _option(setting: str) -> str:
-    """What a setting is called on the command line."""
+    """The name of a setting on the command line."""
     return f"--{setting.replace('_', '-')}"
 
 

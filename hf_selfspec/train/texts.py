@@ -1,4 +1,4 @@
-"""The texts of a file, or of a dataset of the Hub."""
+"""Reads the texts of a file, or of a dataset of the Hub."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SHOWN = 60
 
 
 def texts(data: str, field: str | None = None) -> list[str]:
-    """The texts of a file or of a dataset of the Hub.
+    """Returns the texts of a file or of a dataset of the Hub.
 
     Args:
         data: a ``.txt`` file, which is one text; a ``.jsonl`` or ``.json`` file with an object in each line; or the
-            name of a dataset, whose rows for training count.
-        field: of an object or row, which holds the text; ``text`` by default.
+            name of a dataset, whose ``train`` split is used.
+        field: the field of an object, or column of a dataset, that holds the text; ``text`` by default.
 
     Raises:
         SettingError: there is no such file or dataset, it cannot be read, or it has no texts.
@@ -44,11 +44,11 @@ def texts(data: str, field: str | None = None) -> list[str]:
 
 
 def rows(data: str, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects of a file, or the rows of a dataset of the Hub, each behind its place, e.g. ``line 3``.
+    """Yields the objects of a file, or the rows of a dataset of the Hub, each after its place, e.g. ``line 3``.
 
     Args:
         data: a ``.jsonl`` or ``.json`` file with an object in each line, or the name of a dataset.
-        field: column that an example has in what is raised.
+        field: name of the field in the examples of error messages.
 
     Raises:
         SettingError: there is no such file or dataset, or it cannot be read.
@@ -74,10 +74,10 @@ def rows(data: str, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def content(data: str) -> str:
-    """What a file of text holds.
+    """Returns the content of a text file.
 
     Raises:
-        SettingError: there is no such file, or it is no text.
+        SettingError: there is no such file, or it is not text in UTF-8.
     """
     try:
         return read_text(Path(data))
@@ -88,8 +88,8 @@ def content(data: str) -> str:
 
 
 def _objects(data: str) -> Iterator[tuple[int, Any]]:
-    """What stands in each line that is not empty, with the line's number."""
-    # Not splitlines, which knows line ends that may stand in a text of JSON.
+    """Yields the number and the object of each line that is not empty."""
+    # Not splitlines, which also splits at line ends that may occur inside a JSON string.
     for number, line in enumerate(content(data).split("\n"), start=1):
         if not line.strip():
             continue
@@ -106,24 +106,24 @@ def _texts(data: str, found: Iterable[tuple[str, Mapping[str, Any]]], field: str
     for place, row in found:
         if not isinstance(row.get(field), str):
             raise SettingError(
-                f"--data {data}, {place}: there is no text in the column {field!r}. Of the columns "
-                f"{sorted(map(str, row))} name the one that is meant with --field."
+                f"--data {data}, {place}: there is no text in the column {field!r}. Name one of the "
+                f"columns {sorted(map(str, row))} with --field."
             )
         check_unicode(f"--data {data}, {place}", row[field])
         yield row[field]
 
 
 def check_unicode(place: str, text: str) -> None:
-    """Checks that tokenizers take a text.
+    """Checks that tokenizers accept a text.
 
     Raises:
-        SettingError: it has half of a surrogate pair.
+        SettingError: it contains half of a surrogate pair.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise SettingError(
-            f"{place}: this text is not Unicode, so no tokenizer takes it ({error}). Leave that character out."
+            f"{place}: this text is not Unicode, so no tokenizer accepts it ({error}). Leave that character out."
         ) from error
 
 

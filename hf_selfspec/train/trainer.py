@@ -1,4 +1,4 @@
-"""The one seam with ``transformers.Trainer``: callbacks that change the model while it trains, and leave no trace."""
+"""The only interface to ``transformers.Trainer``: callbacks that change the model while it trains, and undo it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ComputeLoss = Callable[..., Any]
 
 
 class ModelCallback(TrainerCallback):
-    """A callback that attaches something to the model for the time of ``Trainer.train``.
+    """A callback that attaches something to the model during ``Trainer.train``.
 
     What it attaches is gone when ``train`` returns or raises. One callback serves one training at a time.
     """
@@ -24,14 +24,14 @@ class ModelCallback(TrainerCallback):
     _served = False
 
     def check(self, trainer: Trainer) -> None:
-        """Raises if this training cannot be served; called before it begins."""
+        """Raises if this training is not supported; called before it begins."""
 
     def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
         """Attaches to the causal LM, or to PEFT's wrapper around it (below distributed wrappers)."""
         raise NotImplementedError
 
     def detach(self) -> None:
-        """Takes back what :meth:`attach` did; harmless when there is nothing."""
+        """Undoes :meth:`attach`; does nothing if nothing is attached."""
         raise NotImplementedError
 
     def compute_loss(
@@ -43,11 +43,11 @@ class ModelCallback(TrainerCallback):
         num_items: Any,
         **options: Any,
     ) -> Any:
-        """Computes the loss of a batch in the place of ``Trainer.compute_loss``, which is ``original``."""
+        """Computes the loss of a batch instead of ``Trainer.compute_loss``, which is ``original``."""
         return original(model, inputs, num_items_in_batch=num_items, **options)
 
     def logs(self, trainer: Trainer) -> dict[str, float]:
-        """What goes into the Trainer's log beside the loss; called on all ranks."""
+        """Returns what goes into the Trainer's log besides the loss; called on all ranks."""
         return {}
 
     def on_train_begin(
@@ -68,7 +68,7 @@ class ModelCallback(TrainerCallback):
 
 
 def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Trainer.train`` that serves this package's callbacks and cleans up after them; others are untouched."""
+    """Wraps ``Trainer.train`` to serve this package's callbacks and clean up after them; others are not affected."""
 
     @functools.wraps(original)
     def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -135,16 +135,16 @@ def _check_training(trainer: Trainer) -> None:
         raise UnsupportedOptionError(
             f"one process with {trainer.args.n_gpu} GPUs (DataParallel) runs copies of the model in threads, which "
             "EarlyExitLoss and LayerDropout cannot follow. Start one process per GPU with torchrun or accelerate "
-            "launch, or show one GPU with CUDA_VISIBLE_DEVICES."
+            "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES."
         )
     if is_deepspeed_zero3_enabled():
         raise UnsupportedOptionError(
-            "DeepSpeed ZeRO-3 keeps parameters away outside the forwards that it knows, which EarlyExitLoss and "
-            "LayerDropout cannot serve. Use ZeRO-1, ZeRO-2 or FSDP2."
+            "DeepSpeed ZeRO-3 gathers parameters only in the forwards that it knows, which EarlyExitLoss and "
+            "LayerDropout do not support. Use ZeRO-1, ZeRO-2 or FSDP2."
         )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
         raise UnsupportedOptionError(
-            "FSDP version 1 flattens the parameters, which EarlyExitLoss and LayerDropout cannot serve. Set "
+            "FSDP version 1 flattens the parameters, which EarlyExitLoss and LayerDropout do not support. Set "
             '"fsdp_config": {"version": 2}, or fsdp_version: 2 in accelerate\'s configuration.'
         )

@@ -1,4 +1,4 @@
-"""What the full model accepts of a draft."""
+"""Verification: which tokens of a draft the full model accepts."""
 
 from .tree import CostTree, TopKTree
 

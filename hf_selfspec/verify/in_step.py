@@ -32,8 +32,8 @@ def verify_in_step(
     Args:
         text, draft, logits, scorer, stopper: see :func:`.walk.verify`; all rows have the same length.
         done: rows that have ended; they get ``pad_token`` and their verdict is empty.
-        steps: for each token so far the scores ``[b, v]``, if they are recorded; is added to.
-        pad_token: as in ``generate``.
+        steps: for each token so far the scores ``[b, v]``, if they are recorded; those of new tokens are appended.
+        pad_token: the id that fills rows that have ended, as in ``generate``.
 
     Returns:
         A verdict for each row.

@@ -1,4 +1,4 @@
-"""Speculative sampling: whatever is drafted, each token has exactly the full model's distribution."""
+"""Speculative sampling: each token has exactly the full model's distribution, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def choose_sampled(
     the same argument holds for each of them. With replacement this is multi-step speculative sampling (SpecInfer,
     arXiv:2305.09781, algorithm 2), without it recursive rejection sampling (Jeon et al. 2024, arXiv:2402.14160).
 
-    Named tokens have a ``q`` that is 1 at each in its turn: ``x`` is accepted with probability ``p(x)``, and ``p'`` is
-    ``p`` without ``x``. That is the same as drawing from ``p`` and testing whether the token is among them.
+    Other tokens were named without drawing (as from earlier text): their ``q`` is 1 at each in turn, so that ``x`` is
+    accepted with probability ``p(x)``, and ``p'`` is ``p`` without ``x``. That is the same as drawing from ``p`` and
+    testing whether the token is among them.
 
     Args:
         scores: ``[v]`` processed scores of the full model.
         drafted: tokens proposed for this position: first those that were drawn, in that order, then distinct others.
         q: ``[v]`` the distribution from which the first ``num_drawn`` were drawn without replacement.
-        num_drawn: how many were. The others were named whatever ``p`` is.
+        num_drawn: how many of them were drawn. The others were named, whatever ``p`` is.
 
     Returns:
         The token, and its index in ``drafted`` or ``None``.
@@ -54,7 +55,7 @@ def choose_sampled(
 
 
 def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
-    """Tokens ``[b, count]`` drawn one after another from ``q`` ``[b, v]`` without putting back, in that order.
+    """Tokens ``[b, count]`` drawn one after another from ``q`` ``[b, v]`` without replacement, in that order.
 
     Dividing by exponential noise and taking the largest is the same as drawing in turn (Efraimidis and Spirakis 2006,
     algorithm A; the Gumbel-top-k trick of Kool et al. 2019, arXiv:1903.06059, in logarithms). Where fewer than
@@ -65,36 +66,36 @@ def draw_without_replacement(q: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def draw(p: torch.Tensor) -> torch.Tensor:
-    """``[...]`` a token from each of the distributions ``[..., v]``, which need not add up to 1.
+    """Draws a token ``[...]`` from each of the distributions ``[..., v]``, which need not add up to 1.
 
-    Of exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, that of ``x`` is the least with probability
-    ``p(x) / sum(p)``. ``torch.multinomial`` makes the host of a GPU wait.
+    Of the exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, the one of ``x`` is the smallest with
+    probability ``p(x) / sum(p)``. Unlike ``torch.multinomial`` this does not make the host wait for a GPU.
     """
     return draw_by(p, torch.empty_like(p).exponential_())
 
 
 def draw_by(p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The same, by given exponential noise of the shape of ``p``."""
+    """Like :func:`draw`, with given exponential random numbers of the shape of ``p``."""
     return (p / numbers).argmax(-1)
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All decisions about a line of drawn tokens at once (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1).
+    """Makes all decisions about a line of drawn tokens at once (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1).
 
-    Accepting where ``u < p(x) / q(x)``, with ``u`` uniform on ``[0, 1)``, is written as ``u q(x) < p(x)``.
+    A token is accepted if ``u < p(x) / q(x)``, with ``u`` uniform on ``[0, 1)``, computed as ``u q(x) < p(x)``.
 
     Args:
         p: ``[b, t, v]`` the full model's distributions at the drafted tokens.
-        q: ``[b, t, v]`` what these were drawn from.
-        drafted: ``[b, t]``.
+        q: ``[b, t, v]`` the distributions from which these were drawn.
+        drafted: ``[b, t]`` the tokens.
 
     Returns:
-        Booleans ``[b, t]``, whether each is accepted if those before it are, and ``[b, t]`` what is drawn in its place
-        if it is not.
+        Booleans ``[b, t]``, whether each is accepted if those before it are, and ``[b, t]`` the tokens drawn in their
+        place if they are not.
     """
     at_token = drafted[..., None]
     p_token, q_token = p.gather(-1, at_token)[..., 0], q.gather(-1, at_token)[..., 0]
-    # A token that could not have been drawn takes no part: what is drawn in its place comes from p.
+    # A token that could not have been drawn is rejected, and the token in its place is drawn from p.
     could = q_token > 0.0
     accepted = could & (torch.rand_like(p_token) * q_token < p_token)
     residual = (p - q * could[..., None]).clamp_(min=0.0)

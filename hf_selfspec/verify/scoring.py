@@ -1,4 +1,4 @@
-"""Logits processors and warpers, each position with its own prefix."""
+"""Applies logits processors and warpers at each position, with that position's own prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .stateless import is_stateless, stateful
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# These look at the scores alone, so that any number of positions can be processed in one call.
+# These depend on the scores alone, so any number of positions can be processed in one call.
 _PREFIX_FREE = (
     lp.TemperatureLogitsWarper,
     lp.TopKLogitsWarper,
@@ -29,7 +29,7 @@ _PREFIX_FREE = (
     lp.InfNanRemoveLogitsProcessor,
 )
 
-# These look at one row's prefix and scores, whatever row it is (prefix functions: once bound to their row).
+# These depend on one row's prefix and scores, whichever row it is (prefix functions: once bound to their row).
 _ROW_BLIND = (
     *_PREFIX_FREE,
     lp.NoRepeatNGramLogitsProcessor,
@@ -56,9 +56,9 @@ class Scorer:
 
     Attributes:
         stateful: names of processors that may keep a state; with any, all are called by :meth:`in_step` alone.
-        prefix_free: no processor looks at the text, so any number of positions can be processed at once.
-        repairs: NaN and infinite logits are repaired.
-        grammars: those of the processors that are grammars; they have to begin before scores are wanted.
+        prefix_free: whether no processor looks at the text, so that any number of positions can be processed at once.
+        repairs: whether a processor replaces NaN and infinite logits.
+        grammars: the processors that are grammars; :meth:`begin` must be called before any scores are computed.
     """
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
@@ -75,12 +75,12 @@ class Scorer:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token of the highest logit is chosen."""
+        """Whether the token with the highest logit is chosen."""
         return self._empty and not self.do_sample
 
     @property
     def constants(self) -> Hashable | None:
-        """What :meth:`everywhere` computes with, ``None`` where it is more than plain values, or looks at the text."""
+        """All settings of :meth:`everywhere`; ``None`` if some are not plain values or a processor looks at text."""
         if not self.prefix_free:
             return None
         found = [(type(processor), *sorted(vars(processor).items())) for processor in self._all]
@@ -89,29 +89,29 @@ class Scorer:
 
     @property
     def for_drafts(self) -> Scorer:
-        """The same without processors that may keep a state: these must not see tokens that are not emitted."""
+        """The scorer without processors that may keep a state: these must not see tokens that are not emitted."""
         if not self.stateful:
             return self
         stateless = lp.LogitsProcessorList(processor for processor in self._all if is_stateless(processor))
         return Scorer(stateless, self._batch_size, self.do_sample)
 
     def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
-        """Has grammars begin behind the prompts ``input_ids`` ``[b, s]``; the vocabulary is about as large."""
+        """Starts grammars after the prompts ``input_ids`` ``[b, s]``; :meth:`fit` corrects ``vocabulary`` later."""
         for grammar in self.grammars:
             grammar.begin(input_ids, vocabulary)
 
     def fit(self, vocabulary: int) -> None:
-        """Makes the masks of grammars as wide as logits are."""
+        """Makes the masks of grammars as wide as the logits."""
         for grammar in self.grammars:
             grammar.fit(vocabulary)
 
     def finish(self, texts: Sequence[Sequence[int]]) -> None:
-        """Leaves grammars as plain ``generate`` does, see :meth:`GrammarMask.finish`."""
+        """Leaves grammars as plain ``generate`` leaves them, see :meth:`GrammarMask.finish`."""
         for grammar in self.grammars:
             grammar.finish(texts)
 
     def in_step(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as plain ``generate`` does."""
+        """Scores ``[b, v]`` of logits ``[b, v]`` that follow ``input_ids`` ``[b, s]``, as in plain ``generate``."""
         return self._all(input_ids, logits)
 
     def everywhere(self, logits: torch.Tensor) -> torch.Tensor:
@@ -123,12 +123,12 @@ class Scorer:
         return self._all(no_prefix, flat).view_as(logits)
 
     def roughly(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores of logits ``[..., v]``; raw where a prefix is needed, which changes draft and target alike."""
+        """Scores of logits ``[..., v]``; raw logits if processors need a prefix: they change draft and target alike."""
         return self.everywhere(logits) if self.prefix_free else logits
 
     def row(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores ``[v]`` of one row's logits ``[v]`` after ``prefix`` ``[1, s]``."""
-        # Many processors know their batch by its size and a row by its place, so each place gets a copy.
+        # Many processors expect their batch's size and identify a row by its place, so each place gets a copy.
         copies = 1 if self._row_blind else self._batch_size
         return self._rows[row](prefix.expand(copies, -1), logits.expand(copies, -1).clone())[row % copies]
 
@@ -146,7 +146,7 @@ class Scorer:
 
 
 def _for_row(processors: lp.LogitsProcessorList, row: int, batch_size: int) -> lp.LogitsProcessorList:
-    """The processors for one row at a time, which know the row."""
+    """The processors for calls with one row alone, bound to that row."""
     return lp.LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
 
 
@@ -155,17 +155,17 @@ def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
         return lambda input_ids, scores: processor.of_row(row, input_ids[0], scores)
     if batch_size == 1 or not isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
         return processor
-    # A prefix function must not be asked about copies in other rows.
+    # A prefix function must not be called for copies in other rows.
     allowed = processor._prefix_allowed_tokens_fn
     return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
 def check_highest(highest: Iterable[float], whose: str) -> None:
-    """Checks that logits can be chosen from.
+    """Checks that a token can be chosen at each position.
 
     Args:
         highest: the highest logit of each position.
-        whose: the model, for the message.
+        whose: the model's name, for the message.
 
     Raises:
         NumericalError: a NaN, a positive infinity, or nothing but negative infinities in some position.

@@ -15,8 +15,8 @@ from transformers.generation import stopping_criteria
 
 from ..errors import SettingTypeError
 
-# Transformers' own for decoder-only models, as far as this version has them. UnbatchedClassifierFreeGuidance and
-# SynthID are not among them: they keep a cache of their own forwards, and the contexts that were hashed already.
+# Transformers' own for decoder-only models, if the installed version has them. UnbatchedClassifierFreeGuidance and
+# SynthID are not among them: they keep a cache of their own forwards, or the contexts that were hashed already.
 _PROCESSORS = (
     "Temperature", "TopK", "TopP", "TopH", "MinP", "Typical", "Epsilon", "Eta", "LogitNormalization",
     "RepetitionPenalty", "EncoderRepetitionPenalty", "NoRepeatNGram", "EncoderNoRepeatNGram", "NoBadWords",
@@ -38,8 +38,8 @@ def register_stateless(kind: type) -> None:
 
     Its result has to follow from ``(input_ids, scores)`` alone. It may then be called for drafted tokens, for several
     positions in any order and for one row at a time, which makes drafts more often right and batches faster. All
-    others are called once for each emitted token, as plain ``generate`` does. A class or function of one's own can have
-    an attribute ``is_stateless = True`` instead.
+    others are called once for each emitted token, as plain ``generate`` does. Your own class or function can have an
+    attribute ``is_stateless = True`` instead.
 
     Args:
         kind: the class itself; subclasses are registered on their own.

@@ -20,11 +20,11 @@ class Stopper:
         criteria: the list that ``generate`` prepared.
 
     Attributes:
-        criteria: as given.
+        criteria: the list that ``generate`` prepared.
         max_length: the most columns of a text, ``None`` for no limit.
         eos_tokens: ids that end a row.
-        has_eos: rows that have ended are padded.
-        reads_text: criteria of the user's own look at the text after each token.
+        has_eos: whether a token can end a row; rows that have ended are padded then.
+        reads_text: whether criteria beyond length and end tokens look at the text after each token.
         stateful: names of criteria that may keep a state; with any, all are called by :meth:`in_step` alone.
     """
 
@@ -46,7 +46,7 @@ class Stopper:
 
         Args:
             text: the batch.
-            row, ahead: which token.
+            row, ahead: the row, and the place of the token after its text.
             token: its id.
             scores: the row's scores ``[v]`` of all tokens so far, where ``generate`` was asked to return them.
         """
@@ -55,22 +55,22 @@ class Stopper:
         if self.eos_tokens and not done:
             done = token in self.eos_tokens
         if self._others and not done:
-            # A criterion may know a row by its place in the batch, so each place gets a copy.
+            # A criterion may identify a row by its place in the batch, so each place gets a copy.
             copies = text.batch_size
             kept = None if scores is None else tuple(score.expand(copies, -1) for score in scores)
             done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), kept)[row])
         return done
 
     def in_step(self, input_ids: torch.Tensor, scores: list[torch.Tensor] | None) -> list[bool]:
-        """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as plain ``generate`` finds out.
+        """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as in plain ``generate``.
 
         Args:
-            input_ids: all rows at the same length.
+            input_ids: all rows, of the same length.
             scores: for each token so far the scores ``[b, v]``, where ``generate`` was asked to return them.
         """
         ended: list[bool] = self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
         return ended
 
     def max_new(self, text: Text, row: int) -> int:
-        """Tokens that ``row`` may still get, as far as lengths bound it."""
+        """The number of tokens that ``row`` may still get by the limit on its length."""
         return self.max_length - text.lengths[row] if self.max_length is not None else 1 << 30

@@ -20,10 +20,10 @@ _USUAL_PRICE = 0.05
 class TopKTree:
     """Top-k siblings at each depth; only the first token is extended (SWIFT §4.2).
 
-    The surer the draft, the fewer siblings. With sampling the siblings are drawn without replacement.
+    The more confident the draft, the fewer siblings. With sampling, the siblings are drawn without replacement.
 
     Args:
-        widths: ``(confidence, k)`` pairs with rising confidence: a token whose top-1 probability is at most
+        widths: ``(confidence, k)`` pairs in order of increasing confidence: a token whose top-1 probability is at most
             ``confidence`` gets ``k`` candidates in all, 256 at most. The last confidence must be 1. The default is the
             paper's.
     """
@@ -40,7 +40,7 @@ class TopKTree:
             if isinstance(edge, bool) or not isinstance(edge, (int, float)):
                 raise SettingTypeError(f"TopKTree(widths): a confidence must be a number, got {edge!r}. {example}")
         edges = [edge for edge, _ in self.widths]
-        rising = all(low < high for low, high in pairwise((0.0, *edges)))  # which NaN never is
+        rising = all(low < high for low, high in pairwise((0.0, *edges)))  # false for NaN
         if not edges or not rising or edges[-1] != 1.0:
             raise SettingError(
                 f"TopKTree(widths) needs confidences that rise from above 0 to 1, got {edges!r}. {example}"
@@ -50,15 +50,15 @@ class TopKTree:
 
     @property
     def most(self) -> int:
-        """Candidates at one depth at most."""
+        """The most candidates at one depth."""
         return max(width for _, width in self.widths)
 
     def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
-        """Candidates at one depth, the most that any row needs.
+        """Returns the number of candidates at one depth, the most that any row needs.
 
         Args:
             top: ``[b, most]`` the draft's highest probabilities, in order.
-            reach: ``[b]`` how likely it is that all earlier tokens of the draft are accepted.
+            reach: ``[b]`` the probability that all earlier tokens of the draft are accepted.
         """
         lowest = read(top[:, 0].min())[0]
         return next(width for edge, width in self.widths if lowest <= edge + 1e-6)
@@ -67,15 +67,15 @@ class TopKTree:
 @register("tree")
 @dataclass(frozen=True)
 class CostTree:
-    """Siblings as far as they pay, by what another token in a verification costs; only the first token is extended.
+    """As many siblings as pay, by the cost of one more token in a verification; only the first token is extended.
 
-    A sibling brings one token more where it is reached and is what the full model predicts: with its probability by the
-    draft, times the probabilities of the tokens before it. It is taken where that is more than its price.
+    A sibling brings one more token if it is reached and is what the full model predicts. That has the probability that
+    the draft gives it, times the probabilities of the tokens before it. It is added if that is above its price.
 
     Args:
-        price: what another token in a verification costs, in one-token steps of the whole model. ``None`` for what a
-            search for layers to skip has measured, and 0.05 until then or without one.
-        most: candidates at one depth at most, up to 256.
+        price: the cost of one more token in a verification, in one-token steps of the whole model. ``None`` for the
+            cost that a search for layers to skip has measured; 0.05 until then or without one.
+        most: the most candidates at one depth, at most 256.
     """
 
     price: float | None = None
@@ -87,7 +87,7 @@ class CostTree:
         check_count("CostTree(most)", self.most, most=MOST_CANDIDATES)
 
     def width(self, top: torch.Tensor, reach: torch.Tensor) -> int:
-        """As :meth:`TopKTree.width`."""
+        """Returns the number of candidates at one depth, see :meth:`TopKTree.width`."""
         price = _USUAL_PRICE if self.price is None else self.price
         return max(1, read((top * reach[:, None] > price).sum(-1).max())[0])
 

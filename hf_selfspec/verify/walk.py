@@ -3,7 +3,7 @@
 A walk starts at the last token of the text and moves to the child that holds the token chosen there, until there is
 none (SpecInfer, arXiv:2305.09781, algorithm 2; a line is a tree without siblings). Greedy: the token is the argmax of
 the processed logits. Sampling: the token is chosen by rejection sampling, so that it has the full model's distribution
-(:mod:`.sampling`). Either way one token more than was accepted follows from the same forward.
+(:mod:`.sampling`). Either way, the same forward yields one token more than were accepted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Choices:
 
     Attributes:
         tokens: for each row and node the token that follows.
-        accepted: of a line of drawn tokens, for each row and node whether the next one is accepted.
-        instead: of such a line, for each row and node the token in place of the next one.
+        accepted: for a line of drawn tokens, for each row and node whether the next one is accepted.
+        instead: for such a line, for each row and node the token in place of the next one if that is rejected.
     """
 
     tokens: list[list[int]]
@@ -65,8 +65,8 @@ def verify(
         stopper: stopping criteria, tested after each token; the walk ends where one is met.
         done: rows that have ended; their verdict is empty.
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
-        whose: the model, for the error where logits cannot be chosen from; ``None`` for no check.
-        best: the tokens that the logits favour, where these are to be chosen and were found already.
+        whose: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
+        best: the tokens with the highest logits, if these are to be chosen and were found already.
 
     Returns:
         A verdict for each row.
@@ -74,8 +74,9 @@ def verify(
     Raises:
         NumericalError: a NaN or an infinity among the logits.
     """
-    # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones moved at once. A CPU
-    # computes those to draw from one by one: top-p sorts the vocabulary for each; none is needed behind a rejection.
+    # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
+    # a CPU scores to sample from are computed one by one: top-p sorts the vocabulary for each, and none is needed after
+    # a rejection.
     at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
     known = [draft.tokens] if draft.listed is None else []

@@ -1,4 +1,4 @@
-"""Whether self-speculation pays on a model and its prompts: all ways of generating on one stream, and a report."""
+"""Whether self-speculation pays with a model and its prompts: all ways of generating on one stream, and a report."""
 
 from .compare import Comparison, compare
 

@@ -1,4 +1,4 @@
-"""What a comparison can leave out of ours, or pretend."""
+"""Parts of this package that a comparison can leave out, and free verification, which it can pretend."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ...lookup import SuffixIndex, VerifyCosts
 from ...lookup.successors import Successors
 from ...model import linear
 
-# Nodes of a tree whose size no costs decide.
+# The number of nodes in a tree whose size is not decided by costs.
 _ALWAYS = 7
 
 
 def _ablations() -> dict[str, tuple[AbstractContextManager[Any], ...]]:
     costs = VerifyCosts.of(lambda count: 1.0 if count <= _ALWAYS else 1e6, clock.SIZES[-1])
     return {
-        # Linear layers are torch's own in all ways.
+        # Linear layers are torch's own in all ways of generating.
         "kernels": (patch.object(linear, "_has_ways", lambda weight: False),),
         "trees": (patch.object(Session, "takes_trees", False),),
         "suffix": (patch.object(SuffixIndex, "match", lambda self, tail, shortest=1: None),),
         "successors": (patch.object(Successors, "get", lambda self, before, token: None),),
-        # Drafts are of 7 nodes wherever there are so many candidates.
+        # Drafts have 7 nodes wherever there are that many candidates.
         "costs": (patch.object(clock.RoundClock, "costs", costs), patch.object(clock.RoundClock, "pace", 1e-3)),
     }
 
@@ -44,10 +44,10 @@ ABLATIONS = tuple(_ablations())
 
 
 def check_ablations(names: Sequence[str]) -> None:
-    """Checks that there are such parts.
+    """Checks the names of parts.
 
     Raises:
-        SettingError: there are not.
+        SettingError: there is no such part.
     """
     for name in names:
         if name not in ABLATIONS:
@@ -56,11 +56,11 @@ def check_ablations(names: Sequence[str]) -> None:
 
 @contextmanager
 def changed(without: Sequence[str], free_verification: bool) -> Iterator[None]:
-    """All ways do without parts of ours.
+    """Runs all ways without some parts of this package.
 
     Args:
         without: names in ``ABLATIONS``.
-        free_verification: drafts are as large as where 32 tokens take as long to verify as one; the figure
+        free_verification: drafts are as large as if 32 tokens took as long to verify as one; the figure
             ``simulated_free_verification`` is simulated from their rounds.
     """
     known = _ablations()

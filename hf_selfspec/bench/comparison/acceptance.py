@@ -1,4 +1,4 @@
-"""How many drafted tokens were kept, by the names that vLLM's and AIPerf's records give it."""
+"""How many drafted tokens were accepted, under the names that vLLM and AIPerf use."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 from .calls import Call
 
-# Places in a draft behind which hardly any round tells.
+# The most places in a draft, and the fewest rounds that reach a place, for which a rate is shown.
 _POSITIONS = 16
 _FEWEST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of all calls of one way.
+    """Acceptance over all calls of one way.
 
     Attributes:
         num_rounds: verification passes of each row; a round without a draft is one.
-        num_draft_tokens: drafted tokens (siblings in a tree do not count), ``None`` where the loop does not tell.
+        num_draft_tokens: drafted tokens (siblings in a tree do not count), ``None`` where this is not known.
         num_accepted_tokens: drafted tokens that were kept.
-        mean_acceptance_length: tokens of a round, the bonus token among them.
+        mean_acceptance_length: mean tokens of a round, including the bonus token.
         draft_acceptance_rate: share of the drafted tokens that were kept.
         acceptance_histogram: how often a round kept that many drafted tokens.
-        conditional_acceptance: for each place in a draft how often its token was kept where the ones before it were; a
+        conditional_acceptance: for each place in a draft how often its token was kept if those before it were; a
             draft that had ended counts as not kept.
-        simulated_free_verification: tokens for each token's worth of verification where a forward over up to 32 tokens
-            costs as much as one over a single token; forwards of a draft's own layers are not counted in it. ``None``
-            where rounds' sizes are not known.
+        simulated_free_verification: tokens for each one-token forward's worth of verification, if a forward over up to
+            32 tokens cost as much as one over a single token; forwards of a draft's own layers are not counted.
+            ``None`` where the sizes of rounds are not known.
     """
 
     num_rounds: int
@@ -42,7 +42,7 @@ class Acceptance:
 
 
 def acceptance(calls: Sequence[Call]) -> Acceptance | None:
-    """Of these calls; ``None`` if none had rounds."""
+    """Returns the acceptance over these calls; ``None`` if none had rounds."""
     rounds = [call.rounds for call in calls if call.rounds is not None and call.rounds.rounds]
     if not rounds:
         return None
@@ -68,7 +68,7 @@ def acceptance(calls: Sequence[Call]) -> Acceptance | None:
 
 
 def _conditional(histogram: Counter[int]) -> list[float]:
-    """Rounds that kept the token at a place, of those that kept all before it."""
+    """For each place, the share of rounds that kept its token among those that kept all before it."""
     found = []
     for place in range(1, min(max(histogram, default=0), _POSITIONS) + 1):
         before = sum(times for length, times in histogram.items() if length >= place - 1)

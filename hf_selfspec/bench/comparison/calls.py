@@ -18,7 +18,7 @@ from ...stats import GenerationStats
 from .prompts import Batch
 from .ways import Way
 
-# A stretch of so many tokens that came before is a repetition.
+# So many tokens in a row that occurred before are a repetition.
 _REPETITION = 12
 # Tokens up to which verification is free in the simulated figure.
 FREE = 32
@@ -26,14 +26,14 @@ FREE = 32
 
 @dataclass(frozen=True)
 class Rounds:
-    """What drafts of a call brought; tokens of siblings in a tree do not count.
+    """The drafts of a call and how many of them were accepted; siblings in a tree do not count.
 
     Attributes:
         rounds: verification passes, of each row.
         drafted: drafted tokens, ``None`` where it is not known.
         accepted: drafted tokens that were kept.
         histogram: how often a round kept that many drafted tokens.
-        cost_where_free: what the rounds cost where ``FREE`` tokens take as long as one, in forwards over one token;
+        cost_where_free: the rounds' cost if ``FREE`` tokens took as long as one, in forwards over one token;
             ``None`` where it is not known.
     """
 
@@ -49,19 +49,19 @@ class Call:
     """One call of ``generate``.
 
     Attributes:
-        way: its name.
-        condition, turn, prompt: places of the condition, of the pass over the stream and of the prompt.
-        kind: of the prompt, or of the batch.
-        prompt_tokens: of each row.
+        way: name of the way of generating.
+        condition, turn, prompt: indices of the condition, of the pass over the stream and of the prompt.
+        kind: kind of the prompt or batch.
+        prompt_tokens: number of tokens in each row's prompt.
         ids: new tokens of each row, up to the end of the text.
-        wall, cpu: seconds, and those of the process's CPU time.
-        wall_to_first, cpu_to_first: until the first tokens.
-        first_tokens: how many tokens of all rows came then.
+        wall, cpu: wall time and CPU time of the process, in seconds.
+        wall_to_first, cpu_to_first: the same until the first tokens.
+        first_tokens: number of tokens of all rows that came then.
         looping: share of the tokens that repeat the row's own text.
-        in_process: which call of the way in this process it is, from 0.
-        graphs: graphs that were compiled.
-        peak_memory: bytes that the device had allocated at most, ``None`` where this is not known.
-        rounds: what drafts brought, ``None`` without drafts.
+        in_process: number of the way's earlier calls in this process.
+        graphs: number of graphs that were compiled.
+        peak_memory: peak of the device's allocated memory in bytes, ``None`` where this is not known.
+        rounds: rounds and drafts, ``None`` without drafts.
         left_to_generate: why a ``SelfSpec`` left the call to plain generate, empty where it did not.
     """
 
@@ -91,20 +91,20 @@ class Call:
 
     @property
     def decoded(self) -> int:
-        """Tokens behind the first ones."""
+        """New tokens after the first ones."""
         return self.tokens - self.first_tokens
 
     def seconds(self, clock: str) -> float:
-        """Of the whole call."""
+        """Seconds of the whole call, by the clock ``cpu`` or ``wall``."""
         return self.cpu if clock == "cpu" else self.wall
 
     def decoding(self, clock: str) -> float:
-        """Seconds behind the first tokens."""
+        """Seconds after the first tokens, by the clock ``cpu`` or ``wall``."""
         return self.cpu - self.cpu_to_first if clock == "cpu" else self.wall - self.wall_to_first
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Call:
-        """What :meth:`as_json` has returned."""
+        """Restores a call from what :meth:`as_json` returned."""
         rounds = line.get("rounds")
         if rounds is not None:
             histogram = {int(length): count for length, count in rounds["histogram"].items()}
@@ -112,12 +112,12 @@ class Call:
         return cls(**{**line, "rounds": rounds})
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The call in a form for JSON."""
         return asdict(self)
 
 
 class _Arrivals(BaseStreamer):
-    """Notes when tokens came, and how many of a row together."""
+    """Records when the first tokens came, and how many tokens of a row came at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -145,9 +145,9 @@ class Caller:
     Attributes:
         model: the model.
         eos: ids that end a text.
-        seed: of drawn tokens; each prompt begins with the same state of the generator in all ways.
+        seed: seed of sampling; all ways begin a prompt with the same state of the random generator.
         longest: tokens of the longest prompt and its answer, the size of static caches.
-        stats: of the last call with a ``SelfSpec``.
+        stats: statistics of the last call with a ``SelfSpec``.
     """
 
     model: PreTrainedModel
@@ -162,7 +162,7 @@ class Caller:
         self.eos = frozenset() if eos is None else frozenset(eos if isinstance(eos, list) else [eos])
 
     def warm_up(self, way: Way, batch: Batch, options: Mapping[str, Any]) -> None:
-        """A call that does not count."""
+        """Makes a call that is not recorded."""
         self._generate(way, batch, options, None, _Arrivals(self.model.device))
 
     def call(
@@ -173,14 +173,14 @@ class Caller:
         options: Mapping[str, Any],
         spec: SelfSpec | None = None,
     ) -> Call:
-        """One call.
+        """Makes one timed call.
 
         Args:
-            way: how.
+            way: the way of generating.
             batch: the prompts.
-            place: of the condition, the pass and the prompt.
+            place: indices of the condition, the pass and the prompt.
             options: arguments of ``generate``.
-            spec: of a way of ours.
+            spec: the ``SelfSpec``, for ways that have one.
         """
         device = self.model.device
         torch.manual_seed(self.seed + place[2])
@@ -244,10 +244,10 @@ def looping_share(ids: Sequence[int]) -> float:
 
 
 def cost_where_free(round_sizes: Sequence[tuple[int, int]]) -> float:
-    """What rounds cost where ``FREE`` tokens take as long as one, in forwards over one token.
+    """The cost of rounds if ``FREE`` tokens took as long as one, in forwards over one token.
 
     Args:
-        round_sizes: for each round how many tokens it verified and how many it gave.
+        round_sizes: for each round, the number of tokens that it verified and the number that it emitted.
     """
     return sum(max(1.0, nodes / FREE) for nodes, _ in round_sizes)
 
@@ -258,7 +258,7 @@ def _looping(rows: Sequence[Sequence[int]]) -> float:
 
 
 def _first_tokens(sizes: Sequence[int], ids: Sequence[Sequence[int]]) -> int:
-    """Tokens of all rows that came first; a row may end among them."""
+    """Number of tokens of all rows that came first; a row may end among them."""
     first = sizes[0] if sizes else 0
     return sum(min(first, len(row)) for row in ids)
 
@@ -272,7 +272,7 @@ def _of_stats(stats: GenerationStats | None) -> Rounds | None:
 
 
 def _of_arrivals(way: Way, sizes: Sequence[int]) -> Rounds | None:
-    """Of transformers' assisted loop, which streams what each round gave; it tells nothing about what it drafted."""
+    """Rounds of transformers' assisted loop, which streams the tokens of each round; what it drafted is not known."""
     if "prompt_lookup_num_tokens" not in way.options:
         return None
     accepted = Counter(size - 1 for size in sizes[1:])
@@ -281,7 +281,7 @@ def _of_arrivals(way: Way, sizes: Sequence[int]) -> Rounds | None:
 
 
 def _graphs() -> int:
-    """Graphs that torch has compiled so far."""
+    """Number of graphs that torch has compiled so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -1,4 +1,4 @@
-"""``hf_selfspec.compare``: whether it pays, from Python and behind the command."""
+"""``hf_selfspec.compare``: measures whether self-speculation pays, for Python and for ``hf-selfspec bench``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESULTS, REPORT, PAGE = "results.json", "report.md", "report.html"
-# Tokens before forwards whose cost is measured, and timings of each.
+# Context length of the forwards whose cost is measured, and timings of each.
 _CONTEXT, _REPEATS = 256, 7
 _KIND = "text"
 # Characters of a hash of the prompts.
@@ -53,17 +53,18 @@ Methods = Iterable[str | SelfSpec] | Mapping[str, str | SelfSpec]
 class Comparison:
     """How fast ways of generating are on one model and stream of prompts.
 
-    ``str`` of it is a table and a sentence on what is fastest, :meth:`plot` a picture, :meth:`save` a report.
+    ``str(comparison)`` is a table and a sentence on what is fastest; :meth:`plot` draws it, :meth:`save` writes a
+    report.
 
     Attributes:
-        results: everything, as the file ``results.json`` has it.
+        results: everything, as in the file ``results.json``.
     """
 
     results: Mapping[str, Any]
 
     @property
     def best(self) -> str:
-        """Name of the fastest way under the first condition."""
+        """Name of the fastest lossless way under the first condition."""
         return str(self.results["conditions"][0]["best"])
 
     def __str__(self) -> str:
@@ -78,10 +79,10 @@ class Comparison:
         """Draws the speed of each way under the first condition, with intervals.
 
         Args:
-            path: where to save the picture, in the format that its suffix names, e.g. ``speed.png``.
+            path: where to save the plot, in the format that its suffix names, e.g. ``speed.png``.
 
         Returns:
-            The figure, which no window shows and pyplot does not know.
+            The figure, which is not shown and not registered with pyplot.
 
         Raises:
             SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
@@ -132,33 +133,32 @@ def compare(
     """Measures whether self-speculation pays: all ways of generating on the same prompts, in turn.
 
     The prompts are one stream, as a service would see them. A ``SelfSpec`` is kept over the stream and is not warmed
-    up; its first call is told apart. All ways see a prompt before the next one comes, in an order that rotates, so that
-    what disturbs the machine disturbs all of them.
+    up; its first call is reported separately. All ways see a prompt before the next one comes, in rotating order, so
+    that disturbances of the machine affect all of them.
 
     Args:
         model: a causal LM of transformers, or a PEFT model around one.
         tokenizer: the model's tokenizer.
         texts: prompts like those that the model will see: strings, or chats as lists of messages. With a chat template
-            a string is a message of a user, without one a text that the model goes on with.
-        methods: names of ways and ``SelfSpec`` objects, or these by the name that the table gives them; plain generate
+            a string is a message of a user, without one a text that the model continues.
+        methods: names of ways and ``SelfSpec`` objects, or a mapping to them from names for the table; plain generate
             is always among them. ``None`` for plain generate, prompt lookup at several settings, static and compiled
             decoding where the device compiles, and every preset that fits the model.
-        max_new_tokens: of each prompt.
-        temperature: 0 for greedy; several for one table each.
-        batch_size: prompts that are generated together; several for one table each.
-        top_p, top_k: where tokens are drawn.
-        seed: of drawn tokens.
-        clock: ``wall``, ``cpu`` or ``auto``, the CPU time of the process on one thread of a CPU and otherwise the
-            wall's.
-        out: folder for the report, and for what was measured so far: the same call goes on where it was interrupted.
+        max_new_tokens: the most new tokens for each prompt.
+        temperature: 0 for greedy; several values for one table each.
+        batch_size: prompts that are generated together; several values for one table each.
+        top_p, top_k: settings of sampling.
+        seed: seed of sampling.
+        clock: ``wall``, ``cpu`` or ``auto``: the CPU time of the process with one thread on a CPU, otherwise wall time.
+        out: folder for the report, and for what was measured so far: the same call resumes where it was interrupted.
         progress: whether stderr shows a bar with the time left.
 
     Returns:
-        A table, a picture and all figures.
+        The comparison, with a table, a plot and all figures.
 
     Raises:
-        SettingError, SettingTypeError: not what is described above, a method that does not fit the model, or the folder
-            holds figures of other settings.
+        SettingError, SettingTypeError: an argument is not allowed, a method does not fit the model, or the folder holds
+            figures of other settings.
     """
     inner = causal_lm(model, "compare")
     settings = Settings(
@@ -177,20 +177,20 @@ def compare(
 
 @dataclass(frozen=True)
 class Asked:
-    """A whole comparison that is to be made.
+    """A comparison to be made.
 
     Attributes:
         model, tokenizer: see :func:`compare`.
         prompts: the stream.
-        settings: how.
+        settings: the settings of the comparison.
         methods: see :func:`compare`.
-        left_out: by kind the number of prompts that did not fit.
+        left_out: for each kind the number of prompts that did not fit.
         out: folder for the report and the journal, ``None`` for neither.
         traces: whether statistics of each call are written.
         measures_costs: whether forwards over several tokens are timed, too.
-        about: what else the report tells, by name.
-        around: what holds while ways run, see ``ablations.py``.
-        peaks: measures the memory of a way where the device does not tell, ``None`` to leave that out.
+        about: further entries of the report, by name.
+        around: a context in which the ways run, see ``ablations.py``.
+        peaks: measures the memory of a way where the device does not report it, ``None`` to leave that out.
     """
 
     model: PreTrainedModel
@@ -284,7 +284,7 @@ class Asked:
         try:
             theirs, ours = forward_seconds(self.model, context, _REPEATS)
         except (RuntimeError, ValueError) as error:  # e.g. a cache of states that cannot be cropped
-            warn_once(f"what verifying several tokens costs is not measured with this model ({brief(error)}).")
+            warn_once(f"the cost of verifying several tokens is not measured with this model ({brief(error)}).")
             return None
         curves = {"transformers": theirs, "ours": ours}
         shares = {
@@ -297,14 +297,14 @@ class Asked:
 def _encoded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Given], settings: Settings
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """The user's own prompts in their order, and how many did not fit."""
+    """The user's own prompts in their order, and by kind how many did not fit."""
     encoder = Encoder(tokenizer, longest_prompt(model.config, settings))
     prompts = [encoder.prompt(_KIND, text) for text in texts]
     return [prompt for prompt in prompts if prompt is not None], dict(+encoder.left_out)
 
 
 def longest_prompt(config: Any, settings: Settings) -> int:
-    """Tokens that leave space for the answer."""
+    """The most tokens of a prompt that leave space for the answer."""
     positions = max_positions(config.get_text_config(decoder=True)) or sys.maxsize
     return int(positions - settings.max_new_tokens)
 
@@ -320,14 +320,14 @@ def _checked(texts: Any) -> list[Given]:
     chats = [isinstance(text, list) and text and all(isinstance(one, Mapping) for one in text) for text in given]
     if not given or not all(chat or (isinstance(text, str) and text) for chat, text in zip(chats, given, strict=True)):
         raise SettingTypeError(
-            "compare(texts) must be a list of strings that are not empty or of chats (lists of messages), at least "
-            f"one, got {repr(texts)[:100]}."
+            "compare(texts) must be a non-empty list of non-empty strings or of chats (lists of messages), got "
+            f"{repr(texts)[:100]}."
         )
     return given
 
 
 def _figures(found: Json) -> dict[str, Figure]:
-    """The pictures, none where matplotlib is missing."""
+    """The plots, none if matplotlib is missing."""
     from .drawing import pictures
 
     try:

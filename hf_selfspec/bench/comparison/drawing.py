@@ -1,4 +1,4 @@
-"""Pictures of what was measured, which read in print and for the colour-blind."""
+"""Plots of what was measured, which are readable in print and for the colour-blind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours (Color Universal Design, 2008), told apart with any colour vision, and a hatch for print.
+# Okabe and Ito's colours (Color Universal Design, 2008), distinct with any colour vision, and a hatch for print.
 _STYLES = {
     PLAIN_GROUP: ("#999999", ""),
     LOOKUP_GROUP: ("#E69F00", "///"),
@@ -27,14 +27,14 @@ _STYLES = {
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _WHAT = "Comparison.plot"
-# Characters of a way's name on an axis.
+# The most characters of a way's name on an axis.
 _LONGEST = 34
-# Ways whose drafts are drawn, the fastest.
+# The most ways in a plot of drafts, the fastest ones.
 _DRAWN = 6
 
 
 def speedups(condition: Json) -> Figure:
-    """A bar for each way with its interval, and a line at plain generate."""
+    """Draws a bar for each way with its interval, and a line at plain generate."""
     ways = _ranked(condition)
     figure = new_figure(_WHAT, 8, 1.1 + 0.36 * len(ways))
     axes = figure.subplots()
@@ -70,7 +70,7 @@ def _right_end(ways: list[Json]) -> float:
 
 
 def by_kind(condition: Json) -> Figure | None:
-    """A point for each kind of prompt and way; ``None`` for a stream of one kind."""
+    """Draws a point for each kind of prompt and way; ``None`` for a stream of one kind."""
     ways = [way for way in _ranked(condition) if way["name"] != PLAIN][:_DRAWN]
     kinds = list(condition["kinds"])
     if len(kinds) < 2 or not ways:
@@ -98,7 +98,7 @@ def by_kind(condition: Json) -> Figure | None:
 
 
 def acceptance(condition: Json) -> Figure | None:
-    """How often tokens of drafts are kept by position, and how many a round keeps."""
+    """Draws how often drafted tokens are kept by position, and how many a round keeps."""
     ways = [way for way in _ranked(condition) if way["acceptance"] and way["acceptance"]["num_accepted_tokens"]]
     if not ways:
         return None
@@ -124,7 +124,7 @@ def acceptance(condition: Json) -> Figure | None:
 
 
 def costs(found: Json) -> Figure:
-    """verify(n)/verify(1)."""
+    """Draws verify(n)/verify(1)."""
     figure = new_figure(_WHAT, 8, 2.8)
     axes = figure.subplots()
     for number, whose in enumerate(("transformers", "ours")):
@@ -144,7 +144,7 @@ def costs(found: Json) -> Figure:
 
 
 def pictures(results: Json) -> dict[str, Figure]:
-    """All pictures by the name of their file."""
+    """Draws all plots, by the names of their files."""
     found: dict[str, Figure | None] = {}
     drawn: dict[str, Callable[[Json], Figure | None]] = {
         "speed-up": speedups,
@@ -160,14 +160,14 @@ def pictures(results: Json) -> dict[str, Figure]:
 
 
 def as_svg(figure: Figure) -> bytes:
-    """The picture as a file."""
+    """Returns the plot as an SVG file."""
     written = io.BytesIO()
     figure.savefig(written, format="svg", metadata={"Date": None})
     return written.getvalue()
 
 
 def _ranked(condition: Json) -> list[Json]:
-    """The fastest way first."""
+    """The ways, the fastest first."""
     known = [way for way in condition["ways"] if way["whole"] is not None]
     return sorted(known, key=lambda way: -way["whole"]["ratio_of_means"]["value"])
 

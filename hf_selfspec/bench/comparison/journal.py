@@ -1,4 +1,4 @@
-"""What was measured so far: a file with a line of JSON for each call, to which a run that is started again adds."""
+"""What was measured so far: a file with a line of JSON for each call, which a restarted run continues."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _HEADER, _CALL, _PARTED, _PEAK = "settings", "call", "parted", "peak"
 
 @dataclass(frozen=True)
 class Parted:
-    """Where ids of a way are not plain generate's.
+    """A place where the ids of a way differ from plain generate's.
 
     Attributes:
-        condition, prompt, way: whose.
-        row, position: where: the row and the new token.
+        condition, prompt, way: indices of the condition and the prompt, and the name of the way.
+        row, position: the row, and the index of the new token.
         margin: difference of the model's top two logits there.
         is_near_tie: whether rounding explains it.
     """
@@ -48,11 +48,11 @@ class Journal:
 
     Attributes:
         header: what all calls share; see :meth:`opened`.
-        folder: see there.
-        calls: by way, condition, pass and prompt.
+        folder: see :meth:`opened`.
+        calls: all calls by way, condition, pass and prompt.
         parted: texts that differ from plain generate's.
         compared: conditions and prompts whose texts were compared.
-        peaks: by way and condition the bytes that it took at most in a process of its own.
+        peaks: for each way and condition the peak memory in bytes of a process of its own.
         traces: whether statistics of each call are written, too.
     """
 
@@ -66,15 +66,15 @@ class Journal:
 
     @classmethod
     def opened(cls, header: Mapping[str, Any], folder: Path | None, traces: bool = False) -> Journal:
-        """What an earlier run has written, or an empty journal.
+        """Reads what an earlier run has written, or begins a journal.
 
         Args:
             header: settings, model, prompts, ways, machine and versions, on which figures depend.
-            folder: where the file lies, ``None`` for none.
+            folder: the folder of the file, ``None`` for no file.
             traces: whether statistics of each call are written.
 
         Raises:
-            SettingError: the file is something else, or of other settings; or none can be written.
+            SettingError: the file is not a journal or has other settings, or it cannot be written.
         """
         journal = cls(header, folder, traces=traces)
         if folder is None:
@@ -90,7 +90,7 @@ class Journal:
         return journal
 
     def add(self, call: Call, stats: GenerationStats | None = None) -> None:
-        """Keeps a call."""
+        """Adds a call."""
         self.calls[call.way, call.condition, call.turn, call.prompt] = call
         self._write(FILE, _line(_CALL, call.as_json()))
         if self.traces and stats is not None:
@@ -98,24 +98,24 @@ class Journal:
             self._write(_TRACE, _line("stats", place | vars(stats)))
 
     def add_comparison(self, condition: int, prompt: int, parted: list[Parted]) -> None:
-        """Keeps where texts of one prompt part."""
+        """Adds the places where the texts of one prompt differ."""
         self.parted += parted
         self.compared.add((condition, prompt))
         found = {"condition": condition, "prompt": prompt, "parted": [asdict(one) for one in parted]}
         self._write(FILE, _line(_PARTED, found))
 
     def add_peak(self, way: str, condition: int, peak: int) -> None:
-        """Keeps a peak of memory."""
+        """Adds a peak of memory, in bytes."""
         self.peaks[way, condition] = peak
         self._write(FILE, _line(_PEAK, {"way": way, "condition": condition, "bytes": peak}))
 
     def keep_state(self, name: str, spec: SelfSpec, model: Any) -> None:
-        """Keeps what a ``SelfSpec`` has learned, with which a run that is started again goes on."""
+        """Saves what a ``SelfSpec`` has learned, for a restarted run."""
         if self.folder is not None:
             spec.save_pretrained(self.folder / _STATES / name, model)
 
     def restore_state(self, name: str, spec: SelfSpec, model: Any) -> None:
-        """Has a new ``SelfSpec`` begin with what was kept, if anything was."""
+        """Starts a new ``SelfSpec`` from its saved state, if there is one."""
         path = None if self.folder is None else self.folder / _STATES / name / saving.FILE_NAME
         if path is not None and path.exists():
             spec._knowledge.saved = saving.read(path)
@@ -129,12 +129,12 @@ class Journal:
                 self._take_in(line)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise SettingError(
-                f"{path} is no file of measured calls ({error}). Move it away, or give another folder."
+                f"{path} is not a file of measured calls ({error}). Move it away, or give another folder."
             ) from error
         other = list(_differences(written, json.loads(json.dumps(self.header))))
         if other:
             raise SettingError(
-                f"{path} was measured with other settings ({'; '.join(other)}), which cannot be put together with "
+                f"{path} was measured with other settings ({'; '.join(other)}), which cannot be combined with "
                 "these. Give another folder, or the settings from before."
             )
 
@@ -160,7 +160,7 @@ class Journal:
 
 
 def _remove_leavings(folder: Path) -> None:
-    """Removes what was learned and traced beside a file of calls that is there no more."""
+    """Removes states and traces of a file of calls that no longer exists."""
     (folder / _TRACE).unlink(missing_ok=True)
     for state in (folder / _STATES).glob(f"*/{saving.FILE_NAME}"):
         state.unlink()
@@ -171,7 +171,7 @@ def _line(kind: str, content: Any) -> str:
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines; one that was cut short when its process ended is removed from the file."""
+    """Yields the lines; one that was cut short when its process ended is removed from the file."""
     text = read_text(path)
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
@@ -181,7 +181,7 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _differences(written: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """What two headers differ in, by name."""
+    """The differences of two headers, by name."""
     for name in dict.fromkeys([*written, *now]):
         before, after = written.get(name), now.get(name)
         if isinstance(before, dict) and isinstance(after, dict):

@@ -16,12 +16,12 @@ from .calls import Caller
 from .prompts import Batch
 from .ways import Way, methods_of, ways_of
 
-# Bytes that a way takes at most on a batch, with the arguments of generate; ``None`` where this could not be measured.
+# The peak bytes of a way on a batch with given arguments of generate; ``None`` where this could not be measured.
 Peaks = Callable[[Way, Batch, Mapping[str, Any]], int | None]
 
 
 def peaks(model: str, dtype: str) -> Peaks:
-    """Measures ways of a model that is named: its process's peak, the weights among it."""
+    """Returns what measures the peak memory of a process with the named model and one way, weights included."""
 
     def peak(way: Way, batch: Batch, options: Mapping[str, Any]) -> int | None:
         job = {
@@ -38,14 +38,14 @@ def peaks(model: str, dtype: str) -> Peaks:
         if done.returncode == 0 and done.stdout:
             return int(done.stdout.split()[-1])
         why = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]
-        warn_once(f"peak memory of {way.name} was not measured ({why}). The same command tries it again.")
+        warn_once(f"peak memory of {way.name} was not measured ({why}). The same command tries again.")
         return None
 
     return peak
 
 
 def _main() -> None:
-    """Reads what is to be measured, and writes the bytes."""
+    """Reads what to measure from stdin, and writes the bytes to stdout."""
     from ...loading import NamedModel
 
     job = json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""The report as Markdown, and as one page that needs nothing else."""
+"""The report as Markdown, and as one HTML page that needs no other files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALT = {
     "speed-up": "Speed of each way, plain generate = 1",
     "by-kind": "Speed of decoding by kind of prompt",
     "acceptance": "Drafted tokens that are kept",
-    "verify-cost": "What verifying several tokens costs",
+    "verify-cost": "Cost of verifying several tokens",
 }
 _STYLE = """
 :root { color-scheme: light; }
@@ -47,7 +47,7 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 
 
 def markdown(results: Json) -> str:
-    """The whole report."""
+    """Returns the whole report as Markdown."""
     parts = [f"# {_TITLE}", _subject(results)]
     for condition in results["conditions"]:
         found = verdict(condition)
@@ -59,11 +59,11 @@ def markdown(results: Json) -> str:
 
 
 def html(results: Json, pictures: Mapping[str, bytes]) -> str:
-    """One page with the pictures in it; it loads nothing.
+    """Returns one HTML page with the plots in it, which loads nothing.
 
     Args:
         results: what was measured.
-        pictures: SVG files by name, none where nothing can draw.
+        pictures: SVG files by name, none without matplotlib.
     """
     body = [f"<h1>{_TITLE}</h1>", f"<p>{escape(_subject(results))}</p>"]
     for index, condition in enumerate(results["conditions"]):
@@ -74,7 +74,7 @@ def html(results: Json, pictures: Mapping[str, bytes]) -> str:
     tables = (left_out_table(results), about_table(results))
     body += ["<h2>Conditions</h2>", *(_table(table) for table in tables if table is not None)]
     if not pictures:
-        body.append('<p class="note">Pictures need matplotlib: pip install "hf_selfspec[plot]".</p>')
+        body.append('<p class="note">Plots need matplotlib: pip install "hf_selfspec[plot]".</p>')
     head = f'<meta charset="utf-8"><title>{_TITLE}</title><style>{_STYLE}</style>'
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     return (

@@ -1,4 +1,4 @@
-"""How far a comparison is, on stderr."""
+"""The progress of a comparison, on stderr."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Hears of every call."""
+    """Shows the progress of calls."""
 
     def advance(self, what: str) -> None:
-        """One more call is done; ``what`` comes next or tells how it went."""
+        """Counts one more call; ``what`` describes it."""
 
 
 class Silence:
-    """Nobody wants to know."""
+    """Shows nothing."""
 
     def advance(self, what: str) -> None:
-        """Tells nobody."""
+        """Does nothing."""
 
 
 @contextmanager
 def shown(total: int, done: int, wanted: bool) -> Iterator[Progress]:
-    """A bar with the time left, where it is wanted.
+    """Shows a bar with the time left, if it is wanted.
 
     Args:
-        total: calls in all.
-        done: those of an earlier run.
-        wanted: whether it is.
+        total: number of calls in all.
+        done: number of calls of an earlier run.
+        wanted: whether a bar is shown.
     """
     if not wanted:
         yield Silence()

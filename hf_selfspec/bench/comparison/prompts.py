@@ -1,4 +1,4 @@
-"""Prompts of several kinds as one stream."""
+"""Makes one stream of prompts of several kinds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ...prompts import Prompt as Whole
 from ...prompts import as_prompts, token_ids
 
-# Tokens of a suite's text with which a model without a chat template goes on.
+# Tokens of a suite's text that are the prompt of a model without a chat template.
 BEGINNING = 64
 _T = TypeVar("_T")
 
@@ -27,7 +27,7 @@ class Beginning:
     text: str
 
 
-# A text or a chat, which count as a whole, or the beginning of a text.
+# A whole text or chat, or the beginning of a text.
 Given = Whole | Beginning
 Texts = Mapping[str, Sequence[Given]]
 Pairs = Mapping[str, Sequence[tuple[str, str]]]
@@ -38,8 +38,8 @@ class Prompt:
     """One prompt of a stream.
 
     Attributes:
-        kind: what is asked for.
-        ids: its tokens.
+        kind: kind of task, such as ``math``.
+        ids: the prompt's token ids.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Batch:
     """Prompts that are generated together.
 
     Attributes:
-        kind: of the prompt, or of the batch.
+        kind: kind of the prompt, or ``batch of N``.
         ids, mask: ``[b, s]``, padded on the left.
     """
 
@@ -61,7 +61,7 @@ class Batch:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Batch:
-        """Pads prompts to one length."""
+        """Pads prompts on the left to one length."""
         width = max(len(prompt.ids) for prompt in prompts)
         ids = [[pad] * (width - len(prompt.ids)) + prompt.ids for prompt in prompts]
         mask = [[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]
@@ -70,20 +70,20 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
+        """Number of tokens in each prompt."""
         found: list[int] = self.mask.sum(1).tolist()
         return found
 
 
 @dataclass
 class Encoder:
-    """Makes tokens of texts.
+    """Tokenizes texts and chats.
 
     Attributes:
-        tokenizer: the model's.
-        longest: most tokens of a prompt.
-        chat: whether a text is a message of a user; ``None`` where the tokenizer has a chat template.
-        left_out: by kind the number of prompts that are too long.
+        tokenizer: the model's tokenizer.
+        longest: the most tokens of a prompt.
+        chat: whether a text is a message of a user; ``None`` if so where the tokenizer has a chat template.
+        left_out: for each kind the number of prompts that are too long or empty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ class Encoder:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def prompt(self, kind: str, given: Given) -> Prompt | None:
-        """The prompt, ``None`` if it does not fit or is empty.
+        """Returns the prompt, ``None`` if it is too long or empty.
 
         Raises:
             SettingError: it is a chat, and the tokenizer has no chat template.
@@ -110,7 +110,7 @@ class Encoder:
 
 
 def stream_of(texts: Texts, encoder: Encoder, count: int | None, rng: random.Random) -> list[Prompt]:
-    """``count`` prompts of each kind, ``None`` for all, kinds in turn."""
+    """Returns ``count`` prompts of each kind (``None`` for all), with the kinds in turn."""
     chosen = []
     for kind, all_of_kind in texts.items():
         prompts = (encoder.prompt(kind, text) for text in rng.sample(list(all_of_kind), len(all_of_kind)))
@@ -119,7 +119,7 @@ def stream_of(texts: Texts, encoder: Encoder, count: int | None, rng: random.Ran
 
 
 def stream_of_variants(pairs: Pairs, encoder: Encoder, count: int | None, rng: random.Random) -> list[Prompt]:
-    """``count`` prompts of each kind, kinds in turn, and a variant of each some prompts later."""
+    """Returns ``count`` prompts of each kind, with the kinds in turn, and a variant of each some prompts later."""
     chosen = []
     for kind, all_of_kind in pairs.items():
         both = (
@@ -139,12 +139,12 @@ def stream_of_variants(pairs: Pairs, encoder: Encoder, count: int | None, rng: r
 
 
 def repeated(stream: Sequence[Prompt]) -> list[Prompt]:
-    """The stream, and all of it again."""
+    """Returns the stream twice."""
     return [*stream, *(Prompt(f"{prompt.kind}, again", prompt.ids) for prompt in stream)]
 
 
 def batches_of(stream: Sequence[Prompt], size: int, pad: int, device: torch.device) -> list[Batch]:
-    """Batches of ``size`` prompts that follow each other; what does not fill one is left out."""
+    """Returns batches of ``size`` consecutive prompts; an incomplete last batch is left out."""
     groups = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
     return [Batch.of(group, pad, device) for group in groups]
 
@@ -160,7 +160,7 @@ def _in_turn(lists: Iterable[Sequence[_T]]) -> list[_T]:
 
 
 def _first(count: int | None, items: Iterator[_T | None]) -> list[_T]:
-    """The first items that are not ``None``; no more are made than these."""
+    """The first ``count`` items that are not ``None``; the iterator is not read any further."""
     found: list[_T] = []
     for item in items:
         if item is not None:

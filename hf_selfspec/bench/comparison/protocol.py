@@ -1,11 +1,11 @@
-"""Ratios of speeds with intervals, by Spec-Bench's protocol and beside it by totals.
+"""Ratios of speeds with intervals, by Spec-Bench's protocol and by totals.
 
-Spec-Bench (arXiv 2401.07851, ``evaluation/speed.py``) takes each question's new tokens per second, their mean over the
-questions, and divides the mean of a method by that of plain decoding; long answers count no more than short ones. The
+Spec-Bench (arXiv 2401.07851, ``evaluation/speed.py``) takes the mean of the questions' new tokens per second, and
+divides the mean of a method by that of plain decoding; long answers count no more than short ones. The
 ratio of totals divides all tokens by all seconds first. Tokens are counted from the ids on both sides.
 
-Intervals are of the 95 % bootstrap over prompts (Efron and Tibshirani, An Introduction to the Bootstrap, §13.3): a way
-and plain generate are drawn together, so that what belongs to a prompt leaves the ratio.
+Intervals are 95 % percentile intervals of the bootstrap over prompts (Efron and Tibshirani, An Introduction to the
+Bootstrap, §13.3): a way and plain generate are resampled together, so that differences between prompts cancel.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from .calls import Call
 _DRAWS = 2000
 _LOW, _HIGH = 2.5, 97.5
 _SEED = 0
-# Prompts below which there is no interval. The bootstrap's are narrow with few: of means of lognormal speeds (σ = 0.3)
-# they hold the true one in 79 % of cases with 4 prompts, in 88 % with 10, in 93 % with 20 (1,500 simulated cases).
+# The fewest prompts for an interval. With few prompts the bootstrap's intervals are too narrow: for means of lognormal
+# speeds (σ = 0.3) they cover the true mean in 79 % of cases with 4 prompts, in 88 % with 10, in 93 % with 20 (1,500
+# simulated cases).
 FEWEST = 10
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure.
+    """A figure with its interval.
 
     Attributes:
-        value: over the prompts.
+        value: the figure over all prompts.
         low, high: its 95 % interval, ``None`` where there are too few prompts.
     """
 
@@ -40,7 +41,7 @@ class Estimate:
 
     @property
     def interval(self) -> str:
-        """The interval as tables show it."""
+        """The interval as text for tables, empty if there is none."""
         return "" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
 
 
@@ -49,8 +50,8 @@ class Ratios:
     """How much faster a way is than plain generate.
 
     Attributes:
-        ratio_of_means: of the prompts' speeds, as Spec-Bench has it.
-        ratio_of_totals: of all tokens in all seconds.
+        ratio_of_means: ratio of the means of the prompts' speeds, as in Spec-Bench.
+        ratio_of_totals: ratio of all tokens over all seconds.
     """
 
     ratio_of_means: Estimate
@@ -66,12 +67,12 @@ class Measured:
 
     @classmethod
     def whole(cls, calls: Sequence[Call], clock: str) -> Measured:
-        """Of whole calls."""
+        """Seconds and tokens of whole calls."""
         return cls(np.array([call.seconds(clock) for call in calls]), np.array([call.tokens for call in calls]))
 
     @classmethod
     def decoding(cls, calls: Sequence[Call], clock: str) -> Measured:
-        """Of what comes behind the first tokens."""
+        """Seconds and tokens after the first tokens."""
         return cls(np.array([call.decoding(clock) for call in calls]), np.array([call.decoded for call in calls]))
 
     def speeds(self) -> np.ndarray:
@@ -85,7 +86,7 @@ class Measured:
 
 
 def ratios(plain: Measured, way: Measured) -> Ratios | None:
-    """A way against plain generate on the same prompts; ``None`` if no prompt has tokens on both sides."""
+    """Compares a way with plain generate on the same prompts; ``None`` if no prompt has tokens on both sides."""
     both = (plain.tokens > 0) & (way.tokens > 0) & (plain.seconds > 0) & (way.seconds > 0)
     if not both.any():
         return None
@@ -107,7 +108,7 @@ def mean_speed(measured: Measured) -> Estimate | None:
 
 
 def _draws(count: int) -> np.ndarray:
-    """``[draws, count]`` places of prompts; none where there are too few."""
+    """Resampled indices of prompts ``[draws, count]``; no draws if there are too few prompts."""
     generator = np.random.default_rng(_SEED)
     return generator.integers(count, size=(_DRAWS if count >= FEWEST else 0, count))
 

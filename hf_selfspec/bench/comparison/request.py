@@ -1,4 +1,4 @@
-"""What ``hf-selfspec bench`` is asked for: files of prompts, a model by name, and how they are compared."""
+"""A request of ``hf-selfspec bench``: files of prompts, the name of a model, and how ways are compared."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from .suites import Source
 from .ways import methods_of
 
 _AUTO = "auto"
-# Prompts of a stream of one kind, twice as many as an interval needs, and of each kind where there are several.
+# Prompts in a stream of one kind, twice as many as an interval needs, and of each kind if there are several.
 _OF_ONE_KIND, _OF_EACH_KIND = 2 * FEWEST, 5
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A comparison by the words of a command line.
+    """A comparison described by the options of a command line.
 
     Attributes:
         model: folder or name on the Hub.
         data: files or datasets of prompts.
-        suites: for each what reads it, ``auto`` to tell by its columns; or none.
+        suites: for each of these the suite that reads it, or ``auto`` to choose by the columns; empty for all ``auto``.
         out: folder for the report and what was measured so far.
         settings: how ways are compared.
-        methods: ways, empty for every one that fits.
+        methods: names of ways, empty for all that fit.
         field: column of prompts.
-        kinds: of prompts, empty for all.
-        prompts: of each kind, ``None`` for as many as :func:`usual_count` gives.
+        kinds: kinds of prompts, empty for all.
+        prompts: number of prompts of each kind, ``None`` for :func:`usual_count`.
         max_prompt_tokens: longer prompts are left out.
-        raw: texts to go on with in place of chats.
-        variants: each prompt and, later, a variant of it.
-        repeat: the whole stream twice.
+        raw: whether the model continues texts instead of answering chats.
+        variants: whether a variant of each prompt follows later.
+        repeat: whether the whole stream comes twice.
         without, free_verification: see ``ablations.py``.
         memory: whether each way's peak memory is measured in a process of its own.
         trace: whether statistics of each call are written.
-        dtype, device, threads: of the model.
+        dtype, device, threads: how the model is loaded and run.
     """
 
     model: str
@@ -85,21 +85,21 @@ class BenchRequest:
         if self.suites and len(self.suites) != len(self.data):
             raise SettingError(
                 f"--suite is given {len(self.suites)} times and --data {len(self.data)} times. Give one for each file, "
-                f"{_AUTO} to tell it by the columns, or none."
+                f"{_AUTO} to choose by the columns, or none."
             )
         if self.raw and self.variants:
-            raise SettingError("--variants are chats, so --raw has no effect beside it. Leave one out.")
+            raise SettingError("--variants are chats, so --raw has no effect with it. Leave one out.")
         check_ablations(self.without)
         check_folder("--out", self.out)
 
     @cached_property
     def sources(self) -> list[Source]:
-        """The files and what reads them."""
+        """The files and the suites that read them."""
         pairs = zip_longest(self.data, self.suites, fillvalue=_AUTO)
         return [Source(data, None if suite == _AUTO else suite, self.field) for data, suite in pairs]
 
     def run(self, progress: bool = True) -> Comparison:
-        """Measures what ``out`` does not have yet.
+        """Measures what ``out`` does not have yet, and writes the report.
 
         Raises:
             SettingError, SettingTypeError: a file, the model or a setting cannot be used.
@@ -144,7 +144,7 @@ class BenchRequest:
         unknown = [kind for kind in self.kinds if kind not in texts]
         if unknown or not texts:
             raise SettingError(
-                f"--kinds {', '.join(unknown)}: --data has no such prompts, but {', '.join(texts) or 'none at all'}."
+                f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts) or 'none at all'}."
             )
         return {kind: texts[kind] for kind in self.kinds or texts}
 
@@ -159,5 +159,5 @@ class BenchRequest:
 
 
 def usual_count(kinds: int) -> int:
-    """Prompts of each kind where none was asked for."""
+    """Number of prompts of each kind unless another one is given."""
     return _OF_ONE_KIND if kinds == 1 else _OF_EACH_KIND

@@ -1,4 +1,4 @@
-"""What was measured, as the file ``results.json`` has it; its form is that of ``results.schema.json``."""
+"""What was measured, in the form of the file ``results.json``, which ``results.schema.json`` describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stream import FRESH, Part
 from .ways import LOOKUP_GROUP, PLAIN, LeftOut, Way
 
 SCHEMA_VERSION = 1
-# A text loops if more than this share of its tokens repeats its own.
+# A text loops if more than this share of its tokens repeats earlier ones.
 LOOPS = 0.3
 Json = dict[str, Any]
 
@@ -26,13 +26,13 @@ class Told:
     """The calls of one condition.
 
     Attributes:
-        part: see there.
-        calls: of the pass that counts, by way, in the order of the stream.
-        counted: places of the prompts that count: all but those where a process called a way for the first time, and
-            the first where there was one pass, since these calls begin with kernels and graphs that are not there yet.
+        part: what is measured under the condition.
+        calls: calls of the pass that counts, by way, in the order of the stream.
+        counted: indices of the prompts that count: all but those where a process called a way for the first time, and
+            the first if there was one pass, since kernels and graphs are not ready yet in these calls.
         fresh: calls with a new ``SelfSpec``, by way.
-        journal: where texts part.
-        clock: of the main figures.
+        journal: all calls, and the places where texts differ.
+        clock: clock of the main figures.
     """
 
     part: Part
@@ -44,7 +44,7 @@ class Told:
 
     @classmethod
     def of(cls, part: Part, journal: Journal, settings: Settings, clock: str) -> Told:
-        """The calls of ``journal`` under one condition."""
+        """Collects the calls of ``journal`` under one condition."""
         turn, places = settings.passes - 1, range(len(part.batches))
         known = [p for p in places if all((way.name, part.index, turn, p) in journal.calls for way in part.ways)]
         calls = {way.name: [journal.calls[way.name, part.index, turn, p] for p in known] for way in part.ways}
@@ -58,12 +58,12 @@ class Told:
         return cls(part, calls, _warm(known[first:], calls), fresh, journal, clock)
 
     def graphs(self, name: str) -> list[int]:
-        """Graphs that were compiled in each call of a way, whatever the pass."""
+        """The number of graphs compiled in each call of a way, in all passes."""
         of_part = (call for call in self.journal.calls.values() if call.condition == self.part.index)
         return [call.graphs for call in of_part if call.way == name]
 
     def of_way(self, name: str, wanted: Callable[[Call], bool] = lambda plain: True) -> list[Call]:
-        """The counted calls of a way, on prompts whose call of plain generate is wanted."""
+        """The counted calls of a way, on prompts for whose call of plain generate ``wanted`` is true."""
         return [
             call
             for call, plain in zip(self.calls[name], self.calls[PLAIN], strict=True)
@@ -80,16 +80,16 @@ def results(
     costs: Json | None,
     clock: str,
 ) -> Json:
-    """Everything, with plain numbers and lists.
+    """Returns all results as plain numbers, lists and dicts.
 
     Args:
         about: model, machine, versions and prompts.
-        settings: see there.
-        parts: what was measured.
-        left_out: ways that were not.
+        settings: the settings of the comparison.
+        parts: what was measured, by condition.
+        left_out: ways that were not measured.
         journal: the calls.
-        costs: forwards over several tokens, ``None`` if they were not measured.
-        clock: of the main figures, ``wall`` or ``cpu``.
+        costs: costs of forwards over several tokens, ``None`` if they were not measured.
+        clock: clock of the main figures, ``wall`` or ``cpu``.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -102,7 +102,7 @@ def results(
 
 
 def _warm(places: Sequence[int], calls: Mapping[str, Sequence[Call]]) -> Sequence[int]:
-    """The prompts with no first call of a process; all if there are no others."""
+    """The prompts without a first call of a process; all prompts if none is left."""
     cold = {call.prompt for of_way in calls.values() for call in of_way if call.in_process == 0}
     return [place for place in places if place not in cold] or places
 
@@ -158,13 +158,13 @@ def _way(told: Told, way: Way) -> Json:
 
 
 def _peak(told: Told, way: Way, calls: Sequence[Call]) -> int | None:
-    """Of the device, or of a process of its own; ``None`` where neither was measured."""
+    """Peak memory of the device, or of a process of its own; ``None`` where neither was measured."""
     alone = told.journal.peaks.get((way.name, told.part.index))
     return max((call.peak_memory for call in calls if call.peak_memory is not None), default=alone)
 
 
 def _speeds(told: Told, calls: Sequence[Call]) -> Json:
-    """What users feel, by AIPerf's names; seconds of the main clock."""
+    """Throughput and latencies, under AIPerf's names; seconds of the main clock."""
     clock = told.clock
     speed = mean_speed(Measured.whole(calls, clock))
     decoding = [call.decoding(clock) / (call.decoded / len(call.ids)) for call in calls if call.decoded > 0]
@@ -190,7 +190,7 @@ def _ratios(
 
 
 def _by(told: Told, name: str, group_of: Callable[[Call], str]) -> Json:
-    """Ratios by group of plain generate's calls; one group alone is the whole stream and left out."""
+    """Ratios by group of plain generate's calls; empty if there is only one group, the whole stream."""
     groups = dict.fromkeys(group_of(call) for call in told.of_way(PLAIN))
     if len(groups) < 2:
         return {}
@@ -207,7 +207,7 @@ def _of_group(told: Told, name: str, group_of: Callable[[Call], str], group: str
 
 
 def _equal(told: Told, way: Way, calls: Sequence[Call]) -> Json | None:
-    """Share of texts with plain generate's ids, and where others part; ``None`` where tokens are drawn."""
+    """Share of texts with plain generate's ids, and where others differ; ``None`` with sampling."""
     if not told.part.condition.is_greedy:
         return None
     plain = told.of_way(PLAIN)
@@ -230,7 +230,7 @@ def _equal(told: Told, way: Way, calls: Sequence[Call]) -> Json | None:
 
 
 def _first_call(told: Told, name: str) -> Json | None:
-    """The way's first call in the stream, which its main figures leave out where there was one pass."""
+    """The way's first call in the stream, which its main figures leave out if there was one pass."""
     key = (name, told.part.index, 0, 0)
     call, plain = told.journal.calls.get(key), told.journal.calls.get((PLAIN, *key[1:]))
     return None if call is None or plain is None else _single(told, plain, call)
@@ -263,5 +263,5 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
 
 
 def estimate(found: Mapping[str, Any] | None) -> Estimate | None:
-    """A figure that was read from the file."""
+    """An estimate from its form in the results."""
     return None if found is None else Estimate(**found)

@@ -1,4 +1,4 @@
-"""How ways of generating are compared."""
+"""The settings of a comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Condition:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the likeliest token is chosen."""
         return self.temperature == 0
 
     def __str__(self) -> str:
@@ -37,19 +37,19 @@ class Condition:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for.
+    """How ways of generating are compared.
 
     Attributes:
-        max_new_tokens: of each prompt; where tokens are drawn, exactly as many, since texts differ.
-        temperatures: 0 for greedy.
-        batch_sizes: prompts that are generated together.
-        top_p, top_k: where tokens are drawn.
-        seed: of drawn tokens, and of the choice of prompts.
-        clock: the clock of the main figures; ``auto`` is the CPU time of the process on one thread of a CPU, which
-            other users of the machine disturb less, and otherwise the wall's.
-        passes: how often the stream runs, each time with new ``SelfSpec``s, of which the last counts: graphs are
+        max_new_tokens: the most new tokens for each prompt; with sampling exactly this many, since texts differ.
+        temperatures: one or several, 0 for greedy.
+        batch_sizes: one or several numbers of prompts that are generated together.
+        top_p, top_k: settings of sampling.
+        seed: seed of sampling and of the choice of prompts.
+        clock: the clock of the main figures; ``auto`` is the CPU time of the process with one thread on a CPU, which
+            other users of the machine disturb less, and otherwise wall time.
+        passes: how often the stream runs, each time with new ``SelfSpec``s; the last pass counts, since graphs are
             compiled in the first two.
-        first_calls: prompts with a new ``SelfSpec`` each, behind the stream.
+        first_calls: number of prompts after the stream, each with a new ``SelfSpec``.
 
     Raises:
         SettingError, SettingTypeError: a value is not allowed.
@@ -95,7 +95,7 @@ class Settings:
         ]
 
     def options(self, condition: Condition, pad: int) -> dict[str, Any]:
-        """Arguments of ``generate``, the same for all ways."""
+        """Arguments of ``generate`` that are the same for all ways."""
         found = {"max_new_tokens": self.max_new_tokens, "do_sample": not condition.is_greedy, "pad_token_id": pad}
         if condition.is_greedy:
             return found
@@ -103,7 +103,7 @@ class Settings:
         return found | drawn | {"min_new_tokens": self.max_new_tokens}
 
     def as_json(self) -> Mapping[str, Any]:
-        """The settings as JSON has them."""
+        """The settings in a form for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

@@ -1,4 +1,4 @@
-"""The stream: all ways on each prompt in turn, in an order that rotates, as a service would see the prompts."""
+"""Runs the stream: all ways on each prompt, in rotating order, with the prompts as a service would see them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .prompts import Batch
 from .settings import Condition, Settings
 from .ways import PLAIN, Way, that_take
 
-# New tokens of a call that warms a way of transformers up.
+# New tokens of a call that warms up one of transformers' own ways.
 _WARM_UP = 8
-# The pass of calls with a new ``SelfSpec`` for each prompt.
+# The number of the pass with a new ``SelfSpec`` for each prompt.
 FRESH = -1
 
 
@@ -32,10 +32,10 @@ class Part:
     """What is measured under one condition.
 
     Attributes:
-        index: place of the condition.
-        condition: see there.
+        index: index of the condition.
+        condition: the condition.
         batches: the stream.
-        ways: those that take so many prompts at once.
+        ways: the ways that support this batch size.
     """
 
     index: int
@@ -44,7 +44,7 @@ class Part:
     ways: Sequence[Way]
 
     def turns(self, settings: Settings) -> Iterator[tuple[int, int, Sequence[Way]]]:
-        """Pass, prompt and the ways in their order, of all passes over the stream and of calls that begin anew."""
+        """Yields pass, prompt and ways in order, for all passes over the stream, then calls with a new ``SelfSpec``."""
         for turn in range(settings.passes):
             for prompt in range(len(self.batches)):
                 yield turn, prompt, _rotated(self.ways, prompt)
@@ -54,12 +54,12 @@ class Part:
 
 
 def parts_of(settings: Settings, batches: Mapping[int, Sequence[Batch]], ways: Sequence[Way]) -> list[Part]:
-    """What is measured, condition by condition.
+    """Returns what is measured under each condition.
 
     Args:
-        settings: see there.
+        settings: the settings of the comparison.
         batches: the stream by batch size.
-        ways: all that were named.
+        ways: all ways.
 
     Raises:
         SettingError: there are too few prompts for a batch.
@@ -74,14 +74,14 @@ def parts_of(settings: Settings, batches: Mapping[int, Sequence[Batch]], ways: S
 
 
 class Stream:
-    """Runs what a journal does not have yet.
+    """Runs the calls that a journal does not have yet.
 
     Args:
         model: the model.
-        settings: how.
-        parts: what.
+        settings: the settings of the comparison.
+        parts: what is measured, by condition.
         pad: the id that pads batches.
-        journal: where calls are kept.
+        journal: records the calls.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class Stream:
 
     @property
     def total(self) -> int:
-        """Calls in all."""
+        """Number of calls in all."""
         return sum(len(ways) for part in self.parts for _, _, ways in part.turns(self.settings))
 
     def run(self, progress: Progress) -> None:
-        """Runs all that is missing."""
+        """Makes all missing calls."""
         for part in self.parts:
             _Turns(self, part, progress).run()
 
     def measure_memory(self, peaks: Peaks | None, progress: Progress) -> None:
-        """Measures what is missing on the longest prompts of each condition, where that is wanted."""
+        """Measures missing peaks of memory on the longest prompts of each condition, if ``peaks`` is given."""
         for part in self.parts if peaks is not None else ():
             options = self.settings.options(part.condition, self.pad)
             batch = max(part.batches, key=lambda batch: batch.ids.shape[1])
@@ -141,7 +141,7 @@ class _Turns:
                 self._compare(prompt)
 
     def _begin(self, turn: int) -> None:
-        """Makes the ``SelfSpec``s of a pass; they know what an earlier run of the pass has learned."""
+        """Creates the ``SelfSpec``s of a pass with what an earlier run of the pass has learned."""
         self._turn = turn
         for way in self.part.ways:
             if way.make is not None:
@@ -169,10 +169,10 @@ class _Turns:
                 self.stream.journal.keep_state(self._state_name(name), spec, self.stream.model)
             except SettingError as error:
                 self._unsaved.add(name)
-                warn_once(f"{name} would begin anew in a run that is started again: {error}")
+                warn_once(f"{name} would start from nothing in a restarted run: {error}")
 
     def _compare(self, prompt: int) -> None:
-        """Finds where ids are not plain generate's."""
+        """Finds where ids differ from plain generate's."""
         journal, place = self.stream.journal, (self.part.index, prompt)
         if not self.part.condition.is_greedy or place in journal.compared:
             return

@@ -1,4 +1,4 @@
-"""Readers of prompt suites, and of the user's own prompts, each a function of one file; see ``SUITES``."""
+"""Readers of prompt suites and of the user's own prompts; see ``SUITES``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SPEC_BENCH = {
     "math_reasoning": "math",
     "rag": "rag",
 }
-# Characters of a paragraph that is edited.
+# Lengths, in characters, of paragraphs that are edited.
 _PARAGRAPH = range(300, 900)
-# Traces of a tokenizer in WikiText, and what is written in their place.
+# Traces of a tokenizer in WikiText, and their replacements.
 _TRACES = ((re.compile(r" @(\W)@ "), r"\1"), (re.compile(r" <unk>"), ""), (re.compile(r" ([,.;:)]|'s)"), r"\1"))
-# What is put in the place of a name.
+# The name that replaces another one.
 _NEW_NAME = "Arden"
 _SUMMARY_QUESTION = "Summarize: "
 _OTHER_QUESTION = "Name the people and places in the following text, and what happened: "
 _RAG_QUESTION = "Who or what is the text above about?"
-# Where an item holds the user's own prompt.
+# The key of the user's own prompt in an item.
 _OWN = "prompt"
 
 Item = Mapping[str, Any]
@@ -43,11 +43,12 @@ class Suite:
     """How the items of a file become prompts.
 
     Attributes:
-        columns: what every item has; none where items are the user's own prompts.
-        questions: chats by kind.
-        beginnings: by kind texts with which a model without a chat template goes on, the user's own ones as a whole.
-        pairs: by kind chats and variants of them, ``None`` where the suite has none.
-        is_told_by_columns: whether a file that has them is of this suite; not where a user's own prompts have them too.
+        columns: the columns of every item; empty for the user's own prompts.
+        questions: returns chats by kind.
+        beginnings: returns texts by kind that a model without a chat template continues; the user's own as a whole.
+        pairs: returns chats and variants of them by kind, ``None`` if the suite has no variants.
+        is_told_by_columns: whether a file with these columns belongs to the suite; false if a user's own prompts may
+            have the same columns.
     """
 
     columns: tuple[str, ...]
@@ -63,8 +64,8 @@ class Source:
 
     Attributes:
         data: path or name.
-        suite: name in ``SUITES``, ``None`` to tell by the columns.
-        field: column of the prompt, of the suite ``text`` alone.
+        suite: name in ``SUITES``, ``None`` to choose by the columns.
+        field: column of the prompt, for the suite ``text`` only.
     """
 
     data: str
@@ -82,7 +83,7 @@ class Source:
         """The suite and the items, read once.
 
         Raises:
-            SettingError: the file cannot be read, is empty, or has not the columns of the suite.
+            SettingError: the file cannot be read, is empty, or does not have the columns of the suite.
         """
         rows = read_rows(self.data, self.field)
         name = self.suite or _suite_of(self, rows[0].columns)
@@ -99,22 +100,22 @@ class Source:
 
 
 def check(sources: Sequence[Source]) -> None:
-    """Reads all files, so that what is wrong with one is told before a model is loaded.
+    """Reads all files, so that errors in them are reported before a model is loaded.
 
     Raises:
-        SettingError: a file cannot be read, is empty, or has not the columns of its suite.
+        SettingError: a file cannot be read, is empty, or does not have the columns of its suite.
     """
     for source in sources:
         assert source.content
 
 
 def questions(sources: Sequence[Source]) -> Kinds:
-    """All chats by kind; of edits as many in code as in text."""
+    """All chats by kind; ``editing`` has as many edits of code as of text."""
     return _merged([suite.questions(items) for suite, items in (source.content for source in sources)])
 
 
 def beginnings(sources: Sequence[Source]) -> Kinds:
-    """All texts for a model without a chat template to go on with, by kind."""
+    """All texts by kind that a model without a chat template continues."""
     return _merged([suite.beginnings(items) for suite, items in (source.content for source in sources)])
 
 
@@ -129,7 +130,7 @@ def pairs(sources: Sequence[Source]) -> KindsOfPairs:
 
 
 def _merged(parts: Sequence[Kinds]) -> Kinds:
-    """The kinds of all parts in order; a kind of several parts has as many of each."""
+    """The kinds of all parts in order; a kind of several parts has equally many texts of each."""
     kinds = dict.fromkeys(kind for part in parts for kind in part)
     return {kind: _as_many_of_each([part[kind] for part in parts if part.get(kind)]) for kind in kinds}
 
@@ -231,7 +232,7 @@ def _cleaned(line: str) -> str:
 
 
 SUITES = {
-    # Spec-Bench's question.jsonl, of which the first turns are asked: six kinds.
+    # Spec-Bench's question.jsonl, with the first turns as prompts: six kinds.
     "spec-bench": Suite(("category", "turns"), _spec_bench, _spec_bench_beginnings, _spec_bench_pairs),
     # HumanEval.jsonl: code, and editing of code.
     "humaneval": Suite(

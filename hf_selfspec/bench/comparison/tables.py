@@ -1,4 +1,4 @@
-"""Tables of what was measured, whatever they are written in."""
+"""Tables of what was measured, for any format of the report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Table:
-    """Cells with a heading.
+    """A table with a title.
 
     Attributes:
-        title: of the table.
-        note: what its columns mean.
+        title: title of the table.
+        note: meaning of its columns.
         head, rows: cells.
         best: the row to mark, if any.
     """
@@ -42,7 +42,7 @@ class Table:
         return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in shown)])
 
     def text(self) -> str:
-        """The table in columns of one width."""
+        """The table as plain text with aligned columns."""
         cells = [list(self.head), *map(list, self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(self.head))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
@@ -50,12 +50,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reader wants to know first.
+    """The conclusion of a comparison.
 
     Attributes:
-        headline: in one sentence.
-        details: further ones.
-        call: what to write, empty where nothing is to be written.
+        headline: the conclusion in one sentence.
+        details: further sentences.
+        call: arguments of ``generate`` for the fastest way, empty if none is recommended.
     """
 
     headline: str
@@ -64,13 +64,13 @@ class Verdict:
 
 
 def title(condition: Json) -> str:
-    """What the condition is called."""
+    """The name of the condition."""
     drawn = "greedy" if condition["temperature"] == 0 else f"temperature {condition['temperature']:g}"
     return f"{drawn}, batch {condition['batch_size']}"
 
 
 def verdict(condition: Json) -> Verdict:
-    """Whether it pays."""
+    """Returns whether self-speculation pays under a condition."""
     if not condition["ways"]:
         return Verdict("Nothing was measured yet.", [], "")
     ways = {way["name"]: way for way in condition["ways"]}
@@ -83,18 +83,18 @@ def verdict(condition: Json) -> Verdict:
         return Verdict(f"{which} is faster than plain generate here.", details, "")
     found = estimate(best["whole"]["ratio_of_means"])
     assert found is not None
-    fastest = f"the fastest, {best['name']}, makes {found.value:.2f} times the speed of plain generate"
+    fastest = f"the fastest, {best['name']}, runs at {found.value:.2f} times the speed of plain generate"
     if found.low is None:
         return Verdict(f"Too few prompts to call it a gain: {fastest}.", details, "")
     if found.low <= 1:
         return Verdict(f"No clear gain: {fastest} ({found.interval}).", details, "")
     speeds = [ways[name]["output_token_throughput"]["value"] for name in (best["name"], PLAIN)]
     head = f"{best['name']} is {found.value:.2f} times as fast as plain generate (95 % interval {found.interval}): "
-    return Verdict(f"{head}{speeds[0]:.1f} tokens per second in place of {speeds[1]:.1f}.", details, best["call"])
+    return Verdict(f"{head}{speeds[0]:.1f} tokens per second instead of {speeds[1]:.1f}.", details, best["call"])
 
 
 def _is_faster_otherwise(way: Json, best: Json) -> bool:
-    """Whether only its text keeps a way from being the best."""
+    """Whether a way is faster than the best one, but writes another text."""
     if way["is_lossless"] or way["whole"] is None:
         return False
     return bool(way["whole"]["ratio_of_means"]["value"] > best["whole"]["ratio_of_means"]["value"])
@@ -102,12 +102,12 @@ def _is_faster_otherwise(way: Json, best: Json) -> bool:
 
 def _other_text(way: Json) -> str:
     equal = way["equal_ids"]
-    where = "" if equal is None else f", whose ids it has in {equal['equal']} of {equal['texts']} texts"
+    where = "" if equal is None else f" (the ids are the same in {equal['equal']} of {equal['texts']} texts)"
     return f"{way['name']} ({_ratio(way['whole'])}) does not count: it does not write the model's own text{where}."
 
 
 def _as_fast(ways: Mapping[str, Json], best: Json) -> str:
-    """Ways that these prompts cannot tell from the fastest."""
+    """Ways whose speed these prompts cannot distinguish from the fastest one's."""
     found = estimate(best["whole"]["ratio_of_means"])
     if found is None or found.low is None or best["name"] == PLAIN:
         return ""
@@ -117,11 +117,11 @@ def _as_fast(ways: Mapping[str, Json], best: Json) -> str:
         if name not in (best["name"], PLAIN) and way["whole"] and way["is_lossless"]
         if way["whole"]["ratio_of_means"]["value"] >= found.low
     ]
-    return f"These prompts do not tell it from {', '.join(close)}." if close else ""
+    return f"These prompts do not distinguish its speed from that of {', '.join(close)}." if close else ""
 
 
 def _rivals(condition: Json, ways: Mapping[str, Json]) -> list[str]:
-    """The best of prompt lookup and the best of ours."""
+    """The fastest ``SelfSpec`` and the best setting of prompt lookup."""
     known = [way for way in ways.values() if way["whole"] is not None and way["is_lossless"]]
     mine = [way for way in known if way["group"] == OURS_GROUP]
     best = max(mine, key=lambda way: way["whole"]["ratio_of_means"]["value"])["name"] if mine else None
@@ -130,7 +130,7 @@ def _rivals(condition: Json, ways: Mapping[str, Json]) -> list[str]:
 
 def _compared(ways: Mapping[str, Json], name: str) -> str:
     what = "The best setting of prompt lookup" if ways[name]["group"] == LOOKUP_GROUP else "The fastest SelfSpec"
-    return f"{what}, {name}, makes {_ratio(ways[name]['whole'])} times the speed of plain generate."
+    return f"{what}, {name}, runs at {_ratio(ways[name]['whole'])} times the speed of plain generate."
 
 
 def _ids_of(way: Json) -> str:
@@ -140,7 +140,7 @@ def _ids_of(way: Json) -> str:
     said = f"The ids of {way['name']} are plain generate's in {equal['equal']} of {equal['texts']} texts"
     if not equal["parted"]:
         return f"{said}."
-    return f"{said}; where they part, the model's top two logits are within rounding of each other."
+    return f"{said}; where they differ, the model's top two logits are within rounding of each other."
 
 
 def _few(condition: Json) -> str:
@@ -184,7 +184,7 @@ def main_table(condition: Json) -> Table:
     head = ["way", "speed-up", "95 % interval", "by totals", "decoding", "tokens/s", "tokens a round", "accepted"]
     note = (
         "Speed-up: mean of the prompts' tokens per second over plain generate's (Spec-Bench's protocol), whole calls. "
-        "By totals: all tokens over all seconds. Decoding: behind the first token. Tokens a round: "
+        "By totals: all tokens over all seconds. Decoding: after the first token. Tokens a round: "
         "mean_acceptance_length, with the bonus token."
     )
     head += ["same ids", *(["peak MiB"] if has_memory else [])]
@@ -215,9 +215,9 @@ def _acceptance(condition: Json) -> Table:
             free = _number(kept["simulated_free_verification"], ".2f")
             rows.append([way["name"], str(kept["num_rounds"]), *counts, places or _NOTHING, free])
     note = (
-        "By position: how often a drafted token was kept where those before it were (a draft that had ended counts as "
-        "not kept). If verification were free: tokens a round where a forward over up to 32 tokens costs as much as "
-        "one over one, simulated from the rounds."
+        "By position: how often a drafted token was kept if those before it were (a draft that had ended counts as not "
+        "kept). If verification were free: tokens a round if a forward over up to 32 tokens cost as much as one over "
+        "one token, simulated from the rounds."
     )
     return Table("Drafts", note, ["way", "rounds", "drafted", "kept", "by position", "if verification were free"], rows)
 
@@ -244,18 +244,16 @@ def _first_calls(condition: Json) -> Table:
         anew = f"{sum(fresh) / len(fresh):.2f} ({len(fresh)} calls)" if fresh else _NOTHING
         rows.append([way["name"], f"{first['request_latency']:.2f}", f"{first['ratio']:.2f}", anew, graphs])
     note = (
-        "The first prompt of the stream, which the figures above leave out where the stream runs once; they leave out "
-        "prompts where a run was started again, too. Begun anew: each prompt with a SelfSpec that knows nothing yet."
+        "The first prompt of the stream, which the figures above leave out if the stream runs once; they also leave "
+        "out prompts at which a run was restarted. New SelfSpec: each prompt with a SelfSpec that knows nothing yet."
     )
-    head = ["way", "seconds", "speed-up there", "speed-up, begun anew", "graphs compiled"]
+    head = ["way", "seconds", "speed-up there", "speed-up, new SelfSpec", "graphs compiled"]
     return Table("First calls", note, head, rows)
 
 
 def _clocks(condition: Json) -> Table:
     rows = [[way["name"], _ratio(way["whole_wall"]), _ratio(way["whole_cpu"])] for way in condition["ways"]]
-    note = (
-        "The same ratios by the clock on the wall and by the CPU time of the process; far apart on a disturbed machine."
-    )
+    note = "The same ratios by wall time and by the CPU time of the process; they are far apart on a disturbed machine."
     return Table("Two clocks", note, ["way", "wall", "CPU time"], rows)
 
 
@@ -265,19 +263,19 @@ def _parted(condition: Json) -> Table:
         for one in (way["equal_ids"] or {}).get("parted", ()):
             place = [str(one[name]) for name in ("prompt", "row", "position")]
             rows.append([way["name"], *place, f"{one['margin']:.2g}", "yes" if one["near_tie"] else "no"])
-    note = "Where ids part from plain generate's, with the gap between the model's top two logits there."
+    note = "Where ids differ from plain generate's, with the gap between the model's top two logits there."
     head = ["way", "prompt", "row", "new token", "top-two gap", "within rounding"]
-    return Table("Texts that part", note, head, rows)
+    return Table("Texts that differ", note, head, rows)
 
 
 def cost_table(costs: Json | None) -> Table | None:
-    """What a forward over several tokens takes, in forwards over one."""
+    """Times of forwards over several tokens, relative to forwards over one."""
     if costs is None:
         return None
     counts = list(costs["ours"])
     rows = [[whose, *(f"{costs[whose][count]:.2f}" for count in counts)] for whose in ("transformers", "ours")]
-    note = f"verify(n)/verify(1) behind {costs['context']} tokens, each in its own forwards over one token."
-    return Table("What verifying n tokens costs", note, ["forwards", *counts], rows)
+    note = f"verify(n)/verify(1) after {costs['context']} tokens, each relative to its own forward over one token."
+    return Table("Cost of verifying n tokens", note, ["forwards", *counts], rows)
 
 
 def left_out_table(results: Json) -> Table | None:

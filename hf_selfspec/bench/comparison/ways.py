@@ -1,4 +1,4 @@
-"""The ways of generating that are compared; a further one is one more line."""
+"""The ways of generating that are compared; one more line adds another."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLAIN = "plain"
 # How tables group ways.
 PLAIN_GROUP, LOOKUP_GROUP, COMPILED_GROUP, OURS_GROUP = "plain", "prompt lookup", "compiled", "ours"
 _LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
-# What Python shows of an object without a text of its own, another in each process.
+# The address in Python's default ``repr`` of an object, which differs between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 # Tokens that prompt lookup drafts unless another number is given: transformers' own default.
 _LOOKUP_TOKENS = 10
 # New tokens of a call that shows whether a preset fits the model.
 _TRIED = 3
-# What a way that does not fit a model raises, of ours and of transformers'.
+# What this package and transformers raise for a way that does not fit a model.
 _REFUSALS = (SelfSpecError, ValueError, NotImplementedError)
 
 
@@ -36,13 +36,13 @@ class Way:
     """One way of generating.
 
     Attributes:
-        name: in tables.
-        group: of ways that belong together.
-        call: what a user writes for it.
+        name: name in tables.
+        group: group of similar ways.
+        call: the arguments of ``generate`` that a user writes for it.
         options: its own arguments of ``generate``.
-        make: makes its ``SelfSpec``, ``None`` for transformers' ways.
-        is_static: whether it keeps a static cache, whose size stays the same so that graphs do.
-        takes_batches: whether it takes several prompts at once.
+        make: creates its ``SelfSpec``, ``None`` for transformers' ways.
+        is_static: whether it has a static cache, whose size is the same in all calls so that graphs can be reused.
+        takes_batches: whether it supports several prompts at once.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Way:
 
     @property
     def settings(self) -> str:
-        """What figures depend on: two ways of one name may differ in it."""
+        """The settings that figures depend on: two ways of the same name may differ in them."""
         return self.call if self.make is None else _ADDRESS.sub("", repr(self.make()))
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the text is the model's own by the way's settings."""
+        """Whether the way's settings promise the model's own text."""
         return self.make is None or getattr(self.make().draft, "lossless", True)
 
 
@@ -73,14 +73,14 @@ class LeftOut:
 
 
 def compiled() -> CompileConfig:
-    """How graphs are made, on a CPU too, where transformers compiles only if it is told."""
+    """How graphs are compiled, also on a CPU, where transformers compiles only when told to."""
     config = CompileConfig(mode="default")
     config._compile_all_devices = True
     return config
 
 
 def prompt_lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Way:
-    """transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
+    """Returns transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
     options = {"max_matching_ngram_size": size, "prompt_lookup_num_tokens": tokens}
     call = f"prompt_lookup_num_tokens={tokens}, max_matching_ngram_size={size}"
     name = f"prompt-lookup({size})" if tokens == _LOOKUP_TOKENS else f"prompt-lookup({size}, {tokens})"
@@ -88,12 +88,12 @@ def prompt_lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Way:
 
 
 def ours(name: str, make: Callable[[], SelfSpec], group: str = OURS_GROUP) -> Way:
-    """A way with a ``SelfSpec``."""
+    """Returns a way with a ``SelfSpec``."""
     return Way(name, group, f"assistant={name}", make=make)
 
 
 _FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the {1} in --methods"
-_ON_CPU = "it compiles, which transformers does on a CPU only if it is told; name it in --methods to measure it"
+_ON_CPU = "it compiles, which transformers does on a CPU only when told to; name it in --methods to measure it"
 PRESETS = (
     ours("SelfSpec()", SelfSpec),
     ours("SelfSpec.lookup()", SelfSpec.lookup),
@@ -120,7 +120,7 @@ _COMPILED = (
 _LOOKUPS = (prompt_lookup(2), prompt_lookup(3), prompt_lookup(2, 5))
 KNOWN = {way.name: way for way in (Way(PLAIN, PLAIN_GROUP, "(nothing)"), *_LOOKUPS, *_COMPILED, *PRESETS)}
 
-# What a command line may write for one or several of them.
+# Short names on the command line for one or several of them.
 SHORT = {
     "prompt-lookup": tuple(way.name for way in _LOOKUPS),
     "selfspec": ("SelfSpec()",),
@@ -130,13 +130,13 @@ SHORT = {
 
 
 def methods_of(texts: Iterable[str]) -> dict[str, str | SelfSpec]:
-    """What the words of a command line name, by the name that tables give it.
+    """Returns the methods that a command line names, by their names in tables.
 
     Args:
-        texts: names of ways, short ones too, or what ``--spec`` of other commands takes.
+        texts: names of ways, also short ones, or values of ``--spec`` of other commands.
 
     Raises:
-        SettingError: one names nothing.
+        SettingError: there is no such method.
     """
     found: dict[str, str | SelfSpec] = {}
     for text in split(texts):
@@ -155,24 +155,24 @@ def _read(text: str) -> SelfSpec:
 
 
 def known_way(name: str) -> Way | None:
-    """A way by its name, ``None`` if it has none."""
+    """Returns the way of that name, ``None`` if there is none."""
     if found := _LOOKUP.fullmatch(name):
         return prompt_lookup(int(found[1]), int(found[2] or _LOOKUP_TOKENS))
     return KNOWN.get(name)
 
 
 def fresh(spec: SelfSpec) -> SelfSpec:
-    """A ``SelfSpec`` of the same settings, which begins with what was read from its file and nothing else."""
+    """Returns a ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
     made = SelfSpec(spec.draft, spec.stop, spec.tree, spec.max_draft, None, spec.task, spec.compile)
     made._knowledge.saved = spec._knowledge.saved
     return made
 
 
 def ways_of(methods: Iterable[str | SelfSpec] | Mapping[str, str | SelfSpec]) -> list[Way]:
-    """Plain generate and what was named.
+    """Returns plain generate and the named ways.
 
     Args:
-        methods: names of ways, or ``SelfSpec``s, also by the name that tables give them.
+        methods: names of ways or ``SelfSpec``s, or a mapping to them from names for tables.
 
     Raises:
         SettingError, SettingTypeError: there is no such way.
@@ -202,7 +202,7 @@ def _way(name: str | None, method: Any) -> Way:
 
 
 def _shown(spec: SelfSpec) -> str:
-    """The settings that are not the default's."""
+    """The settings that differ from the default."""
     usual = SelfSpec()
     names = ("draft", "stop", "tree", "max_draft", "compile")
     shown = [f"{name}={getattr(spec, name)!r}" for name in names if getattr(spec, name) != getattr(usual, name)]
@@ -210,7 +210,7 @@ def _shown(spec: SelfSpec) -> str:
 
 
 def usual_ways(model: PreTrainedModel, batch: Batch) -> tuple[list[Way], list[LeftOut]]:
-    """Every way that fits the model, and those that do not, with reasons; a call of a few tokens tells."""
+    """Finds by calls of a few tokens all ways that fit the model, and those that do not, with reasons."""
     ways, left_out = [], list(_WITH_PARTS)
     for way in KNOWN.values():
         why = _ON_CPU if way.group == COMPILED_GROUP and model.device.type == "cpu" else _why_not(model, way, batch)
@@ -222,10 +222,10 @@ def usual_ways(model: PreTrainedModel, batch: Batch) -> tuple[list[Way], list[Le
 
 
 def check_ways(model: PreTrainedModel, ways: Iterable[Way], batch: Batch) -> None:
-    """Checks by a call of a few tokens that ways which were named fit the model.
+    """Checks by calls of a few tokens that named ways fit the model.
 
     Raises:
-        SettingError: one does not.
+        SettingError: a way does not fit.
     """
     for way in ways:
         if why := _why_not(model, way, batch):
@@ -248,5 +248,5 @@ def _why_not(model: PreTrainedModel, way: Way, batch: Batch) -> str:
 
 
 def that_take(ways: Sequence[Way], batch_size: int) -> list[Way]:
-    """Those that take so many prompts at once."""
+    """Returns the ways that support a batch size."""
     return [way for way in ways if way.takes_batches or batch_size == 1]

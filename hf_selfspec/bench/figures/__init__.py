@@ -1,6 +1,6 @@
 """Figures of the engine itself, each a file: ``hf-selfspec measure FIGURE`` or ``python -m hf_selfspec.bench FIGURE``.
 
-Whether it pays on a model and prompts is told by ``hf-selfspec bench``; these tell where the time and the memory go.
+``hf-selfspec bench`` shows whether it pays with a model and prompts; these figures show where time and memory go.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GPU = "gpu"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Whose errors are one line, as all others are."""
+    """A parser whose errors are one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise SettingError(f"{message}. See `{self.prog} --help`.")
@@ -59,7 +59,7 @@ def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         prog=program,
         allow_abbrev=False,
         description="Figures of the engine itself.",
-        epilog=f"`{GPU}` in the place of the figure checks and times an accelerator; it has options of its own.",
+        epilog=f"`{GPU}` in place of a figure checks and times an accelerator; it has options of its own.",
     )
     choices = found.add_subparsers(dest="figure", required=True, metavar="FIGURE")
     for name, figure in FIGURES.items():
@@ -70,7 +70,7 @@ def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str], program: str = PROGRAM) -> int:
-    """Measures one figure and prints it as Markdown tables."""
+    """Measures one figure and prints it as Markdown tables; returns the exit code."""
     if list(words[:1]) == [GPU]:
         from ..gpu.command import main as gpu
 

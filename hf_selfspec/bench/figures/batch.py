@@ -1,4 +1,4 @@
-"""Speed by batch size, each against plain ``generate`` at the same batch."""
+"""Speed by batch size, each relative to plain ``generate`` with the same batch."""
 
 from __future__ import annotations
 

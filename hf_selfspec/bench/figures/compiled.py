@@ -1,4 +1,4 @@
-"""Plain generate, our rounds eager, and our rounds compiled, where a draft of a small model is one graph."""
+"""Plain generate, eager rounds, and compiled rounds, where a whole draft of a small model is one graph."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...stop.rules import ConfidenceThreshold, FixedLength
 from ..synthetic import LlamaShape, damp_blocks, exit_blocks, random_prompt
 from .figure import Figure, print_head, print_row, print_table_head
 
-_DESCRIPTION = """The ways take turns in one process, and medians count: CPU time of the process on a CPU with one
-thread, else wall time. Calls before those that count make the graphs. The later half of a random Llama's layers hardly
-matters, so that drafts are usually right."""
+_DESCRIPTION = """The ways take turns in one process. Times are medians: of the process's CPU time on a CPU with one
+thread, else of wall time. Graphs are compiled in earlier calls, which do not count. The later half of a random Llama's
+layers hardly matters, so that drafts are usually right."""
 _DAMPED = 0.01
-# Calls that make graphs: each shape when it comes again, whole drafts after some timed rounds.
+# Calls in which graphs are compiled: each shape when it comes again, whole drafts after some timed rounds.
 _WARM_UP = 4
 
 
@@ -33,12 +33,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=97)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
     parser.add_argument("--device", default="cpu")
 
 
 def _drafts(layers: int) -> dict[str, dict[str, Any]]:
-    """Settings of the drafts that are measured, by name."""
+    """Settings of the measured drafts, by name."""
     half = layers // 2
     exit_layer = EarlyExit(half)
     return {
@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> None:
 def _times(
     model: LlamaForCausalLM, ways: Mapping[str, dict[str, Any]], args: argparse.Namespace
 ) -> tuple[dict[str, float], bool]:
-    """Milliseconds a token of each way, and whether all ids are those of the first one."""
+    """Milliseconds per token of each way, and whether all ids are those of the first way."""
     clock = process_time if args.device == "cpu" and torch.get_num_threads() == 1 else perf_counter
     seconds: dict[str, list[float]] = defaultdict(list)
     settings = random_prompt(model, 1, 32) | {"max_new_tokens": args.tokens, "do_sample": False, "pad_token_id": 0}
@@ -87,4 +87,4 @@ def _times(
     return {way: 1e3 * median(values) / args.tokens for way, values in seconds.items()}, equal
 
 
-FIGURE = Figure("compiled rounds of a small model beside eager ones", _add_options, _run, _DESCRIPTION)
+FIGURE = Figure("compiled rounds of a small model compared with eager ones", _add_options, _run, _DESCRIPTION)

@@ -15,7 +15,7 @@ from ..engine import EngineFigures, engine_figures
 from ..synthetic import LlamaShape, damped_llama, known_skips_llama, random_prompt
 from .figure import Figure, add_cases, add_random_models, print_head, print_row, print_table_head, shapes
 
-# How often an early exit, and the known set, are to agree.
+# How often an early exit, and the known set, should agree with the model.
 _EXIT_AGREEMENT, _SET_AGREEMENT = 0.8, 0.95
 _SEARCH_PROMPT = 64
 _COLUMNS = (
@@ -25,12 +25,12 @@ _COLUMNS = (
 
 
 def add_drafts(parser: argparse.ArgumentParser) -> None:
-    """Options of what drafts."""
+    """Declares the options of the draft."""
     parser.add_argument(
         "--draft",
         choices=("exit", "skips", "search"),
         default="exit",
-        help="an early exit; the known half of the blocks, which hardly matter; or the search for them on that model",
+        help="an early exit; skipping the known half of the blocks, which hardly matter; or a search for these blocks",
     )
     parser.add_argument("--exit-layer", type=int, default=4)
     parser.add_argument("--num-draft", type=int, default=4)
@@ -38,17 +38,19 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All options but the cases."""
+    """Declares all options but the cases."""
     add_random_models(parser)
     add_drafts(parser)
     parser.add_argument(
-        "--agreement", type=float, help=f"{_EXIT_AGREEMENT} of an exit, {_SET_AGREEMENT} of the known set by default"
+        "--agreement",
+        type=float,
+        help=f"how often drafts agree, by default {_EXIT_AGREEMENT} for an exit, {_SET_AGREEMENT} for the known set",
     )
     parser.add_argument("--repeats", type=int, default=7)
 
 
 def spec_of(args: argparse.Namespace) -> SelfSpec:
-    """Drafts of the kind that was asked for, as far as the model need not be known."""
+    """The draft of the chosen kind, without the model's known set."""
     if args.draft == "exit":
         return SelfSpec(EarlyExit(args.exit_layer), FixedLength(args.num_draft))
     if args.draft == "search":
@@ -57,7 +59,7 @@ def spec_of(args: argparse.Namespace) -> SelfSpec:
 
 
 def _model_and_spec(args: argparse.Namespace, shape: LlamaShape) -> tuple[LlamaForCausalLM, SelfSpec]:
-    """The model whose agreement is set, and what drafts; a search is over before it is timed."""
+    """The model with a set agreement, and the draft; a search ends before anything is timed."""
     if args.draft == "exit":
         agreement = args.agreement or _EXIT_AGREEMENT
         return damped_llama(shape, args.exit_layer, args.num_draft, agreement)[0], spec_of(args)
@@ -89,7 +91,7 @@ def _cells(figures: EngineFigures) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All models and cases."""
+    """Measures all models and cases."""
     print_head(args, "synthetic acceptance", f"{args.tokens} new tokens, greedy")
     print_table_head(*_COLUMNS)
     for name, shape in shapes(args):
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def figure(help_: str, rows: tuple[int, ...], prompts: tuple[int, ...]) -> Figure:
-    """The same measurement at other cases."""
+    """Returns the same measurement with other default cases."""
 
     def options(parser: argparse.ArgumentParser) -> None:
         add_options(parser)

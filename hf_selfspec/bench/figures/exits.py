@@ -1,4 +1,4 @@
-"""How fast a trained model generates with its own early layers, beside transformers' ways and what is attainable."""
+"""Speed of a trained model with drafts of its early layers, compared with transformers' ways and the attainable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WARPERS = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopPLogitsW
 
 
 def choose(asked: Asked, prompts: Sequence[torch.Tensor]) -> SelfSpec:
-    """A spec that has probed the model on ``prompts``."""
+    """Returns a ``SelfSpec`` that has probed the model on ``prompts``."""
     spec = SelfSpec.layerskip()
     run = asked.plain(assistant=spec)
     for ids in prompts:
@@ -39,7 +39,7 @@ def choose(asked: Asked, prompts: Sequence[torch.Tensor]) -> SelfSpec:
 
 
 def row(name: str, speed: Speed, plain: Speed, notes: str = "") -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     rate = f"{speed.acceptance_rate:.2f} | {speed.mean_generated_length:.2f}" if speed.runs else " | "
     same = f"{sum(speed.same)}/{len(speed.same)}"
     ratio = plain.ms_per_token / speed.ms_per_token
@@ -49,7 +49,7 @@ def row(name: str, speed: Speed, plain: Speed, notes: str = "") -> str:
 def tables(
     model: PreTrainedModel, sets: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]], tokens: int, repeats: int
 ) -> str:
-    """The figures of all modes and prompt sets, as Markdown."""
+    """Returns the figures of all modes and prompt sets as Markdown."""
     found = []
     for mode, options in MODES.items():
         asked = Asked(model, {"max_new_tokens": tokens, **options})
@@ -96,7 +96,7 @@ def _table(asked: Asked, choosing: list[torch.Tensor], timed: list[torch.Tensor]
 def _ways(
     asked: Asked, spec: SelfSpec, given: SelfSpec, layer: int, theirs: tuple[int, int]
 ) -> tuple[dict[str, Way], dict[str, SelfSpec]]:
-    """All ways, and of ours what has their statistics."""
+    """All ways, and the ``SelfSpec`` of those that have one."""
     only, with_reuse = SelfSpec.early_exit_only(layer), asked.plain(assistant=given)
 
     def without(ids: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _ways(
 def by_exit(
     model: PreTrainedModel, prompts: list[torch.Tensor], exits: Sequence[int], tokens: int
 ) -> tuple[float, list[Speed]]:
-    """Tokens per second of plain generate, and our speed at each exit with the draft length that a probe finds."""
+    """Tokens per second of plain generate, and the speed of each exit with the draft length that a probe finds."""
     asked = Asked(model, {"max_new_tokens": tokens, "do_sample": False})
     specs = {str(layer): SelfSpec.layerskip(layer) for layer in exits}
     for spec in specs.values():
@@ -131,7 +131,7 @@ def by_exit(
 
 
 def drafted_rate(speed: Speed) -> float:
-    """α, no number where the probe found that no draft pays."""
+    """α, NaN where the probe found that no draft pays."""
     return speed.acceptance_rate if any(run.drafted for run in speed.runs) else math.nan
 
 
@@ -155,8 +155,8 @@ def plot(found: dict[str, tuple[float, list[Speed]]], exits: Sequence[int], path
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser, 20)
     parser.add_argument("--output", type=Path, help="Markdown file for the tables")
-    parser.add_argument("--twin", help="a model to draw beside; needs --plot")
-    parser.add_argument("--plot", help="file for the picture of speed by exit layer, in place of the tables")
+    parser.add_argument("--twin", help="a second model to compare with; needs --plot")
+    parser.add_argument("--plot", help="file for a plot of speed by exit layer, instead of the tables")
     parser.add_argument("--repeats", type=int, default=3)
 
 
@@ -194,9 +194,7 @@ def _by_exit(args: argparse.Namespace, model: PreTrainedModel, prompts: list[tor
 
 _DESCRIPTION = (
     "Prompts are the first 64 tokens of HumanEval tasks and of held-out files of the standard library. Everything is "
-    "timed in turn, prompt by prompt, in float32. The exit and draft length of each way are chosen on other prompts "
-    "than the timed ones."
+    "timed in turn, prompt by prompt, in float32. The exit and draft length of each way are chosen on "
+    "prompts other than the timed ones."
 )
-FIGURE = Figure(
-    "a trained model's early exits beside transformers' and what is attainable", _add_options, _run, _DESCRIPTION
-)
+FIGURE = Figure("a trained model's early exits, transformers' and what is attainable", _add_options, _run, _DESCRIPTION)

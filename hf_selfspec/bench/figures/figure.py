@@ -1,4 +1,4 @@
-"""What a figure is, and options that several have."""
+"""The type of a figure, and options that several figures share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Figure:
     """One measurement.
 
     Attributes:
-        help: what it tells, in a line.
+        help: what it shows, in one line.
         add_options: declares its options.
         run: measures and prints Markdown.
-        description: how it is measured, where a line is not enough.
+        description: how it is measured, if one line is not enough.
     """
 
     help: str
@@ -35,7 +35,7 @@ class Figure:
 
 
 def add_random_models(parser: argparse.ArgumentParser) -> None:
-    """Options of random models."""
+    """Declares options of random models."""
     parser.add_argument("--width", type=int, nargs="+", default=[256, 1024], help="hidden sizes")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=_DTYPES)
     parser.add_argument("--layers", type=int, default=12)
@@ -45,13 +45,13 @@ def add_random_models(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cases(parser: argparse.ArgumentParser, rows: Sequence[int], prompts: Sequence[int]) -> None:
-    """Options of batch sizes and prompt lengths, with their defaults."""
+    """Declares options of batch sizes and prompt lengths, with their defaults."""
     parser.add_argument("--rows", type=int, nargs="+", default=list(rows), help="batch sizes")
     parser.add_argument("--prompt", type=int, nargs="+", default=list(prompts), help="prompt lengths")
 
 
 def shapes(args: argparse.Namespace) -> Iterator[tuple[str, LlamaShape]]:
-    """The random models, with their names in tables."""
+    """Yields the random models, with their names in tables."""
     for width in args.width:
         for name in args.dtype:
             dtype = getattr(torch, name)
@@ -60,18 +60,21 @@ def shapes(args: argparse.Namespace) -> Iterator[tuple[str, LlamaShape]]:
 
 
 def print_head(args: argparse.Namespace, *about: str) -> None:
-    """Where the figures come from."""
+    """Prints the machine, the conditions and the command of the figures."""
     print("; ".join([machine(torch.device(getattr(args, "device", "cpu"))), *about]))
     print(f"\n`{args.command}`\n", flush=True)
 
 
 def peak_of(args: argparse.Namespace, variant: str, **changed: object) -> float:
-    """What the same figure finds of one variant in a process of its own, which prints one number.
+    """Runs the same figure for one variant in a process of its own, which prints one number.
 
     Args:
-        args: the options that were given.
-        variant: which.
-        changed: options that are others there, by name.
+        args: the given options.
+        variant: name of the variant.
+        changed: options with other values, by name.
+
+    Returns:
+        The number, the peak memory in MiB.
     """
     words = [*args.words, "--peak-of", variant]
     for name, value in changed.items():
@@ -82,10 +85,10 @@ def peak_of(args: argparse.Namespace, variant: str, **changed: object) -> float:
 
 
 def print_row(*cells: str) -> None:
-    """A row of a table, at once."""
+    """Prints a row of a table, without buffering."""
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def print_table_head(*names: str) -> None:
-    """The first lines of a table."""
+    """Prints the first lines of a table."""
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)

@@ -37,7 +37,7 @@ EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class Fits:
-    """Fits on the same text, or takes what an earlier run has fitted."""
+    """Fits parts on the same text, or loads what an earlier run has fitted."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], folder: Path, rate: float
@@ -45,7 +45,7 @@ class Fits:
         self.model, self.tokenizer, self.texts, self.folder, self.rate = model, tokenizer, texts, folder, rate
 
     def __call__(self, fit: Callable[..., Any], kind: Any, name: str, **options: Any) -> Any:
-        """The part of that name; its recipe and figures are printed."""
+        """Returns the part of that name and prints its recipe and figures."""
         out = self.folder / name
         if not (out / "model.safetensors").exists():
             args = training_arguments(str(out), self.model.device, learning_rate=self.rate, disable_tqdm=True)
@@ -57,7 +57,7 @@ class Fits:
 
 
 def row(name: str, speed: Speed, plain: Speed, *more: str) -> str:
-    """A row of a table."""
+    """Returns a row of a table."""
     ratios = [p / s for p, s in zip(plain.seconds, speed.seconds, strict=True)]
     spread = 1.96 * stdev(ratios) / math.sqrt(len(ratios))
     cells = [name, f"{plain.ms_per_token / speed.ms_per_token:.3f}", f"{mean(ratios):.3f} ± {spread:.3f}"]
@@ -66,7 +66,7 @@ def row(name: str, speed: Speed, plain: Speed, *more: str) -> str:
 
 
 def stops(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_layer: int, repeats: int) -> None:
-    """AdaSPEED's Figure 1 and Table I."""
+    """Measures stop rules as in AdaSPEED's Figure 1 and Table I."""
     model, sampled = fits.model, options["do_sample"]
     top_p = options.get("top_p")
     probe = fits(
@@ -88,7 +88,7 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_layer:
         )
 
     product = best(ProductThreshold)
-    # The probe's probabilities are others, so another threshold is best.
+    # The probe's probabilities differ from the draft's, so another threshold is best.
     probed = [_probed(trace, model, ids, probe, exit_layer) for trace, ids in zip(traces, texts, strict=True)]
     products = [rule for rule in candidates if isinstance(rule, ProductThreshold)]
     by_probe = dict(zip(products, replays(probed, products, plan, costs, 12), strict=True))
@@ -106,7 +106,7 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_layer:
     specs = {name: SelfSpec(EarlyExit(exit_layer), rule, max_draft=12) for name, rule in chosen.items()}
     ways: dict[str, Way] = {"plain": asked.plain(), **{n: asked.plain(assistant=spec) for n, spec in specs.items()}}
     found = compare(ways, prompts, repeats, specs)
-    # What is measured has the prompts' forwards in it, and the warpers of each token that is drafted or generated.
+    # The measured times include the prompts' forwards, and the warpers for each drafted or generated token.
     warping = 0.0 if warpers is None else _seconds_of(warpers, model.config.vocab_size)
     prefill = len(texts) * median(run.prefill_seconds for speed in found.values() for run in speed.runs)
     print("| rule | speed-up | mean over prompts, 95 % | α | M | simulated | same ids |\n|---|---|---|---|---|---|---|")
@@ -122,7 +122,7 @@ def stops(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_layer:
 
 @torch.no_grad()
 def _probed(trace: Trace, model: PreTrainedModel, ids: torch.Tensor, probe: LinearProbe, exit_layer: int) -> Trace:
-    """The same text with what the probe makes of it."""
+    """The same trace with the probe's probabilities as confidence."""
     states = model(ids, output_hidden_states=True).hidden_states[exit_layer][0, PROMPT - 1 : -1]
     return Trace(trace.accept, probe.scores(states).sigmoid()[None].double().numpy())
 
@@ -146,7 +146,7 @@ def _short(rule: Any) -> str:
 
 
 def adapters(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_layer: int, repeats: int) -> None:
-    """Kangaroo's Table 2: what is behind the exit, beside the exit alone."""
+    """Measures adapters as in Kangaroo's Table 2, compared with the exit alone."""
     variants = {
         "attention": (("attention",), False),
         "attention and a head": (("attention",), True),
@@ -167,7 +167,7 @@ def adapters(fits: Fits, prompts: list[torch.Tensor], options: Options, exit_lay
 def heads(
     fits: Fits, prompts: list[torch.Tensor], options: Options, rank: int | None, copied: bool, repeats: int
 ) -> None:
-    """DSSD's Figure 4, §4.3, and its Table 1 and Figure 2."""
+    """Measures exit heads as in DSSD's Figure 4, §4.3, Table 1 and Figure 2."""
     kept = "heads-copied" if copied else "heads" if rank is None else f"heads-{rank}"
     part = fits(fit_exit_heads, ExitHeads, kept, rank=rank, copied=copied)
     auc = part.about["calibration"]["auc"]
@@ -189,7 +189,7 @@ def heads(
 
 
 def _only(part: ExitHeads, index: int) -> ExitHeads:
-    """The same heads, of which one is always believed and the others never."""
+    """The same heads, of which one is always trusted and the others never."""
     thresholds = [[-1e9 if head == index else None] for head in range(len(part.layers))]
     found = copy.deepcopy(part)
     found.about = {
@@ -217,7 +217,7 @@ def _table(fits: Fits, prompts: list[torch.Tensor], options: Options, specs: dic
         layers = fits.model.config.num_hidden_layers
         depth = sum(layer * count for layer, count in taken.items())
         lossy = not getattr(specs[name].draft, "lossless", True)
-        # Of drafts the mean over drafted tokens; of early exits alone over all tokens.
+        # For drafts, the mean over drafted tokens; for early exits alone, over all tokens.
         exits = (depth + layers * own * lossy) / (sum(taken.values()) + own * lossy) if taken else 0.0
         same = mean(
             float((a[0, PROMPT:] == b[0, PROMPT:]).float().mean()) for a, b in zip(ids[name], ids["plain"], strict=True)
@@ -227,7 +227,7 @@ def _table(fits: Fits, prompts: list[torch.Tensor], options: Options, specs: dic
 
 
 def _kept(ways: dict[str, Way], ids: dict[str, list[torch.Tensor]]) -> dict[str, Way]:
-    """The same ways, whose last ids of each prompt are kept."""
+    """The same ways, which also store their last ids of each prompt in ``ids``."""
 
     def kept(name: str, way: Way) -> Way:
         seen: list[torch.Tensor] = []
@@ -253,12 +253,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gsm8k", help="gsm8k_train.jsonl, for prompts of a third kind")
     parser.add_argument("--exit-layer", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--top-p", type=float, help="tokens are drawn with this top-p (stops)")
-    parser.add_argument("--files", type=int, default=250, help="files to learn from")
+    parser.add_argument("--top-p", type=float, help="sample with this top-p (stops)")
+    parser.add_argument("--files", type=int, default=250, help="number of files to fit on")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--rank", type=int, help="of the heads (heads)")
-    parser.add_argument("--copied", action="store_true", help="heads begin as the model's own (heads)")
-    parser.add_argument("--out", type=Path, default=Path("fitted"), help="where what was fitted is kept")
+    parser.add_argument("--rank", type=int, help="rank of the heads (heads)")
+    parser.add_argument("--copied", action="store_true", help="heads start as copies of the model's own (heads)")
+    parser.add_argument("--out", type=Path, default=Path("fitted"), help="folder for the fitted parts")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -283,8 +283,8 @@ def _run(args: argparse.Namespace) -> None:
 
 
 _DESCRIPTION = (
-    "What is fitted learns from the first files of the standard library's training part, 256 tokens in a row, for one "
-    "epoch, and is kept in --out; another run goes on with what is there. Prompts are of HumanEval and of held-out "
-    "files, 64 tokens each, float32; every way is timed on each prompt in turn."
+    "Parts are fitted to the first files of the standard library's training part, in rows of 256 tokens, for one "
+    "epoch, and saved in --out; another run reuses what is there. Prompts are 64 tokens of HumanEval and of held-out "
+    "files, in float32; every way is timed on each prompt in turn."
 )
 FIGURE = Figure("stop rules, adapters and exit heads", _add_options, _run, _DESCRIPTION)

@@ -15,8 +15,8 @@ from .figure import Figure, add_random_models, print_head, print_row, print_tabl
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_random_models(parser)
-    parser.add_argument("--model", help="folder or name of the model; random ones if not given")
-    parser.add_argument("--prompt", type=int, default=300, help="tokens before")
+    parser.add_argument("--model", help="folder or name of the model; random models by default")
+    parser.add_argument("--prompt", type=int, default=300, help="number of tokens before")
     parser.add_argument("--repeats", type=int, default=7)
 
 
@@ -39,4 +39,4 @@ def _run(args: argparse.Namespace) -> None:
             print_row(f"{name}, {whose}", *(f"{seconds[count] / theirs[1]:.2f}" for count in COUNTS))
 
 
-FIGURE = Figure("our forwards over 1 to 32 tokens over transformers' own over one", _add_options, _run)
+FIGURE = Figure("our forwards over 1 to 32 tokens relative to transformers' own over one", _add_options, _run)

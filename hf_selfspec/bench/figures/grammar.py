@@ -1,4 +1,4 @@
-"""How fast a chat model writes JSON by a schema, beside plain ``generate`` with the same logits processor."""
+"""Speed of a chat model that writes JSON by a schema, compared with plain ``generate`` with the same processor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> None:
             seconds, found[name] = answer(prompt, spec)
             figures[name].add(seconds, found[name].shape[1], spec)
         if not args.do_sample and not all(torch.equal(ids, found["plain"]) for ids in found.values()):
-            raise SettingError(f"ids differ for {person}, which is an error of this package. Please report it.")
+            raise SettingError(f"ids differ for {person}, which is a bug in this package. Please report it.")
         print(tokenizer.decode(found["plain"][0], skip_special_tokens=True))
     print_head(args, f"{len(PEOPLE[: args.prompts])} prompts")
     print_table_head("way", "CPU ms per token", "speed-up", "tokens per forward")
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _grammar(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Callable[[], Any]:
-    """Makes processors of the compiled schema."""
+    """Returns what makes processors of the compiled schema."""
     try:
         import xgrammar
     except ImportError as error:
@@ -83,7 +83,7 @@ def _grammar(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Callable[[]
 
 @dataclass
 class _Figures:
-    """Of all calls of one way."""
+    """Sums over all calls of one way."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -91,11 +91,11 @@ class _Figures:
 
     @property
     def milliseconds(self) -> float:
-        """CPU time of a token."""
+        """CPU time per token, in milliseconds."""
         return 1000 * self.seconds / self.tokens
 
     def add(self, seconds: float, tokens: int, spec: SelfSpec | None) -> None:
-        """Takes in a call."""
+        """Adds a call."""
         self.seconds += seconds
         self.tokens += tokens
         self.forwards += spec.stats.verify_passes + 1 if spec is not None and spec.stats is not None else tokens
@@ -114,9 +114,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 _DESCRIPTION = (
-    "Each prompt is answered by all ways in turn, in an order that rotates. CPU time is taken, so that other work on "
+    "All ways answer each prompt in turn, in rotating order. Times are CPU times, so that other work on "
     "the machine matters little. `kept` is one SelfSpec over the whole stream, `fresh` a new one for each prompt, "
-    "which knows nothing of earlier answers. A first call of each way warms up kernels and is not counted. Greedy ids "
-    "of all ways have to be equal. Each call gets a new processor of xgrammar; compiling the grammar is not counted."
+    "which knows nothing of earlier answers. The first call of each way warms up kernels and is not counted. Greedy "
+    "ids of all ways have to be equal. Each call gets a new xgrammar processor; compiling the grammar does not count."
 )
 FIGURE = Figure("JSON by a schema, with xgrammar", _add_options, _run, _DESCRIPTION)

@@ -13,13 +13,13 @@ _AGREEMENT, _RATIO = 0.95, 0.5
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_random_models(parser)
-    parser.add_argument("--agreement", type=float, default=_AGREEMENT, help="of the known set")
-    parser.add_argument("--steps", type=int, default=552, help="sets that each search tries")
-    parser.add_argument("--plot", help="file for the picture")
+    parser.add_argument("--agreement", type=float, default=_AGREEMENT, help="how often the known set agrees")
+    parser.add_argument("--steps", type=int, default=552, help="number of sets that each search tries")
+    parser.add_argument("--plot", help="file for a plot")
 
 
 def _run(args: argparse.Namespace) -> None:
-    """All searches on the first model."""
+    """Runs all searches on the first model."""
     _, shape = next(shapes(args))
     model, known, agreement = known_skips_llama(shape, agreement=args.agreement)
     print_head(args, f"synthetic acceptance, the known set agrees on {agreement:.2f}", str(shape))

@@ -1,4 +1,4 @@
-"""Prompts and models of the figures on trained models: beginnings of texts, as many new tokens in every run."""
+"""Prompts and models of the figures on trained models: beginnings of texts, with as many new tokens in every run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..corpus import Corpus, read_corpus
 from ..trained import Asked, compare
 
 PROMPT = 64
-# Pieces of a file that are texts of their own, so that there are prompts enough.
+# Pieces into which a file is divided, so that there are enough prompts.
 _PIECES = 3
 
 
 def add_prompts(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """Options of models and prompts."""
+    """Declares options of models and prompts."""
     parser.add_argument("--model", required=True, help="folder or name of the model, e.g. examples/demo_model")
     parser.add_argument("--humaneval", required=True, help="HumanEval.jsonl")
     parser.add_argument("--prompts", type=int, default=prompts, help="prompts of each kind")
@@ -32,28 +32,28 @@ def add_prompts(parser: argparse.ArgumentParser, prompts: int) -> None:
 
 
 def column(path: str, name: str) -> list[str]:
-    """A column of a file of JSON lines."""
+    """Reads a column of a file of JSON lines."""
     return texts(path, name)
 
 
 def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[torch.Tensor]:
-    """The first 64 tokens, ``[1, 64]``, of ``count`` texts that have more.
+    """Returns the first 64 tokens, ``[1, 64]``, of ``count`` texts that have at least as many.
 
     Raises:
-        SettingError: there are fewer.
+        SettingError: there are too few such texts.
     """
     found = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     long_enough = list(islice((torch.tensor([ids[:PROMPT]]) for ids in found if len(ids) >= PROMPT), count))
     if len(long_enough) < count:
         raise SettingError(
-            f"{count} prompts of {PROMPT} tokens are needed, the texts give {len(long_enough)}. Give fewer --prompts, "
-            "or another file."
+            f"{count} prompts of {PROMPT} tokens are needed, but the texts have {len(long_enough)}. Give fewer "
+            "--prompts, or another file."
         )
     return long_enough
 
 
 def standard_library() -> Corpus:
-    """The sources of this interpreter's standard library."""
+    """Reads the sources of this interpreter's standard library."""
     return read_corpus(Path(sysconfig.get_paths()["stdlib"]))
 
 
@@ -69,7 +69,7 @@ def held_out_texts() -> list[str]:
 
 
 def load(name: str) -> PreTrainedModel:
-    """A model in float32 on the CPU that never ends a text."""
+    """Loads a model in float32 on the CPU; it never ends a text early."""
     model = NamedModel.find(name).model("float32")
     config: Any = model.generation_config
     config.eos_token_id = None  # every run has the same number of tokens
@@ -77,7 +77,7 @@ def load(name: str) -> PreTrainedModel:
 
 
 def best_early_exit(asked: Asked, prompts: Sequence[torch.Tensor], layers: int) -> tuple[int, int]:
-    """Exit and draft length at which transformers' early exit is fastest on ``prompts``."""
+    """Returns the exit and the draft length with which transformers' early exit is fastest on ``prompts``."""
     grid = [
         (layer, length)
         for layer in sorted({min(3, layers - 1), min(4, layers - 1), -(-layers // 4), -(-layers // 3)})

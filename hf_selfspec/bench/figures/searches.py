@@ -1,4 +1,4 @@
-"""How fast a model generates with itself when nothing was trained for it: the searches for layers to skip."""
+"""Speed of self-speculation without any training: the searches for layers to skip."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST = 25
 
 
 def specs_of_stream() -> dict[str, SelfSpec]:
-    """Our ways; below the defaults, what each part of SWIFT brings (Table 8)."""
+    """The measured ``SelfSpec``s; the last ones show what each part of SWIFT brings (Table 8)."""
     return {
         "SelfSpec()": SelfSpec(),
         "layers": SelfSpec(SkipLayers(search=ClosestLayers())),
@@ -37,7 +37,7 @@ def specs_of_stream() -> dict[str, SelfSpec]:
 
 
 def accelerated(speed: Speed, plain: Speed) -> float:
-    """Speed-up over the calls that began after the search had ended, 0 if there were none."""
+    """Speed-up in the calls that began after the search had ended, 0 if there were none."""
     phases = ["", *(run.phase for run in speed.runs[:-1])]
     chosen = [index for index, phase in enumerate(phases) if phase == "acceleration"]
     ours = sum(speed.seconds[index] for index in chosen)
@@ -45,7 +45,7 @@ def accelerated(speed: Speed, plain: Speed) -> float:
 
 
 def efficiency(speed: Speed, one_token: float) -> float:
-    """Measured speed-up / that of SWIFT's equation 6 with the measured cost of a drafting step, decoding only."""
+    """Measured speed-up / that of SWIFT's equation 6 with the measured cost of a drafting step, for decoding only."""
     steps = sum(run.draft_steps for run in speed.runs)
     if not steps:
         return 0.0
@@ -57,7 +57,7 @@ def efficiency(speed: Speed, one_token: float) -> float:
 
 
 def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: int) -> dict[str, SelfSpec]:
-    """All ways on one stream, and what is attainable with the set that was found."""
+    """Prints all ways on one stream, and what is attainable with the set that was found; returns the ``SelfSpec``s."""
     asked = Asked(model, {"max_new_tokens": tokens, "do_sample": False})
     exit_layer, length = best_early_exit(asked, prompts[:2], model.config.num_hidden_layers)
     specs = specs_of_stream()
@@ -69,7 +69,7 @@ def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: in
     }
     speeds = compare(ways, prompts, 1, specs, warm_up=False)
     plain = speeds["plain generate"]
-    # Plain tokens, prompts left out.
+    # The cost of a plain token, without the prompt.
     one_token = forward_costs(model, asked.plain()(prompts[0])).plain()
     print("| way | ms per token | speed-up | after the search | α | M | search | efficiency | same ids | set |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -110,7 +110,7 @@ def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: in
     base = again["plain"].ms_per_token
     print(
         f"The same texts with that set and rule given: {base / again['with'].ms_per_token:.2f}x with states reused "
-        f"behind the exact prefix of {choice.plan.first_altered} layers, {base / again['without'].ms_per_token:.2f}x "
+        f"after the exact prefix of {choice.plan.first_altered} layers, {base / again['without'].ms_per_token:.2f}x "
         f"without (medians of 3); α {again['with'].acceptance_rate:.2f}, M {again['with'].mean_generated_length:.2f}."
     )
     return specs
@@ -119,7 +119,7 @@ def stream_table(model: PreTrainedModel, prompts: list[torch.Tensor], tokens: in
 def change_table(
     model: PreTrainedModel, code: Sequence[torch.Tensor], other: Sequence[torch.Tensor], tokens: int
 ) -> None:
-    """α and speed-up before, at and after a change of text, with one search and with the set that it had found."""
+    """Prints α and speed-up before and after a change of text, with one search and with the set found before it."""
     asked = Asked(model, {"max_new_tokens": tokens, "do_sample": False})
     spec, fixed = SelfSpec(SkipLayers(search=ClosestLayers())), None
     print("| texts | speed-up | α | M | tries | set kept: speed-up | α | promised |")
@@ -154,8 +154,8 @@ def change_table(
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser, 30)
-    parser.add_argument("--change", help="JSON lines with a `question` each: measure a change of text instead")
-    parser.add_argument("--plot", help="picture of the search and its speed")
+    parser.add_argument("--change", help="file of JSON lines with a `question`: measure a change of text instead")
+    parser.add_argument("--plot", help="file for a plot of the search and its speed")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -176,7 +176,7 @@ def _run(args: argparse.Namespace) -> None:
 
 _DESCRIPTION = (
     "A stream is HumanEval tasks and held-out files of the standard library in turn, 64 tokens of each, greedy, "
-    "float32. Each way of generating sees the whole stream, prompt by prompt in turn with the others, and learns while "
-    "it does. With --change the stream is code first and other text afterwards."
+    "float32. Each way of generating sees the whole stream, prompt by prompt in turn with the others, and learns "
+    "meanwhile. With --change, the stream is code first and other text afterwards."
 )
 FIGURE = Figure("searches for layers to skip on a stream", _add_options, _run, _DESCRIPTION)

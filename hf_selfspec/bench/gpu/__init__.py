@@ -1,1 +1,1 @@
-"""Correctness and speed on one accelerator: one command, one file that it can go on from, one table."""
+"""Correctness and speed on one accelerator: one command, one file from which it can resume, one report."""

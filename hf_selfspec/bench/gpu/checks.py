@@ -1,4 +1,4 @@
-"""Whether what this package computes on a device is what transformers computes there, in float32."""
+"""Checks that this package computes on a device what transformers computes there, in float32."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .shapes import SHAPES, DeviceLlama
 from .waits import waits_are_errors
 from .ways import WAYS, Way, graphs_of
 
-# So that drafts are sometimes right.
+# The factor of the blocks after the exit, with which drafts are sometimes right.
 _DAMPING = 0.1
 _PROMPT, _NEW = 24, 48
 _ROWS = (1, 4)
-# Siblings that were drawn are tried one after another.
+# Drafts that also wait elsewhere: sampled siblings are tried one after another.
 _READ_ELSEWHERE = {"early exit, tree, drawn"}
-# Of the loss, relative: the sums of two float32 kernels.
+# The relative tolerance of the loss: two float32 kernels sum in different orders.
 _LOSS_TOLERANCE = 1e-5
 _LOSS_BATCH = 2
 _TESTS = Path(hf_selfspec.__file__).parent.parent / "tests"
 _TESTS_SECONDS = 120
-# Characters of their output that are kept.
+# Characters of the tests' output that are kept.
 _TOLD = 1500
 
 
@@ -48,7 +48,7 @@ class CheckError(RuntimeError):
 
 
 def _specs(shape: DeviceLlama) -> dict[str, SelfSpec]:
-    """Drafts of each kind."""
+    """A ``SelfSpec`` for each kind of draft."""
     early, three = EarlyExit(shape.exit_layer), FixedLength(3)
     sure = ConfidenceThreshold(4 / shape.vocabulary)  # the confidence of a random model is a few times that of chance
     return {
@@ -61,7 +61,7 @@ def _specs(shape: DeviceLlama) -> dict[str, SelfSpec]:
 
 
 def check_pieces(options: Options) -> list[Piece]:
-    """All checks."""
+    """Returns all checks."""
     shape = SHAPES[options.check_shape].on(options.device, torch.float32)
     specs = _specs(shape)
     settings = {"shape": options.check_shape, "device": options.device, "dtype": "float32"}
@@ -86,8 +86,8 @@ def check_pieces(options: Options) -> list[Piece]:
     no_tests = "" if _TESTS.is_dir() else "the tests are not beside the package"
     return [
         *pieces("ids", {name: partial(_ids, shape, name) for name in specs}),
-        *pieces("waits", dict(sorted(waits.items())), elsewhere("torch tells what waits on CUDA alone", "cuda")),
-        *pieces("graphs", graphs, elsewhere("there are CUDA graphs on CUDA alone", "cuda")),
+        *pieces("waits", dict(sorted(waits.items())), elsewhere("torch reports what waits only on CUDA", "cuda")),
+        *pieces("graphs", graphs, elsewhere("there are CUDA graphs only on CUDA", "cuda")),
         *pieces("loss", loss, elsewhere("Trainer does not know the device", "cuda", "cpu")),
         *pieces("tests", {"marked cuda": _marked_tests}, elsewhere("they are for CUDA", "cuda") or no_tests),
     ]
@@ -113,10 +113,10 @@ def _written(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], **options:
 def _compare(
     model: LlamaForCausalLM, batch: dict[str, torch.Tensor], plain: torch.Tensor, ours: torch.Tensor
 ) -> list[str]:
-    """Near ties at which two texts part.
+    """Returns the near ties at which two texts differ.
 
     Raises:
-        CheckError: they part elsewhere.
+        CheckError: they differ elsewhere.
     """
     if plain.tolist() == ours.tolist():
         return []
@@ -128,7 +128,7 @@ def _compare(
 
 
 def _ids(shape: DeviceLlama, name: str) -> Result:
-    """Greedy ids of one text and of a ragged batch, and the acceptance rates."""
+    """Checks greedy ids of one text and of a ragged batch, and returns the acceptance rates."""
     model = shape.damped(_DAMPING)
     result: Result = {"near_ties": [], "acceptance_rates": []}
     for rows in _ROWS:
@@ -141,7 +141,7 @@ def _ids(shape: DeviceLlama, name: str) -> Result:
 
 
 def _waits(shape: DeviceLlama, name: str, do_sample: bool) -> Result:
-    """Rounds wait in ``transfer.read`` alone; torch raises where they wait elsewhere."""
+    """Checks that rounds wait only in ``transfer.read``; torch raises where they wait elsewhere."""
     model = shape.damped(_DAMPING)
     with waits_are_errors():
         for rows in _ROWS:
@@ -150,19 +150,17 @@ def _waits(shape: DeviceLlama, name: str, do_sample: bool) -> Result:
 
 
 def _graphs(shape: DeviceLlama, way: Way) -> Result:
-    """A compiled way has graphs, skips none, and writes plain ids."""
+    """Checks that a compiled way has graphs, skips none, and generates the ids of plain ``generate``."""
     model, batch, found = shape.damped(_DAMPING), _batch(shape, 1), []
     plain = _written(model, batch)
     graphs = graphs_of(lambda: found.append(_written(model, batch, **way.options(shape.exit_layer))))
     if not graphs.compiled or graphs.skips:
-        raise CheckError(
-            f"{graphs.compiled} graphs were compiled, and torch was skipping cudagraphs {graphs.skips} times"
-        )
+        raise CheckError(f"{graphs.compiled} graphs were compiled, and torch skipped CUDA graphs {graphs.skips} times")
     return {"near_ties": _compare(model, batch, plain, found[0]), "graphs": graphs.compiled}
 
 
 def _loss(shape: DeviceLlama) -> Result:
-    """The loss of a step whose callbacks have no weight and drop nothing is that of a step without them."""
+    """Checks that callbacks without weight and dropout do not change the loss of a step."""
     tokens = TrainingShape(
         shape.width, shape.layers, shape.intermediate or 0, shape.vocabulary, _LOSS_BATCH, _PROMPT, bf16=False
     )
@@ -174,7 +172,7 @@ def _loss(shape: DeviceLlama) -> Result:
 
 
 def _marked_tests() -> Result:
-    """Tests that need a GPU pass, in a process of their own."""
+    """Checks that the tests that need a GPU pass, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", str(_TESTS)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_TESTS_SECONDS, cwd=_TESTS.parent, check=False

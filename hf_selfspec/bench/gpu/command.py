@@ -1,4 +1,4 @@
-"""The command: runs what the file does not have yet, as far as the time goes."""
+"""The command: runs what the file does not have yet, as far as time permits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRACEBACK = 4000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; 1 if a check failed, 2 for options that cannot be served."""
+    """Runs the command; returns 1 if a check failed, 2 for options that are not allowed."""
     try:
         return _serve(arguments)
     except SelfSpecError as error:
@@ -53,13 +53,13 @@ def _check_device(options: Options) -> None:
         torch.zeros(1, device=options.place)
     except (RuntimeError, AssertionError) as error:
         raise SettingError(
-            f"--device {options.device}: torch cannot use it here ({brief(error)}). With --device cpu --shapes tiny "
-            "--check-shape tiny the command can be tried without one."
+            f"--device {options.device}: torch cannot use it here ({brief(error)}). Use --device cpu --shapes tiny "
+            "--check-shape tiny to try the command without an accelerator."
         ) from error
 
 
 def _run(pieces: Sequence[Piece], record: Record, options: Options) -> bool:
-    """Runs pieces in turn; false if the device cannot be used any more by this process."""
+    """Runs pieces in turn; returns false if this process can no longer use the device."""
     begun = perf_counter()
     record.left_out = {}
     for piece in pieces:
@@ -77,14 +77,14 @@ def _run(pieces: Sequence[Piece], record: Record, options: Options) -> bool:
 
 
 def _why_not(piece: Piece, record: Record, left: float) -> str:
-    """Why a piece is not run, if it is not."""
+    """Why a piece is not run, empty if it is."""
     if piece.unfit:
         return piece.unfit
     if piece.needs is not None and record.result(piece.needs) is None:
         return f"it needs the result of {piece.needs.group}: {piece.needs.name}"
     usual = record.usual_seconds(piece.group)
     if left <= usual:
-        return f"{max(left, 0):.0f} s are left, and such a piece took {usual:.0f} s"
+        return f"{max(left, 0):.0f} s are left, but such a piece took {usual:.0f} s"
     return ""
 
 
@@ -97,9 +97,9 @@ def _run_one(piece: Piece, record: Record) -> None:
     try:
         result = piece.work(needed or {})
         record.finish(piece, perf_counter() - begun, result)
-    except Exception as error:  # whatever it is, it is kept, and the other pieces still tell something
+    except Exception as error:  # whatever it is, it is recorded, and the other pieces are still useful
         record.fail(piece, perf_counter() - begun, brief(error), traceback.format_exc()[-_TRACEBACK:])
-    except BaseException:  # the user ends the run, which tells nothing about the piece
+    except BaseException:  # the user stopped the run, so the piece has not failed
         record.withdraw(piece)
         raise
     print(f"{perf_counter() - begun:7.1f} s  {record.status(piece):<6}  {piece.group}: {piece.name}", flush=True)
@@ -107,7 +107,7 @@ def _run_one(piece: Piece, record: Record) -> None:
 
 
 def _free() -> None:
-    """Gives the memory of models and graphs back."""
+    """Frees the memory of models and graphs."""
     if torch.cuda.is_available():
         torch.compiler.reset()
     gc.collect()
@@ -124,7 +124,7 @@ def _is_usable(device: torch.device) -> bool:
 
 
 def _go_on_in_a_new_process(arguments: Sequence[str], seconds: float) -> None:
-    """Replaces this process by one that goes on behind what has failed."""
+    """Replaces this process by one that resumes after what has failed."""
     again = [argument for argument in arguments if argument != "--retry"]
-    print("the device cannot be used any more in this process; a new one goes on", flush=True)
+    print("this process can no longer use the device; a new one resumes", flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "hf_selfspec.bench", "gpu", *again, "--seconds", f"{seconds:.0f}"])

@@ -18,13 +18,13 @@ class Options:
     """What is run, and for how long.
 
     Attributes:
-        device: where.
+        device: the device, such as ``cuda``.
         out: the file of results.
-        seconds: pieces that would probably end later than this are left out.
+        seconds: time limit; pieces that would probably end later are left out.
         shapes, rows: models and batch sizes that are timed.
         tokens: new tokens of a timed generation.
         repeats: timings of each way.
-        dtype: of the models that are timed; checks are in float32.
+        dtype: data type of the timed models; checks are in float32.
         check_shape: model of the checks.
         retry: whether pieces that failed in an earlier run are run again.
     """
@@ -49,21 +49,21 @@ class Options:
 
     @property
     def place(self) -> torch.device:
-        """The device as torch has it."""
+        """The device as a ``torch.device``."""
         return torch.device(self.device)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m hf_selfspec.bench gpu",
         description="Checks that ids and losses are plain transformers' on this device, then times random models "
-        "(synthetic acceptance). Each finished piece is in the file at once; the same command goes on behind it.",
+        "(synthetic acceptance). Each finished piece is saved at once; the same command resumes after it.",
         allow_abbrev=False,
     )
     made.add_argument("--device", default="cuda")
     made.add_argument("--out", default="gpu.json", help="file of results, which an earlier run may have begun")
-    made.add_argument("--seconds", type=float, default=540, help="what no longer fits in them is left out")
+    made.add_argument("--seconds", type=float, default=540, help="time limit; what would take longer is left out")
     made.add_argument("--shapes", nargs="+", default=["1b", "7b", "13b"], choices=SHAPES, help="models that are timed")
     made.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16], help="batch sizes")
     made.add_argument("--tokens", type=int, default=96, help="new tokens of a timed generation")
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parsed(arguments: Sequence[str]) -> Options:
-    """The options that were given.
+    """Parses the options.
 
     Raises:
         SettingError: a value is not allowed.

@@ -1,4 +1,4 @@
-"""The file of results: written whole after each piece, and read by the run that goes on behind it."""
+"""The file of results: rewritten after each piece, and read by a run that resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...files import check_folder, read_json, reported, written_whole
 
 Result = dict[str, Any]
 
-# A piece that the process did not outlive so often is not begun again.
+# A piece during which the process died so often is not started again.
 _LIVES = 2
 
 
@@ -22,13 +22,13 @@ class Piece:
     """One measurement or check.
 
     Attributes:
-        group: of pieces that take about as long as each other.
-        name: what tells it from others of its group.
-        settings: what its result depends on.
-        work: returns the result, given that of the piece that it needs, if it needs one.
-        needs: that piece.
-        is_check: whether it tells right from wrong.
-        unfit: why it cannot run on the device, if it cannot.
+        group: name of the group; its pieces take about equally long.
+        name: unique name within its group.
+        settings: the settings that its result depends on.
+        work: returns the result, given the result of ``needs`` (empty if there is none).
+        needs: a piece that has to run before, if any.
+        is_check: whether it checks correctness.
+        unfit: the reason why it cannot run on the device, empty if it can.
     """
 
     group: str
@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """What it is found by in the file."""
+        """The key of the piece in the file."""
         return f"{self.group}: {self.name} {json.dumps(self.settings, sort_keys=True)}"
 
 
@@ -53,7 +53,7 @@ class Record:
         path: the file.
         header: machine and versions, which all results of a file share.
         pieces: ``{"status", "lives", "seconds", "result" or "error"}`` of each piece, by key.
-        left_out: of the last run, by key, and why.
+        left_out: for each piece that the last run left out, by key, the reason.
     """
 
     path: Path
@@ -63,10 +63,11 @@ class Record:
 
     @classmethod
     def opened(cls, path: Path, header: dict[str, str]) -> Record:
-        """What an earlier run has written, or an empty record.
+        """Reads what an earlier run has written, or returns an empty record.
 
         Raises:
-            SettingError: the file is something else, or of another machine or other versions; or none can be written.
+            SettingError: the file is something else, has results of another machine or other versions, or cannot be
+                written.
         """
         check_folder("the folder of --out", path.parent, [path.name])
         try:
@@ -76,7 +77,7 @@ class Record:
             return cls(path, header)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SettingError(
-                f"--out {path}: this is no file of results ({error}). Move it away, or give another name."
+                f"--out {path}: this is not a file of results ({error}). Move it away, or give another name."
             ) from error
         other = [
             f"{name} {written.get(name)!r}, now {now!r}" for name, now in header.items() if written.get(name) != now
@@ -93,16 +94,16 @@ class Record:
         return str(self.pieces.get(piece.key, {}).get("status", ""))
 
     def result(self, piece: Piece) -> Result | None:
-        """What a piece found, ``None`` if nothing."""
+        """The result of a piece, ``None`` if there is none."""
         return self.pieces.get(piece.key, {}).get("result")
 
     def usual_seconds(self, group: str) -> float:
-        """The longest that a piece of the group took, 0 where none is known."""
+        """The longest time that a piece of the group took, 0 if none is known."""
         known = [float(found.get("seconds", 0.0)) for key, found in self.pieces.items() if key.startswith(f"{group}: ")]
         return max(known, default=0.0)
 
     def forget_failures(self) -> None:
-        """Drops what has no result, or only a part of it, so that it is run again."""
+        """Drops pieces without a result or with only a part of it, so that they run again."""
         self.pieces = {
             key: found
             for key, found in self.pieces.items()
@@ -110,7 +111,7 @@ class Record:
         }
 
     def begin(self, piece: Piece) -> bool:
-        """Notes that a piece begins; false where processes have ended in it too often, which counts as a failure."""
+        """Records that a piece starts; returns false (and a failure) if processes have died in it too often."""
         lives = int(self.pieces.get(piece.key, {}).get("lives", _LIVES))
         if lives < 1:
             self.fail(piece, 0.0, f"the process ended {_LIVES} times while this ran", "")
@@ -120,17 +121,17 @@ class Record:
         return True
 
     def withdraw(self, piece: Piece) -> None:
-        """As if it had not begun."""
+        """Removes a piece that was started."""
         self.pieces.pop(piece.key, None)
         self.save()
 
     def finish(self, piece: Piece, seconds: float, result: Result) -> None:
-        """Keeps a result."""
+        """Records a result."""
         self.pieces[piece.key] = {"status": "ok", "seconds": seconds, "result": result}
         self.save()
 
     def fail(self, piece: Piece, seconds: float, error: str, where: str) -> None:
-        """Keeps what was raised, and where."""
+        """Records what was raised, and where."""
         self.pieces[piece.key] = {"status": "failed", "seconds": seconds, "error": error, "where": where}
         self.save()
 

@@ -16,7 +16,7 @@ _TRAINING = ("training step", "callbacks", "s", "ratio", "peak MiB")
 
 
 def report(record: Record, pieces: Sequence[Piece]) -> str:
-    """What was found, what failed and what was left out."""
+    """Returns the results, failures and pieces that were left out, as Markdown."""
     bandwidth = next((result["bytes_per_second"] for _, result in _found(record, pieces, "bandwidth")), None)
     checks = [_check(record, piece) for piece in pieces if piece.is_check]
     runs = _found(record, pieces, "generate")
@@ -79,12 +79,12 @@ def _generation(piece: Piece, result: dict[str, Any], bandwidth: float | None) -
 
 
 def _graphs(name: str, way: dict[str, Any]) -> str:
-    """What a compiled way lacks."""
+    """A note on missing or skipped graphs of a compiled way."""
     if not WAYS[name].is_compiled:
         return ""
     if not way["graphs"]:
         return " (not compiled here)"
-    return f" (skipping cudagraphs {way['skips']} times)" if way["skips"] else ""
+    return f" (CUDA graphs skipped {way['skips']} times)" if way["skips"] else ""
 
 
 def _forward(piece: Piece, result: dict[str, Any], bandwidth: float | None) -> Iterator[tuple[str, ...]]:

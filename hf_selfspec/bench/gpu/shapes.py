@@ -12,10 +12,10 @@ from ..synthetic import LlamaShape, damp_blocks, exit_blocks
 
 @dataclass(frozen=True)
 class DeviceLlama(LlamaShape):
-    """A random Llama whose weights never are anywhere but on the device, in their dtype.
+    """A random Llama whose weights are created on the device in their dtype.
 
     Attributes:
-        heads, key_heads: numbers of query and of key heads.
+        heads, key_heads: numbers of query heads and of key heads.
     """
 
     heads: int = 32
@@ -44,13 +44,13 @@ class DeviceLlama(LlamaShape):
             return AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
 
     def damped(self, factor: float) -> LlamaForCausalLM:
-        """The model with the blocks behind the exit layer damped."""
+        """Returns the model with the blocks after the exit layer damped."""
         model = self.model()
         damp_blocks(model, exit_blocks(self.layers, self.exit_layer), factor)
         return model
 
     def on(self, device: str, dtype: torch.dtype) -> DeviceLlama:
-        """The same elsewhere."""
+        """Returns the same shape on another device, in another dtype."""
         return replace(self, device=device, dtype=dtype)
 
 

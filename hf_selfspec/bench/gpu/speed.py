@@ -1,4 +1,4 @@
-"""How fast ways of generating and their forwards are, and how many bytes a forward has to read."""
+"""Times ways of generating and their forwards, and counts the bytes that a forward has to read."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .record import Piece, Result
 from .shapes import SHAPES, DeviceLlama
 from .ways import NUM_DRAFT, WAYS, Graphs, graphs_of
 
-# What drafts are to agree in, about as often as those of a model that was trained for it.
+# How often drafts should agree, about as often as those of a model that was trained for it.
 AGREEMENT = 0.8
 _PROMPT = 128
-# Forwards between two waits.
+# Forwards between two synchronisations.
 _IN_A_ROW = 16
 # Bytes that are copied for the bandwidth: more than any cache holds, and little of a small machine's memory.
 _COPIED = {"cuda": 1 << 30}
@@ -38,7 +38,7 @@ _TRAINING_BATCH, _TRAINING_TOKENS, _TRAINING_STEPS = 4, 512, 8
 
 
 def speed_pieces(options: Options) -> list[Piece]:
-    """All timings: one row of each model first."""
+    """Returns all timings: the first batch size of each model first."""
     device = {"device": options.device}
     pieces = [Piece("bandwidth", "a large copy", device, lambda _: _bandwidth(options.place))]
     timed = device | {"dtype": options.dtype, "tokens": options.tokens, "repeats": options.repeats}
@@ -71,7 +71,7 @@ def _training_piece(options: Options) -> Piece:
 
 
 def _bandwidth(device: torch.device) -> Result:
-    """Bytes that are read and written in a second."""
+    """Measures the bytes that are read and written per second."""
     count = _COPIED.get(device.type, _COPIED_ELSEWHERE)
     source, target = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
     seconds = [seconds_of(lambda: target.copy_(source), device) for _ in range(1 + _COPIES)]
@@ -79,13 +79,13 @@ def _bandwidth(device: torch.device) -> Result:
 
 
 def _damping(shape: DeviceLlama, _: Result) -> Result:
-    """What the blocks behind the exit are damped by, so that drafts agree as often as wanted."""
+    """Finds the damping of the blocks after the exit with which drafts agree as often as wanted."""
     found = exit_damping(shape, shape.exit_layer, NUM_DRAFT, AGREEMENT)
     return {"factor": found.factor, "agreement": found.agreement}
 
 
 def _generate(shape: DeviceLlama, rows: int, options: Options, damping: Result) -> Result:
-    """Each way in turn; one that fails leaves the others."""
+    """Times each way in turn; a way that fails does not stop the others."""
     model = shape.damped(damping["factor"])
     runs = {name: _Run(model, name, shape.exit_layer, rows, options.tokens) for name in WAYS}
     errors: dict[str, str] = {}
@@ -103,7 +103,7 @@ def _generate(shape: DeviceLlama, rows: int, options: Options, damping: Result) 
 
 
 class _Run:
-    """The timings of one way; the first does not count, but what it took is kept."""
+    """The timings of one way; the first is recorded separately."""
 
     def __init__(self, model: LlamaForCausalLM, way: str, exit_layer: int, rows: int, tokens: int) -> None:
         self.model, self.tokens = model, tokens
@@ -116,7 +116,7 @@ class _Run:
         self.stats: GenerationStats | None = None
 
     def once(self) -> None:
-        """Times a generation, and what one of a single token takes, which leaves the decoding."""
+        """Times a generation and one of a single token; the difference is the time of decoding."""
         device = self.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -136,7 +136,7 @@ class _Run:
             self.stats = self.options["assistant"].stats
 
     def figures(self) -> Result:
-        """Milliseconds for a token of each row, and what belongs to them."""
+        """Milliseconds per token of each row, with further figures."""
         assert self.graphs is not None
         usual = statistics.median(self.decoding)
         found: Result = {
@@ -154,14 +154,14 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward that is timed."""
+    """A forward that is timed, and the bytes that it reads."""
 
     run: Callable[[], object]
     bytes: int
 
 
 def _forwards(shape: DeviceLlama, rows: int, options: Options, damping: Result) -> Result:
-    """One token of plain ``generate``, a step of the draft and a verification, many between two waits."""
+    """Times a one-token forward of plain ``generate``, a drafting step and a verification, many of each in a row."""
     model = shape.damped(damping["factor"])
     ids = random_prompt(model, rows, _PROMPT + NUM_DRAFT + 1)["input_ids"]
     context, width = _PROMPT, NUM_DRAFT + 1
@@ -196,7 +196,7 @@ def _forwards(shape: DeviceLlama, rows: int, options: Options, damping: Result) 
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one of many in a row."""
+    """Seconds of one run, averaged over many in a row."""
 
     def often() -> None:
         for _ in range(_IN_A_ROW):
@@ -206,7 +206,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _bytes_read(model: LlamaForCausalLM, layers: int, rows: int, context: int) -> int:
-    """What a forward through the first layers and the head reads at least: their weights, the keys and the values."""
+    """The least bytes that a forward through the first layers and the head reads: their weights, keys and values."""
     config = model.config
     parts = [*model.model.layers[:layers], model.model.norm, model.lm_head]
     weights = sum(weight.numel() * weight.element_size() for part in parts for weight in part.parameters())
@@ -215,7 +215,7 @@ def _bytes_read(model: LlamaForCausalLM, layers: int, rows: int, context: int) -
 
 
 def _training(shape: DeviceLlama, options: Options) -> Result:
-    """Seconds of a step and peak memory, with and without callbacks, in turn."""
+    """Measures seconds of a step and peak memory, with and without callbacks, in turn."""
     on_gpu = options.place.type == "cuda"
     tokens = TrainingShape(
         shape.width,

@@ -1,4 +1,4 @@
-"""What makes the host wait in a round, where torch can tell."""
+"""Finds what makes the host wait for the device in a round, as far as torch reports it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from ... import transfer
 from ...decoding import Decoder
 
-# Rounds before a text is long enough for all that is cached to be there.
+# Rounds after which everything that is cached is there.
 _WARM = 2
 
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Rounds but for the first two raise where the host waits for the device elsewhere than in ``transfer.read``."""
+    """Makes rounds, except the first two, raise where the host waits for the device outside ``transfer.read``."""
     original_round, original_read = Decoder._round, transfer.read
     readers = [
         module

@@ -1,4 +1,4 @@
-"""The ways of generating that are compared; a further one is one more line."""
+"""The ways of generating that are compared; one more line adds another."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ...draft.early_exit import EarlyExit
 from ...selfspec import SelfSpec
 from ...stop.rules import FixedLength
 
-# Tokens of a draft.
+# The number of tokens in a draft.
 NUM_DRAFT = 4
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way.
+    """One way of generating.
 
     Attributes:
-        options: what ``generate`` is given, for an exit layer.
-        is_compiled: whether it runs as a graph where transformers compiles, which a CPU is not.
+        options: returns the arguments of ``generate`` for an exit layer.
+        is_compiled: whether it runs as a graph on devices for which transformers compiles (not on a CPU).
     """
 
     options: Callable[[int], dict[str, Any]]
@@ -43,10 +43,10 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Graphs:
-    """What torch compiled while something ran.
+    """What torch compiled during a run.
 
     Attributes:
-        compiled: number of graphs.
+        compiled: number of graphs that were compiled.
         skips: how often CUDA graphs were skipped.
     """
 
@@ -55,7 +55,7 @@ class Graphs:
 
 
 def graphs_of(run: Callable[[], object]) -> Graphs:
-    """Runs something and counts its graphs."""
+    """Calls ``run`` and counts its graphs."""
     from torch._dynamo.utils import counters
 
     counters.clear()

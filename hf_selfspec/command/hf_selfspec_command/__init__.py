@@ -1,8 +1,8 @@
 """``hf-selfspec``, the command line of ``hf_selfspec``.
 
-This package has a top-level name of its own because ``import hf_selfspec`` imports torch and transformers, for which
-``hf-selfspec --help`` need not wait. Each command is a file, which declares its options and imports what it needs of
-``hf_selfspec`` when it runs.
+This package has a top-level name of its own because ``import hf_selfspec`` imports torch and transformers, which
+``hf-selfspec --help`` does not need to wait for. Each command is a file, which declares its options and imports what it
+needs of ``hf_selfspec`` when it runs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .tune import tune
 
 __all__ = ["main"]
 
-# Exit codes. 1 is for results that are bad news, such as an audit's.
+# Exit codes. 1 is for a bad result, such as that of a failed audit.
 _WRONG, _STOPPED = 2, 130
-# The base of everything that is wrong with a command line; typer exports this one of its kinds alone.
+# The base class of all errors in a command line, of which typer exports only some subclasses.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
-    help="Generating faster with a part of the model itself.", add_completion=False, pretty_exceptions_enable=False
+    help="Generate faster with drafts from the model itself.", add_completion=False, pretty_exceptions_enable=False
 )
 app.command()(audit)
 app.command()(bench)
@@ -46,11 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: its words, ``None`` for those of the process.
+        arguments: the arguments, ``None`` for those of the process.
 
     Returns:
-        0, or 1 where a result is bad news, or 2 and one line on stderr where something is wrong with what was asked
-        for, or 130 after Ctrl-C.
+        0, or 1 for a bad result, or 2 (with one line on stderr) for a user error, or 130 after Ctrl-C.
     """
     command = typer.main.get_command(app)
     words = None if arguments is None else list(arguments)
@@ -71,14 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Any) -> str:
-    """What is wrong with the words of a command line, and where to read about them."""
+    """The message for an error in the command line, and the command that shows its help."""
     message = error.format_message().strip().removesuffix(".")
     where = PROGRAM if error.ctx is None else error.ctx.command_path
     return f"{message}. See `{where} --help`."
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
-    """What a user can do something about; looked up when something was raised, which only ``hf_selfspec`` raises."""
+    """Errors that a user can correct; only imported after an exception, since ``hf_selfspec`` imports torch."""
     import torch
 
     from hf_selfspec import SelfSpecError

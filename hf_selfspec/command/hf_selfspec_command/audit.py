@@ -1,4 +1,4 @@
-"""``hf-selfspec audit``: is it exact with this model, dtype and these prompts?"""
+"""``hf-selfspec audit``: whether the output is exact with a model, a dtype and prompts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def audit(
     max_new_tokens: MaxNewTokensOption = 64,
     max_prompt_tokens: MaxPromptTokensOption = 512,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Test the distribution of the first drawn tokens, on short prompts.")
+        bool, typer.Option("--sample", help="Test the distribution of the first sampled tokens, on short prompts.")
     ] = False,
-    temperature: Annotated[float | None, typer.Option(help="Of drawn tokens, 1.0 by default.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Share of the probability from which tokens are drawn.")] = None,
-    draws: Annotated[int | None, typer.Option(min=1, help="For each prompt, 1000 by default.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling, 1.0 by default.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
+    draws: Annotated[int | None, typer.Option(min=1, help="Samples for each prompt, 1000 by default.")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Compares texts with plain generate's; exit code 1 where a difference is no near tie."""
+    """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
     import torch
 
     from hf_selfspec import audit

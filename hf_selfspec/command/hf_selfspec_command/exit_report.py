@@ -13,10 +13,10 @@ from .options import ModelOptions, TextOptions, takes_options
 def exit_report(
     model: ModelOptions,
     data: TextOptions,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text that count, the first ones.")] = 512,
-    plot: Annotated[str | None, typer.Option(help="File for a picture, e.g. exits.png; needs matplotlib.")] = None,
+    max_length: Annotated[int, typer.Option(min=2, help="The most tokens of a text; the rest is cut off.")] = 512,
+    plot: Annotated[str | None, typer.Option(help="File for a plot, e.g. exits.png; needs matplotlib.")] = None,
 ) -> None:
-    """Tells how well each layer of a model predicts the next token."""
+    """Show how well each layer of a model predicts the next token."""
     from hf_selfspec import exit_report
 
     texts, named = data.read(), model.find()

@@ -12,23 +12,23 @@ from .options import DataOption, DtypeOption, FieldOption, ModelOption, takes_op
 if TYPE_CHECKING:
     from hf_selfspec.train.request import FitRequest
 
-app = typer.Typer(help="Fits a small module to a frozen model.")
+app = typer.Typer(help="Fit a small module to a frozen model.")
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What every fit takes."""
+    """The options of every fit."""
 
     model: ModelOption
     data: DataOption
-    out: Annotated[str, typer.Option(help="Folder for what is fitted.")]
+    out: Annotated[str, typer.Option(help="Folder for the fitted module.")]
     field: FieldOption = None
     dtype: DtypeOption = "auto"
 
 
 @dataclass(frozen=True)
 class FitOptions(TextOptions):
-    """What every fit takes that trains."""
+    """The options of every fit that trains."""
 
     block_size: Annotated[int, typer.Option(help="Tokens of a row.")] = 256
     batch: Annotated[int, typer.Option(help="Rows in a step, on each device.")] = 8
@@ -47,12 +47,12 @@ class FitOptions(TextOptions):
 @takes_options
 def adapter(
     common: FitOptions,
-    exit_layer: Annotated[int | None, typer.Option(help="2 by default, 3 from 40 layers on.")] = None,
+    exit_layer: Annotated[int | None, typer.Option(help="The exit layer; 2 by default, 3 from 40 layers on.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, the model's by default.")] = None,
-    blocks: Annotated[str, typer.Option(help="attention, mlp or both with a comma between them.")] = "attention",
-    own_head: Annotated[bool, typer.Option("--own-head", help="A head of its own in place of the model's.")] = False,
+    blocks: Annotated[str, typer.Option(help="attention, mlp, or both separated by a comma.")] = "attention",
+    own_head: Annotated[bool, typer.Option("--own-head", help="Fit a head of its own as well.")] = False,
 ) -> None:
-    """Kangaroo's adapter behind a shallow exit."""
+    """Fit Kangaroo's adapter, attention after a shallow exit."""
     from hf_selfspec.spec_text import split
     from hf_selfspec.train.request import AdapterFit
 
@@ -65,14 +65,14 @@ def adapter(
 def heads(
     common: FitOptions,
     layers: Annotated[
-        str | None, typer.Option(help="Exit layers with commas between them, spread over the depth by default.")
+        str | None, typer.Option(help="Exit layers separated by commas, spread over the depth by default.")
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="How many, where no layers are given; 4 by default.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Of the heads' linear layers, whole by default.")] = None,
-    copied: Annotated[bool, typer.Option("--copied", help="Begin with the model's own head.")] = False,
-    metric: Annotated[str | None, typer.Option(help="Of confidence; the one that tells best by default.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of heads if no layers are given; 4 by default.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the heads' linear layers, full by default.")] = None,
+    copied: Annotated[bool, typer.Option("--copied", help="Start with copies of the model's own head.")] = False,
+    metric: Annotated[str | None, typer.Option(help="Metric of confidence; by default the best one.")] = None,
 ) -> None:
-    """DSSD's exit heads with calibrated thresholds."""
+    """Fit DSSD's exit heads and calibrate their thresholds."""
     from hf_selfspec.train.request import HeadsFit
 
     chosen: dict[str, Any] = {"heads": heads, "rank": rank, "copied": copied, "metric": metric}
@@ -84,12 +84,12 @@ def heads(
 def probe(
     common: FitOptions,
     exit_layer: Annotated[int, typer.Option(help="The layer whose states the probe reads.")],
-    sample: Annotated[bool, typer.Option("--sample", help="For drawn tokens.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Of drawn tokens, 1.0 by default.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Of drawn tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of drawn tokens.")] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Fit it for sampling instead of greedy decoding.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling, 1.0 by default.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Top-k of sampling.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
 ) -> None:
-    """AdaSPEED's probe of acceptance."""
+    """Fit AdaSPEED's probe, which predicts acceptance."""
     from hf_selfspec.train.request import ProbeFit
 
     drawing: dict[str, Any] = {"sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -119,4 +119,4 @@ def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(item) for item in split([text]))
     except ValueError as error:
-        raise SettingError(f"{option} {text}: give whole numbers with commas between them, e.g. 3,6,12.") from error
+        raise SettingError(f"{option} {text}: give whole numbers separated by commas, e.g. 3,6,12.") from error

@@ -1,4 +1,4 @@
-"""``hf-selfspec generate``: text as it comes, with the tokens marked that were accepted drafts."""
+"""``hf-selfspec generate``: streams text and marks the tokens that were accepted drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .options import ChatOption, MaxNewTokensOption, ModelOptions, SeedOption, S
 if TYPE_CHECKING:
     from hf_selfspec import GenerationStats, Piece
 
-# Of accepted drafts, on a terminal.
+# The colour of accepted drafts on a terminal.
 _DRAFTED = "green"
 _ASK = "> "
 
@@ -23,16 +23,16 @@ _ASK = "> "
 @takes_options
 def generate(
     model: ModelOptions,
-    prompt: Annotated[str | None, typer.Option(help="What to answer, or to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt to answer or to continue.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file with the prompt.")] = None,
     chat: ChatOption = None,
     spec: SpecOption = "selfspec",
     max_new_tokens: MaxNewTokensOption = 256,
-    temperature: Annotated[float, typer.Option(help="Of drawn tokens; 0 takes the likeliest ones.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Share of the probability from which tokens are drawn.")] = None,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0 for greedy decoding.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Generates text; accepted drafts are green on a terminal. Without a prompt it chats."""
+    """Generate text; accepted drafts are green on a terminal. Without a prompt, chat."""
     import torch
 
     from hf_selfspec import stream
@@ -57,7 +57,7 @@ def generate(
         try:
             answer = stream(network, tokenizer, asked, write, spec=drafts, **options)
         except KeyboardInterrupt:
-            print(flush=True)  # what is told of it gets a line of its own
+            print(flush=True)  # the message about it gets a line of its own
             raise
         print(flush=True)
         _summarize(drafts.stats)
@@ -84,7 +84,7 @@ def _given(prompt: str | None, file: str | None) -> str | None:
 
 
 def _asked() -> Iterator[str]:
-    """What the user types, until the end of the input."""
+    """Yields what the user types, until the end of the input."""
     while True:
         try:
             text = input(_ASK)
@@ -109,7 +109,7 @@ def _writer() -> Callable[[Piece], None]:
 
 
 def _summarize(stats: GenerationStats | None) -> None:
-    """One line beside the text: on stderr, so that the text alone can go into a file."""
+    """Prints one line about the text on stderr, so that only the text goes into a file."""
     if stats is not None:
         print(
             f"[{stats.tokens} tokens, {stats.tokens / stats.total_seconds:.1f} tokens/s; {stats.rounds} rounds, "

@@ -6,7 +6,7 @@ from .options import ModelOption
 
 
 def inspect(model: ModelOption) -> None:
-    """Tells what a model is made of and what can be done with it; no weights are loaded."""
+    """Show what a model is made of and what is supported with it; no weights are loaded."""
     from hf_selfspec import inspect_model
     from hf_selfspec.loading import NamedModel
 

@@ -8,16 +8,16 @@ import typer
 
 from .output import PROGRAM
 
-# All words go to the figure's own parser, --help among them.
+# All arguments go to the figure's own parser, --help among them.
 SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 _FIGURES = """engine        efficiency on random models whose exit agrees at a set rate
 context       cost per token by context
 batch         speed by batch size
 memory        peak memory
-training      step time and peak memory of training with our callbacks
+training      step time and peak memory of training with EarlyExitLoss and LayerDropout
 known-answer  how well searches find the half of the blocks that hardly matters
-forward       our forwards over 1 to 32 tokens over transformers' own over one
-compiled      compiled rounds of a small model beside eager ones
+forward       our forwards over 1 to 32 tokens relative to transformers' own over one
+compiled      compiled rounds of a small model compared with eager ones
 exits         a trained model's early exits, and what is attainable with them
 searches      searches for layers to skip on a stream
 fitted        stop rules, adapters and exit heads
@@ -25,7 +25,7 @@ grammar       JSON by a schema, with xgrammar
 gpu           checks and timings of an accelerator"""
 _HELP = f"""Usage: {PROGRAM} measure FIGURE [OPTIONS]
 
-Figures of the engine itself, as Markdown tables; whether it pays on your prompts is told by `{PROGRAM} bench`.
+Figures of the engine itself, as Markdown tables; `{PROGRAM} bench` shows whether it pays on your prompts.
 
 {_FIGURES}
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 ModelOption = Annotated[str, typer.Option(help="Folder of the model, or its name on the Hub.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of the model's weights.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Data type of the model's weights.")]
 DeviceOption = Annotated[
     str | None, typer.Option(help="E.g. cpu, cuda or cuda:1; by default the accelerator, if there is one.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch on the CPU.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Number of torch threads on the CPU.")]
 DataOption = Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset of the Hub.")]
 FieldOption = Annotated[str | None, typer.Option(help="Column of the text, `text` by default.")]
 PromptDataOption = Annotated[
@@ -41,16 +41,16 @@ ChatOption = Annotated[
     bool | None,
     typer.Option(
         "--chat/--raw",
-        help="Whether a prompt is a message of a chat or a text to go on from; by default a chat where the model has a "
+        help="Whether a prompt is a chat message or a text to continue; by default a chat message if the model has a "
         "chat template.",
     ),
 ]
-PromptsOption = Annotated[int, typer.Option(min=1, help="How many texts of the data to take, the first ones.")]
+PromptsOption = Annotated[int, typer.Option(min=1, help="The number of texts to take, from the beginning of the data.")]
 MaxNewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
 MaxPromptTokensOption = Annotated[
-    int, typer.Option(min=1, help="Tokens of a prompt that count, the first ones; chats are taken whole.")
+    int, typer.Option(min=1, help="The most tokens of a prompt; the rest is cut off, except of chats.")
 ]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of sampling.")]
 SpecOption = Annotated[
     str,
     typer.Option(
@@ -61,7 +61,7 @@ SpecOption = Annotated[
 MethodsOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="As --spec, selfspec by default; several with commas between them, or by giving the option again."
+        help="As generate's --spec; several separated by commas or by repeating the option; selfspec by default."
     ),
 ]
 
@@ -75,7 +75,7 @@ class TextOptions:
     prompts: PromptsOption = 8
 
     def read(self) -> list[str]:
-        """The texts, as many as there are up to the number that is wanted."""
+        """Reads the first texts, at most as many as wanted."""
         from hf_selfspec.train.texts import texts
 
         return texts(self.data, self.field)[: self.prompts]
@@ -90,7 +90,7 @@ class PromptOptions:
     prompts: PromptsOption = 8
 
     def read(self) -> list[Prompt]:
-        """The texts and chats, as many as there are up to the number that is wanted."""
+        """Reads the first texts and chats, at most as many as wanted."""
         from hf_selfspec.prompt_files import read_prompts
 
         return read_prompts(self.data, self.field)[: self.prompts]
@@ -110,7 +110,7 @@ class ModelOptions:
         return self._request().find()
 
     def load(self, named: NamedModel) -> PreTrainedModel:
-        """The model that :meth:`find` has found."""
+        """Loads the model that :meth:`find` has found."""
         return self._request().load(named)
 
     def _request(self) -> ModelRequest:
@@ -120,7 +120,7 @@ class ModelOptions:
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command options for the fields of those of its parameters that are dataclasses."""
+    """Replaces each parameter of a command that is a dataclass by one option for each of its fields."""
     parameters = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)}
     options: list[inspect.Parameter] = []
@@ -135,7 +135,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**made, **given)
 
-    vars(flat).pop("__wrapped__")  # whose signature would be taken
+    vars(flat).pop("__wrapped__")  # otherwise its signature would be used
     vars(flat)["__signature__"] = inspect.Signature(options)
     flat.__annotations__ = {option.name: option.annotation for option in options}
     return flat

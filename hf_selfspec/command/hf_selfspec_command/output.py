@@ -14,13 +14,13 @@ PROGRAM = "hf-selfspec"
 
 
 def tell(message: object) -> None:
-    """One line on stderr, whatever the message was."""
+    """Prints a message as one line on stderr."""
     print(f"{PROGRAM}: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 @contextmanager
 def brief_warnings() -> Iterator[None]:
-    """Warnings without the lines of code that they come from."""
+    """Shows warnings without the lines of code that they come from."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: tell(message)
         yield
@@ -28,7 +28,7 @@ def brief_warnings() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where that is a terminal, with the time that is left; what it gives moves the bar by one."""
+    """Shows a bar with the time left on stderr, if that is a terminal; yields a function that advances it by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,4 +1,4 @@
-"""``hf-selfspec tune``: the blocks to skip, searched in advance."""
+"""``hf-selfspec tune``: searches in advance for the blocks to skip."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def tune(
     model: ModelOptions,
     data: TextOptions,
     out: Annotated[
-        str, typer.Option(help="Folder for the result, and for the steps, from which a stopped search goes on.")
+        str, typer.Option(help="Folder for the result, and for the steps from which a stopped search resumes.")
     ],
     max_prompt_tokens: MaxPromptTokensOption = 256,
     max_new_tokens: MaxNewTokensOption = 64,
     steps: Annotated[int, typer.Option(min=1, help="Sets of blocks to time.")] = 100,
     seed: SeedOption = 0,
 ) -> None:
-    """Finds the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
+    """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
     from hf_selfspec import OfflineSearch, tune
     from hf_selfspec.files import check_folder
     from hf_selfspec.saving import FILE_NAME
@@ -45,5 +45,5 @@ def tune(
         max_prompt_tokens=max_prompt_tokens,
         folder=out,
     )
-    print(f"{spec.draft}\n{spec.stop}\n\nUse it so:\n")
+    print(f"{spec.draft}\n{spec.stop}\n\nTo use it:\n")
     print(f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({out!r}))")
