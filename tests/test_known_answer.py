@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hf_selfspec import SettingError
 from hf_selfspec.bench.known_answer import Course, follow, held_out_matchness, plot, proposers
 from hf_selfspec.bench.synthetic import LlamaShape, known_skips_llama
 from hf_selfspec.model.anatomy import Anatomy
@@ -14,6 +15,12 @@ def test_a_set_is_near_from_where_it_stays_near() -> None:
     course = Course([0, 3, 5, 9], [0.0] * 4, [0.5, 0.89, 0.8, 0.9], [1, 5, 4, 6], 12, 1.0, 0.9, 6)
     assert course.near_from == 9
     assert course.row("random") == "| random | 12 | 1.0 | 0.900 | 0.900 | +0.0 | 6/6 | 9 |"
+
+
+def test_a_plot_that_cannot_be_saved() -> None:
+    course = Course([0], [0.0], [0.5], [1], 1, 1.0, 0.9, 6)
+    with pytest.raises(SettingError, match="no picture format"):
+        plot({"random": course}, "8 layers", "plot.none")
 
 
 @pytest.mark.filterwarnings("ignore:Passing `generation_config` together")

@@ -18,7 +18,7 @@ from ..model.given_cache import cache_for
 from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..pictures import new_figure
+from ..pictures import new_figure, save
 from ..search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from ..search.replay import trace
 from ..search.skip_search import SkipSearch
@@ -250,5 +250,5 @@ def plot(courses: dict[str, Course], title: str, path: str | os.PathLike[str] | 
     by_step.legend(fontsize="small")
     figure.suptitle(f"{title}; synthetic acceptance", fontsize="medium")
     if path is not None:
-        figure.savefig(path)
+        save("known_answer.plot", figure, path)
     return figure

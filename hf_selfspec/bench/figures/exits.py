@@ -12,6 +12,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
 from ...errors import SettingError
+from ...files import reported
 from ...loading import NamedModel
 from ...pictures import new_figure, save
 from ...search.choice import ExitChoice
@@ -176,7 +177,8 @@ def _run(args: argparse.Namespace) -> None:
     sets = {name: (ids[:CHOOSING], ids[CHOOSING:]) for name, ids in prompts.items()}
     text = tables(model, sets, args.tokens, args.repeats)
     if args.output is not None:
-        args.output.write_text(f"`{args.command}`\n{text}\n", encoding="utf-8")
+        with reported(args.output):
+            args.output.write_text(f"`{args.command}`\n{text}\n", encoding="utf-8")
 
 
 def _by_exit(args: argparse.Namespace, model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
