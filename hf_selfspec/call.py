@@ -197,7 +197,7 @@ class Generation:
             vocabulary=session.vocabulary,
             streamer=request.streamer,
             checks_logits=self.checks_logits,
-            waits_for=_others_are_unfinished(request.model.device) if request.synced_gpus else None,
+            waits_for=_others_are_unfinished(request.input_ids.device) if request.synced_gpus else None,
             keeps_rows=bool(config.return_dict_in_generate) or request.has_own_cache,
         )
 

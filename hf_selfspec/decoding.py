@@ -81,6 +81,7 @@ class Decoder:
         b = self.text.batch_size
         self._ended: list[int | None] = [None] * b
         self._streamed = 0
+        self._ran_along = False  # with other processes, after the end
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
         self._in_step = bool(stateful)
         # Whether tokens are a plain argmax of the logits, and the argmax that the last forward over a draft returned.
@@ -125,11 +126,17 @@ class Decoder:
         is_unfinished = not all(self._is_done(row) for row in range(self.text.batch_size))
         if self.waits_for is None:
             return is_unfinished
-        while self.waits_for(is_unfinished):
+        while self.waits_for(is_unfinished or (self._end_unevenly() and not self._ran_along)):
             if is_unfinished:
                 return True
             self._verify_pass(Draft.none(self.text))
+            self._ran_along = True
         return False
+
+    def _end_unevenly(self) -> bool:
+        """Whether a row ended before the others, so that the cache to hand back needs a forward over its last token."""
+        counts = [self.generated(row) for row in range(self.text.batch_size)]
+        return min(counts) < max(counts) and self.target.padding is None
 
     def _round(self) -> None:
         self.target.last_slots = self.text.last_slots()
@@ -326,11 +333,12 @@ class Decoder:
         total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
         counts = [self.generated(row) for row in range(self.text.batch_size)]
         ends: Sequence[int] = self.text.last_slots()
-        if min(counts) < max(counts) and self.target.padding is None:
+        if self._end_unevenly():
             # The last token of a row that ended before the others belongs in the cache too, but was not run yet.
-            self.target.step(
-                self.text.last_tokens(), self.text.last_slots(), head=False, capture=self.target.anatomy.num_layers
-            )
+            if not self._ran_along:
+                self.target.step(
+                    self.text.last_tokens(), self.text.last_slots(), head=False, capture=self.target.anatomy.num_layers
+                )
             ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
         self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total, ends)
 

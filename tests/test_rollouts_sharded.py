@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from conftest import in_two_processes, ragged_batch, tiny_llama
 from distributed_rollouts import CALLS, OPTIONS, train_once
 from transformers import LlamaForCausalLM
 
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, UnsupportedOptionError
 from hf_selfspec import call as one_call
+from hf_selfspec.model.anatomy import Anatomy
 
 
 def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
@@ -25,35 +30,72 @@ def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
         for (lengths, new), of_rank in zip(CALLS, found, strict=True):
             plain = model.generate(**ragged_batch(lengths), **OPTIONS, max_new_tokens=new).tolist()
             assert [of_rank[f"{name}, {moment}"][0] for name in ("lookup", "default", "mixed")] == [plain] * 3
+            options = {**ragged_batch(lengths), **OPTIONS, "max_new_tokens": new, "eos_token_id": list(range(40, 60))}
+            assert of_rank[f"uneven, {moment}"][0] == model.generate(**options).tolist()
         train_once(model)
     assert any(of_rank[f"lookup, {moment}"][1] for of_rank in found for moment in ("before", "after"))
 
 
-def test_a_finished_process_runs_along(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks as often as it runs a forward, and once more."""
+def alone_for(questions: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Answers so many questions with yes, and notes what this process says; 0 for as long as it has to go on itself."""
     asked: list[bool] = []
 
-    def others(device: torch.device) -> object:
+    def others(device: torch.device) -> Callable[[bool], bool]:
         def ask(is_unfinished: bool) -> bool:
             asked.append(is_unfinished)
-            return len(asked) < 30
+            return is_unfinished or len(asked) < questions
 
         return ask
 
     monkeypatch.setattr(one_call, "_others_are_unfinished", others)
-    forwards: list[int] = []
-    handle = llama.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(1), with_kwargs=True)
-    spec = SelfSpec.lookup()
-    options = {**ragged_batch((9,)), "max_new_tokens": 12, "do_sample": False}
+    return asked
+
+
+@contextmanager
+def counted(module: torch.nn.Module) -> Iterator[list[int]]:
+    """Forwards of a module."""
+    found: list[int] = []
+    handle = module.register_forward_pre_hook(lambda module, args: found.append(1))
     try:
-        ids = llama.generate(**options, synced_gpus=True, assistant=spec)
+        yield found
     finally:
         handle.remove()
+
+
+def test_a_finished_process_runs_along(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks as often as it runs a forward, and once more."""
+    asked = alone_for(30, monkeypatch)
+    options = {**ragged_batch((9,)), "max_new_tokens": 12, "do_sample": False}
+    with counted(llama) as forwards:
+        ids = llama.generate(**options, synced_gpus=True, assistant=SelfSpec.lookup())
     assert torch.equal(ids, llama.generate(**options))
     assert len(asked) == 30
     assert len(forwards) == 29  # the prefill, and one after each question but for the first and the last
     assert asked == [True] * asked.count(True) + [False] * asked.count(False)
     assert asked.count(False) > 10
+
+
+@pytest.mark.parametrize("questions", [0, 30])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of a row that ends early takes a forward, which others run along with; chats continue from it."""
+    model = build(name)
+    prompts: dict[str, Any] = {**ragged_batch((9, 9), seed=3), "do_sample": False, "pad_token_id": 0}
+    first = model.generate(**prompts, max_new_tokens=14)
+    end = next(token for token in first[0, 12:16].tolist() if token not in first[1].tolist())
+    options = prompts | {"max_new_tokens": 14, "eos_token_id": end, "return_dict_in_generate": True}
+    plain = model.generate(**options)
+    asked = alone_for(questions, monkeypatch)
+    with counted(Anatomy.of(model).layers[0]) as forwards:
+        ours = model.generate(**options, synced_gpus=True, assistant=SelfSpec.lookup())
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert len(forwards) == len(asked) - 1
+    more = torch.cat([plain.sequences, torch.tensor([[11, 12], [13, 14]])], dim=1)
+    mask = torch.ones_like(more)
+    mask[0, plain.sequences[0].tolist().index(end, 9) + 1 : plain.sequences.shape[1]] = 0
+    options |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
+    found = [model.generate(**options, past_key_values=one.past_key_values).sequences for one in (plain, ours)]
+    assert torch.equal(*found)
 
 
 def test_only_drafts_without_forwards(llama: LlamaForCausalLM) -> None:
