@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_selfspec import SelfSpec
+
+
+def part_of(output: Path, process: int) -> Path:
+    """Where a process writes its answers."""
+    return output.with_name(f"{output.name}.{process}")
 
 
 @torch.inference_mode()
@@ -31,22 +36,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     args = parser.parse_args(arguments)
 
-    state = PartialState(cpu=not torch.accelerator.is_available())
-    prompts = [json.loads(line)["prompt"] for line in args.data.read_text(encoding="utf-8").splitlines()]
+    # Processes wait for the slowest one at the end.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+    lines = args.data.read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     spec = SelfSpec(cache_dir=args.cache_dir)
 
-    answers = []
-    with state.split_between_processes(list(enumerate(prompts))) as share:
-        for place, prompt in tqdm(share, disable=not state.is_local_main_process):
+    own = part_of(args.output, state.process_index)
+    with state.split_between_processes(prompts) as share, own.open("w", encoding="utf-8") as file:
+        for prompt in tqdm(share, disable=not state.is_local_main_process):
             inputs = tokenizer(prompt, return_tensors="pt").to(state.device)
             ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, assistant=spec)
             answer = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            answers.append((place, {"prompt": prompt, "answer": answer}))
-    found = sorted(gather_object(answers), key=lambda answer: answer[0])
+            file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+            file.flush()  # an error later on loses nothing
+    state.wait_for_everyone()
     if state.is_main_process:
-        args.output.write_text("".join(json.dumps(answer) + "\n" for _, answer in found), encoding="utf-8")
+        parts = [part_of(args.output, process) for process in range(state.num_processes)]
+        args.output.write_text("".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
+        for part in parts:
+            part.unlink()
     state.destroy_process_group()
 
 

@@ -45,7 +45,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow.mark(items, is_whole=config.args == config.getini("testpaths"))
+    some = any(config.getoption(name, None) for name in ("lf", "ignore", "ignore_glob", "deselect", "keyword"))
+    slow.mark(items, is_whole=config.args == config.getini("testpaths") and not some)
 
 
 def library(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Which tests are left to a run before a release, ``python -m pytest -m slow``, so that each change waits for less.
 
 They repeat on more models and options what others show on a few, or run compilers, several processes and scripts for
-long. What is promised has tests in every run, too.
+long. Of several processes, every run has sharded weights and what they share on disk; tensor parallel models, training
+and fits by two processes are tested by slow tests alone.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ _EVERY_RUN = {
     "test_multimodal.py::test_text_alone": ".*-3",
     "test_package.py::test_bench_command_prints_forwards": "",
     "test_package.py::test_bench_command_prints_its_figures": "",
-    "test_rollouts_sharded.py::test_rollouts_of_sharded_weights": "",
     "test_sampling.py::test_joint_distribution_of_compiled_forwards": "early exit",
     "test_saving.py::test_a_killed_process_leaves_a_whole_cache": "",
     "test_saving.py::test_findings_of_a_search_come_back": ".*-1",

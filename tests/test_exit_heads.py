@@ -430,7 +430,9 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
         with unreached("calibrate_exit_heads", "at best 0.0"):
             again = calibrate_exit_heads(tmp_path, model, None, rows(given_rows), epsilons=[0.2], block_size=32)
         assert again.about["calibration"]["tokens"] == used * 24
-    assert again.about["figures"] == figures_of(again.about["calibration"]) != found.about["figures"]
+    figures = {name: value for name, value in again.about["figures"].items() if "speed" not in name}
+    assert figures == figures_of(again.about["calibration"])
+    assert figures != {name: found.about["figures"].get(name) for name in figures}
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

@@ -9,24 +9,27 @@ import pytest
 import torch
 from conftest import tiny_llama
 from test_fitting import EXIT, arguments, rows
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, TrainerState
 
 from hf_selfspec import (
     Adapter,
+    EarlyExitAdapter,
     LinearProbe,
     SelfSpec,
     SettingError,
     SettingTypeError,
+    UnsupportedModelError,
     fit_adapter,
     fit_exit_heads,
     fit_probe,
 )
+from hf_selfspec.train import adapter as adapter_fit
 from hf_selfspec.train import speed
-from hf_selfspec.train.speed import HeldOutSpeed, greedily, tell_whether_it_pays
+from hf_selfspec.train.speed import HeldOutSpeed, greedily, speeds_of
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
-    """Has looks at the speed find these, then the last one again; returns the weights that each look was at."""
+    """Has measurements give these, then the last one again; returns the weights that each was of."""
     coming, seen = iter(found), list[dict[str, torch.Tensor]]()
 
     def of(self: HeldOutSpeed, part: Any) -> float:
@@ -37,25 +40,74 @@ def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, tor
     return seen
 
 
+def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, weights[name]) for name, value in part.state_dict().items())
+
+
 def test_a_fit_ends_when_it_gets_no_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest weights are kept, and a gain of a hundredth is none."""
     seen = speeds(monkeypatch, 1.0, 1.2, 1.21, 1.1, 9.0)
     args = arguments(tmp_path, max_steps=40, eval_steps=3)
     adapter = fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=2)
     assert adapter.about["recipe"]["steps"] == 12
-    assert len(seen) == 5  # the last one is of the whole fit
-    for name, value in adapter.state_dict().items():
-        assert torch.equal(value, seen[1][name])
-    assert any(not torch.equal(value, seen[3][name]) for name, value in adapter.state_dict().items())
-    assert adapter.about["figures"]["speed over plain generate"] == 9.0
+    assert [is_like(adapter, weights) for weights in seen] == [False, True, False, False]
+
+
+def test_a_fit_that_never_drafts_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = speeds(monkeypatch, 0.0)
+    args = arguments(tmp_path, max_steps=40, eval_steps=2)
+    adapter = fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=3)
+    assert adapter.about["recipe"]["steps"] == 8
+    assert is_like(adapter, seen[0])
 
 
 def test_a_fit_that_gets_faster_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps behind the last measurement are measured at the end."""
     seen = speeds(monkeypatch, 1.0, 1.1, 1.2, 1.3)
-    args = arguments(tmp_path, max_steps=8, eval_steps=2)
+    args = arguments(tmp_path, max_steps=7, eval_steps=2)
     probe = fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=1)
-    assert probe.about["recipe"]["steps"] == 8
-    assert all(torch.equal(value, seen[-1][name]) for name, value in probe.state_dict().items())
+    assert probe.about["recipe"]["steps"] == 7
+    assert len(seen) == 4
+    assert is_like(probe, seen[-1])
+
+
+@pytest.mark.parametrize("eval_steps", [None, 2, 0.1, 0])
+def test_short_fits_are_measured_ten_times(
+    eval_steps: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = speeds(monkeypatch, *(1.0 + step for step in range(30)))
+    args = arguments(tmp_path, max_steps=20, eval_steps=eval_steps)
+    fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=1)
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize("killed_at", [7, 12])
+def test_a_fit_that_resumes_knows_the_fastest_weights(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = speeds(monkeypatch, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+    kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 12}
+
+    def fit() -> Adapter:
+        args = arguments(tmp_path / "checkpoints", **kept)
+        return fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=9)
+
+    class Killed(TrainerCallback):
+        def on_step_begin(self, args: Any, state: TrainerState, control: Any, **options: Any) -> None:
+            if state.global_step == killed_at:
+                raise KeyboardInterrupt
+
+        def on_train_end(self, *given: Any, **options: Any) -> None:
+            if killed_at == 12:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        usual = speed.early_stop
+        patch.setattr(adapter_fit, "early_stop", lambda *given: [Killed(), *usual(*given)])
+        with pytest.raises(KeyboardInterrupt):
+            fit()
+    fastest = seen[1]
+    assert is_like(fit(), fastest)
 
 
 def test_all_kinds_of_parts_have_a_speed(tmp_path: Path) -> None:
@@ -73,22 +125,33 @@ def test_all_kinds_of_parts_have_a_speed(tmp_path: Path) -> None:
     assert not any(module.training for module in model.modules())
 
 
+class Clock:
+    """Seconds that only calls of ``generate`` take: 2 without an assistant, and 1 with one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, with_free: float = 1.0) -> None:
+        self.now = 0.0
+        original = type(model).generate
+
+        def generate(model: Any, *args: Any, **options: Any) -> Any:
+            spec = options.get("assistant")
+            self.now += 2.0 if spec is None else 1.0 if isinstance(spec.draft, EarlyExitAdapter) else with_free
+            return original(model, *args, **options)
+
+        monkeypatch.setattr(type(model), "generate", generate)
+        monkeypatch.setattr(speed, "perf_counter", lambda: self.now)
+
+
+TEXT = torch.tensor([row["input_ids"] for row in rows(6)])
+
+
 def test_speed_is_that_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds a token in turn, by a clock on which a call with the part takes half as long."""
-    model, now = tiny_llama(), [0.0]
-    original = type(model).generate
-
-    def generate(self: Any, *args: Any, **options: Any) -> Any:
-        now[0] += 1.0 if "assistant" in options else 2.0
-        return original(self, *args, **options)
-
-    monkeypatch.setattr(type(model), "generate", generate)
-    monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
-    part = Adapter(EXIT, 64, 4).train()
-    text = torch.tensor([row["input_ids"] for row in rows(6)])
-    usual = model.generation_config
-    assert HeldOutSpeed(model, text, SelfSpec.kangaroo).of(part) == pytest.approx(2.0)
+    model = tiny_llama()
+    Clock(monkeypatch, model)
+    part, usual = Adapter(EXIT, 64, 4).train(), model.generation_config
+    part.__dict__["_copies"] = {"device": "stale"}
+    assert HeldOutSpeed(model, TEXT, SelfSpec.kangaroo).of(part) == pytest.approx(2.0)
     assert part.training
+    assert "_copies" not in part.__dict__
     assert model.generation_config is usual
 
 
@@ -96,21 +159,47 @@ def test_a_part_that_cannot_draft_has_no_speed() -> None:
     def refuse(part: Any) -> SelfSpec:
         raise SettingError("it reaches no threshold")
 
-    text = torch.tensor([row["input_ids"] for row in rows(2)])
-    assert HeldOutSpeed(tiny_llama(), text, refuse).of(LinearProbe(EXIT, 64, False)) == 0.0
+    assert HeldOutSpeed(tiny_llama(), TEXT, refuse).of(LinearProbe(EXIT, 64, False)) == 0.0
 
 
-@pytest.mark.parametrize(("found", "is_told"), [(0.97, True), (1.4, False)])
-def test_parts_that_do_not_pay_are_told(
-    found: float, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("with_free", "pays"), [(0.5, False), (1.5, True)])
+def test_parts_that_add_nothing_to_free_drafts_are_told(
+    with_free: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speeds(monkeypatch, found)
-    known = HeldOutSpeed(tiny_llama(), torch.ones(2, 8, dtype=torch.long), SelfSpec.kangaroo)
-    part = Adapter(EXIT, 64, 4)
-    assert tell_whether_it_pays(part, known) == {"speed over plain generate": found}
-    assert ("adapter: with it, the model generates at 0.97 times" in caplog.text) == is_told
-    empty = HeldOutSpeed(tiny_llama(), torch.ones(0, 8, dtype=torch.long), SelfSpec.kangaroo)
-    assert tell_whether_it_pays(part, empty) == {}
+    """Free drafts, and both together, take so many seconds; the part alone 1 and plain generate 2."""
+    model = tiny_llama()
+    Clock(monkeypatch, model, with_free)
+    original = HeldOutSpeed.with_free_drafts
+
+    def slower_together(self: HeldOutSpeed, part: Any) -> tuple[float, float, float]:
+        alone, free, both = original(self, part)
+        return alone, free, both / 2
+
+    monkeypatch.setattr(HeldOutSpeed, "with_free_drafts", slower_together)
+    known, part = HeldOutSpeed(model, TEXT, SelfSpec.kangaroo), Adapter(EXIT, 64, 4)
+    if pays:
+        found = speeds_of(part, known)
+    else:
+        with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
+            found = speeds_of(part, known)
+    assert found["speed over plain generate"] == 2.0
+    assert found["speed of free drafts alone"] == round(2 / with_free, 2)
+    assert speeds_of(part, HeldOutSpeed(model, TEXT[:0], SelfSpec.kangaroo)) == {}
+
+
+@pytest.mark.parametrize("error", [UnsupportedModelError("no cache"), torch.OutOfMemoryError("too large")])
+def test_a_fit_is_not_lost_to_its_measurement(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: HeldOutSpeed, part: Any) -> tuple[float, float, float]:
+        raise error
+
+    monkeypatch.setattr(HeldOutSpeed, "with_free_drafts", fail)
+    options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": arguments(tmp_path, max_steps=2)}
+    with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
+        adapter = fit_adapter(tiny_llama(), None, rows(), **options, output_dir=tmp_path / "out")
+    assert is_like(Adapter.load(tmp_path / "out"), adapter.state_dict())
 
 
 def test_texts_are_written_without_settings_of_the_model() -> None:

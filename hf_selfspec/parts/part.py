@@ -77,6 +77,11 @@ class Part(nn.Module, PyTorchModelHubMixin):
             found: Self = copies[device]
             return found
 
+    def forget_copies(self) -> None:
+        """Drops copies on other devices, which do not follow changed weights."""
+        with _copying:
+            self.__dict__.pop("_copies", None)
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters."""

@@ -27,7 +27,7 @@ from .fitting import (
     seeded,
     train,
 )
-from .speed import HeldOutSpeed, early_stop, tell_whether_it_pays
+from .speed import HeldOutSpeed, early_stop, with_speeds
 
 
 def fit_adapter(
@@ -62,10 +62,11 @@ def fit_adapter(
             default. With a ``save_strategy``, a fit that was stopped resumes from the last checkpoint in their
             ``output_dir``.
         cache_dir: folder that keeps the model's states for further epochs and fits, see :class:`Backbone`.
-        cache_bytes: maximum size of the states in ``cache_dir``; for other rows the model runs in each epoch.
-        patience: ends the fit when the speed of generation on held-out text, measured every 100 steps (or
-            ``args.eval_steps``), has not risen so many times in a row; the fastest weights are kept. ``None`` for all
-            steps.
+        cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
+            epoch.
+        patience: ends the fit when the speed of generation on held-out text has not risen in so many measurements in a
+            row, and keeps the fastest weights. It is measured every 100 steps (every tenth of a shorter fit, or every
+            ``args.eval_steps``). ``None`` for all steps.
         output_dir: folder in which the adapter is saved, with a model card. Without ``args``, checkpoints are kept
             beside it while the fit runs, and after it was stopped, the same call resumes from them.
 
@@ -108,8 +109,8 @@ def fit_adapter(
         fitted = train(fitting, rows, args, output_dir, callbacks)
         adapter.eval()
         figures = measured(backbone, held_out, {"agreement with the whole model": lambda o: logits_of(agreement, o)})
-        figures |= tell_whether_it_pays(adapter, speed)
-    return finished(adapter, inner, recipe, fitted, figures, output_dir)
+    finished(adapter, inner, recipe, fitted, figures, output_dir)
+    return with_speeds(adapter, backbone, speed, output_dir)
 
 
 def usual_exit(config: Any) -> int:

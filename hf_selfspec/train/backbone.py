@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from accelerate import PartialState
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,8 @@ from ..model.head import OwnHead
 from ..settings import check_count
 
 _SUFFIX = ".safetensors"
+# Bytes of names and shapes in a file, at most, for up to a dozen exits.
+_NAMES = 2048
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Backbone:
         layers: exit layers whose states are wanted.
         cache_dir: where the states of each row of text are kept, so that further epochs and fits on the same text need
             no forward; ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` values.
-        cache_bytes: maximum size of the states in ``cache_dir`` for this model; for other rows the model runs each
+        cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs each
             time. ``None`` for no limit.
 
     Raises:
@@ -83,27 +86,26 @@ class Backbone:
         if cache_bytes is not None:
             check_count("cache_bytes", cache_bytes)
         self._folder: Path | None = None
-        self._room = math.inf if cache_bytes is None else cache_bytes
+        # Each of several processes writes its share of the rows.
+        self._room = math.inf if cache_bytes is None else cache_bytes // PartialState().num_processes
         if cache_dir is not None:
             self._folder = Path(cache_dir) / _name(model, Fingerprint.of_decoder(model))
             with reported(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._room -= sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))
+                held = sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))
+                self._room -= held // PartialState().num_processes
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether rows that were seen need no forward."""
-        return self._folder is not None
-
-    def bytes_to_keep(self, rows: torch.Tensor) -> int:
-        """Bytes of states that the cache will take up for ``rows`` ``[n, s]`` beside what it has, as far as it may."""
+    def room_for(self, rows: torch.Tensor) -> tuple[int, float]:
+        """Returns bytes that ``rows`` ``[n, s]`` will add to the cache, and which share of them will be in it then."""
         if self._folder is None:
-            return 0
-        new = sum(not file.exists() for file in {self._file(row) for row in rows})
+            return 0, 0.0
+        files = {self._file(row) for row in rows}
+        new = sum(not file.exists() for file in files)
         shown = self.look(rows[:1, :1])
         numbers = (*shown.states.values(), *shown.exits.values(), shown.final)
-        each = rows.shape[1] * sum(state.shape[-1] * state.element_size() for state in numbers)
-        return int(max(0, min(new * each, self._room)))
+        each = _NAMES + rows.shape[1] * sum(state.shape[-1] * state.element_size() for state in numbers)
+        fitting = int(min(new, max(self._room, 0) // each))
+        return fitting * each, 1 - (new - fitting) / len(files)
 
     @property
     def device(self) -> torch.device:
@@ -159,18 +161,18 @@ class Backbone:
         """Returns the model's states on ``ids`` ``[b, s]``, from the cache if they are there."""
         if self._folder is None:
             return self.look(ids)
-        ids = ids.to(self.device)
-        files = [self._file(row) for row in ids]
-        kept = [_read(file) for file in files]
-        names = [*self._names, "final"]
-        if all(row is not None and {*names} <= row.keys() for row in kept):
-            if not self.own_head.has_seen:
-                self._forward(ids[:1, :1])
-            found = {name: torch.stack([row[name] for row in kept if row]).to(ids.device) for name in names}
-        else:
-            found = self._forward(ids)
-            for index, (file, before) in enumerate(zip(files, kept, strict=True)):
-                self._keep(file, before or {}, {name: value[index].cpu() for name, value in found.items()})
+        ids, names = ids.to(self.device), {*self._names, "final"}
+        rows = [_read(self._file(row)) or {} for row in ids]
+        missing = [index for index, row in enumerate(rows) if not names <= row.keys()]
+        if missing:
+            new = self._forward(ids[missing])
+            for place, index in enumerate(missing):
+                states = {name: value[place] for name, value in new.items()}
+                self._keep(self._file(ids[index]), rows[index], states)
+                rows[index] = states
+        elif not self.own_head.has_seen:
+            self._forward(ids[:1, :1])
+        found = {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in names}
         return self._observed(ids, found)
 
     @torch.no_grad()
@@ -198,9 +200,9 @@ class Backbone:
     def _keep(self, file: Path, before: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
         """Writes the states of a row, if there is room."""
         size = sum(tensor.nbytes for name, tensor in found.items() if name not in before)
-        if size <= self._room:
-            _write(file, before | found)
-            self._room -= size
+        if size + _NAMES <= self._room:
+            _write(file, before | {name: tensor.cpu() for name, tensor in found.items()})
+            self._room -= size + _NAMES
 
     def _forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

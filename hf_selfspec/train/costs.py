@@ -32,7 +32,7 @@ class FitCosts:
         steps: of the optimiser.
         seconds: about how long training takes, from the time of one batch.
         memory: bytes of weights, gradients and moments, beside the model and what one batch needs.
-        disk: bytes of states that ``cache_dir`` will hold.
+        disk: bytes of states that are added to ``cache_dir``.
     """
 
     parameters: int
@@ -54,14 +54,16 @@ class FitCosts:
         batches = args.gradient_accumulation_steps
         epoch = math.ceil(len(blocks) / (args.train_batch_size * batches * args.world_size))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(epoch * args.num_train_epochs)
+        disk, kept = fitting.backbone.room_for(blocks.rows)
         looking, learning = fitting.seconds(blocks.rows[: args.train_batch_size])
-        looks = min(steps, epoch) if fitting.backbone.keeps_states else steps
+        first = min(steps, epoch)
+        looks = first + (1 - kept) * (steps - first)
         return cls(
             parameters=parameters,
             steps=steps,
             seconds=batches * (looks * looking + steps * learning),
             memory=_BYTES_OF_A_PARAMETER * parameters,
-            disk=fitting.backbone.bytes_to_keep(blocks.rows),
+            disk=disk,
         )
 
     def __str__(self) -> str:

@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy, causal_lm
@@ -70,16 +72,22 @@ class Fitting(nn.Module):
         """Returns seconds of the model on a batch ``[b, s]``, and of the part's forward and backward."""
         begun = perf_counter()
         observed = self.backbone.observe(input_ids)
+        _wait_for(self.backbone.device)
         between = perf_counter()
         self._loss(observed).backward()
-        if self.backbone.device.type != "cpu":
-            torch.accelerator.synchronize()
+        _wait_for(self.backbone.device)
         ended = perf_counter()
         self.zero_grad(set_to_none=True)
         return between - begun, ended - between
 
     def _loss(self, observed: Observed) -> torch.Tensor:
         return self._seen[1](observed.to(next(self.part.parameters()).device))
+
+
+def _wait_for(device: torch.device) -> None:
+    """Waits until a device has computed what was launched on it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
@@ -158,6 +166,10 @@ def train(
             trainer.train(resume_from_checkpoint=checkpoint)
         else:
             fitting.load_state_dict(weights)
+            state = TrainerState.load_from_json(os.path.join(cast(str, checkpoint), TRAINER_STATE_NAME))
+            for callback in callbacks:
+                callback.on_train_begin(args, state, trainer.control)
+                callback.on_train_end(args, state, trainer.control)
         seconds = perf_counter() - begun
     losses = tuple(float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
     return Fitted(losses, seconds, blocks.rows.numel(), trainer.state.global_step)

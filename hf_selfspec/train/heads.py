@@ -45,12 +45,14 @@ from .fitting import (
     seeded,
     train,
 )
-from .speed import HeldOutSpeed, early_stop, greedily, tell_whether_it_pays
+from .speed import HeldOutSpeed, early_stop, greedily, with_speeds
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
 # One token in so many of a row is given to the model, which continues it; and rows that are generated at once.
 _GIVEN, _AT_ONCE = 4, 16
+# Accuracy at which the speed with heads is measured, if they reach it: the preset's.
+_USUAL_EPSILON = 0.9
 
 
 def fit_exit_heads(
@@ -124,11 +126,14 @@ def fit_exit_heads(
             losses.append(found)
         return torch.stack(losses).mean()
 
+    texts: list[tuple[torch.Tensor, int]] = []  # of a frozen model, written once
+
     def with_thresholds(part: ExitHeads) -> SelfSpec:
+        if not texts:
+            texts.extend(_written(backbone, held_out[:_AT_ONCE]))
         tried = copy.copy(part)
-        few = _predictions(backbone, part, held_out[:_AT_ONCE])
-        tried.about = {"calibration": calibrate(few, epsilons, metric)}
-        return SelfSpec.dssd(tried)
+        tried.about = {"calibration": calibrate(_predictions(backbone, part, texts), epsilons, metric)}
+        return _dssd(tried)
 
     recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
     callbacks = early_stop(name, heads, HeldOutSpeed(inner, held_out, with_thresholds), patience)
@@ -251,15 +256,18 @@ def _calibrated(
     folder: str | os.PathLike[str] | None,
 ) -> ExitHeads:
     with backbone.frozen():
-        calibration = calibrate(_predictions(backbone, heads, rows), epsilons, metric)
-        figures = (heads.about.get("figures") or {}) | figures_of(calibration)
-        if reached(calibration) >= epsilons[0]:
-            heads.about = {**heads.about, "calibration": calibration}
-            figures |= tell_whether_it_pays(heads, HeldOutSpeed(backbone.model, rows, SelfSpec.dssd))
+        calibration = calibrate(_predictions(backbone, heads, _written(backbone, rows)), epsilons, metric)
+    figures = (heads.about.get("figures") or {}) | figures_of(calibration)
     kept = keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
     if reached(calibration) < epsilons[0]:
         warnings.warn(_unreached(name, epsilons[0], reached(calibration)), stacklevel=3)
-    return kept
+        return kept
+    return with_speeds(kept, backbone, HeldOutSpeed(backbone.model, rows, _dssd), folder)
+
+
+def _dssd(heads: ExitHeads) -> SelfSpec:
+    """Returns the preset at the usual accuracy, or at the highest one that the heads reach."""
+    return SelfSpec.dssd(heads, min(_USUAL_EPSILON, reached(heads.about["calibration"])))
 
 
 def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observed: Observed) -> torch.Tensor:
@@ -270,15 +278,17 @@ def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observ
 
 
 @torch.no_grad()
-def _predictions(backbone: Backbone, heads: ExitHeads, rows: torch.Tensor) -> list[HeadPredictions]:
+def _predictions(
+    backbone: Backbone, heads: ExitHeads, texts: Sequence[tuple[torch.Tensor, int]]
+) -> list[HeadPredictions]:
     """What heads predict where the model continues the beginnings of rows."""
 
     def both(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return torch.stack([agreement(drafted, whole), *(metric(drafted) for metric in METRICS.values())], -1)
 
     found = []
-    for ids, given in _written(backbone, rows):
-        observed = backbone.observe(ids[None])
+    for ids, given in texts:
+        observed = backbone.look(ids[None])
         predicted = [_of_head(both, backbone, heads, head, observed) for head in range(len(heads.layers))]
         right, *sure = torch.stack(predicted)[:, given - 1 : -1].cpu().unbind(-1)
         found.append(HeadPredictions(dict(zip(METRICS, sure, strict=True)), right))

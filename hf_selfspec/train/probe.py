@@ -22,7 +22,7 @@ from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit, check_positive, check_share
 from .backbone import Backbone, Observed
 from .fitting import Fitting, agreement, finished, measured, per_token, prepared, train
-from .speed import HeldOutSpeed, early_stop, tell_whether_it_pays
+from .speed import HeldOutSpeed, early_stop, with_speeds
 
 
 def fit_probe(
@@ -98,8 +98,8 @@ def fit_probe(
         fitted = train(fitting, rows, args, output_dir, callbacks)
         probe.eval()
         figures = measured(backbone, held_out, {"accuracy": right, "accepted": labels})
-        figures |= tell_whether_it_pays(probe, speed)
-    return finished(probe, inner, recipe, fitted, figures, output_dir)
+    finished(probe, inner, recipe, fitted, figures, output_dir)
+    return with_speeds(probe, backbone, speed, output_dir)
 
 
 def check_warping(name: Callable[[str], str], temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -1,16 +1,23 @@
-"""How fast a model generates with what is being fitted to it, on text that is held out."""
+"""How fast a model generates with what is being fitted to it, on held-out text."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -20,20 +27,26 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..errors import SettingError
+from ..draft.cascade import Cascade
+from ..draft.lookup import Lookup
+from ..errors import SelfSpecError, SettingError
+from ..files import reported, written_whole
 from ..parts.part import Part
 from ..selfspec import SelfSpec
 from ..settings import check_count
+from .backbone import Backbone
+from .fitting import keep
 
-# Rows whose first half is a prompt, and the most tokens that are generated behind it; after the first few, which meet
-# shapes for the first time.
+# Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
 _ROWS, _TOKENS, _FEW = 4, 32, 8
-# Below so many times plain generate's speed a part is told not to pay: single runs are 5 % apart.
-_PAYS = 1.0
-# Steps between two looks at the speed, unless the Trainer's arguments tell, and a gain that is none by chance.
-_EVERY, _GAIN = 100, 1.02
+# Steps between two measurements, unless the Trainer's arguments say, and their least number in a training.
+_EVERY, _LOOKS = 100, 10
+# A smaller gain may be chance.
+_GAIN = 1.02
+_FASTEST = "fastest.safetensors"
 
 SpecOf = Callable[[Any], SelfSpec]
+_P = TypeVar("_P", bound=Part)
 
 _logger = logging.getLogger(__name__)
 
@@ -60,12 +73,12 @@ def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
 
 
 class HeldOutSpeed:
-    """Compares generation with a part to plain generation.
+    """Compares generation with a part to plain ``generate``.
 
     Args:
-        model: that the part is fitted to.
+        model: the model that the part is fitted to.
         rows: ``[n, s]`` held-out text, of which the first few rows are used.
-        spec_of: a ``SelfSpec`` that drafts with a part; a :class:`SettingError` of it is a part that cannot draft.
+        spec_of: returns a ``SelfSpec`` that drafts with a part.
     """
 
     def __init__(self, model: PreTrainedModel, rows: torch.Tensor, spec_of: SpecOf) -> None:
@@ -76,31 +89,38 @@ class HeldOutSpeed:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is text to generate behind."""
+        """Whether there is text to continue."""
         return bool(self._prompts.numel()) and self._new > 1
 
-    @torch.no_grad()
     def of(self, part: Part) -> float:
-        """Tokens a second with the part over those of plain generation; 0 where it cannot draft."""
-        was_training = part.training
-        part.eval()
+        """Returns the speed with the part, in times of plain ``generate``'s; 0 if it cannot draft (yet)."""
         try:
-            spec = self._spec_of(part)
-            with greedily(self._model, self._new):
-                for options in ({}, {"assistant": spec}):
-                    self._seconds(self._prompts[:1], {"max_new_tokens": min(_FEW, self._new), **options})
-                # In turn, and the median, since machines are not always equally fast.
-                return median(
-                    self._seconds(prompt, {}) / self._seconds(prompt, {"assistant": spec})
-                    for prompt in self._prompts.split(1)
-                )
-        except SettingError:
+            with _ready(part):
+                return self._speeds([self._spec_of(part)])[0]
+        except SettingError as error:
+            _logger.info(f"{part.kind}: it cannot draft: {error}")
             return 0.0
-        finally:
-            part.train(was_training)
+
+    def with_free_drafts(self, part: Part) -> tuple[float, float, float]:
+        """Returns the speeds with the part, with free drafts, and with both."""
+        with _ready(part):
+            alone = self._spec_of(part)
+            both = replace(alone, draft=Cascade((Lookup(), alone.draft)))
+            one, free, together = self._speeds([alone, SelfSpec.lookup(), both])
+        return one, free, together
+
+    @torch.no_grad()
+    def _speeds(self, specs: list[SelfSpec]) -> list[float]:
+        ways: list[dict[str, Any]] = [{}, *({"assistant": spec} for spec in specs)]
+        with greedily(self._model, self._new):
+            for way in ways:
+                self._seconds(self._prompts[:1], {"max_new_tokens": min(_FEW, self._new), **way})
+            # In turn, and the median, since machines are not always equally fast.
+            seconds = [[self._seconds(prompt, way) for way in ways] for prompt in self._prompts.split(1)]
+        return [median(plain / other for plain, other in zip(*of, strict=True)) for of in _pairs(seconds)]
 
     def _seconds(self, prompt: torch.Tensor, options: dict[str, Any]) -> float:
-        """Seconds a token."""
+        """Seconds per token."""
         prompt = prompt.to(self._model.get_input_embeddings().weight.device)
         begun = perf_counter()
         ids = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
@@ -108,50 +128,107 @@ class HeldOutSpeed:
         return (perf_counter() - begun) / (ids.shape[1] - prompt.shape[1])
 
 
+def _pairs(seconds: list[list[float]]) -> list[tuple[list[float], list[float]]]:
+    """Of ``[prompts, ways]`` the first way beside each other one."""
+    plain, *others = (list(of) for of in zip(*seconds, strict=True))
+    return [(plain, other) for other in others]
+
+
+@contextmanager
+def _ready(part: Part) -> Iterator[None]:
+    """The part in eval mode, without copies of it on other devices from before."""
+    was_training = part.training
+    part.eval()
+    try:
+        part.forget_copies()
+        yield
+    finally:
+        part.forget_copies()
+        part.train(was_training)
+
+
 class StopWhenNoFaster(TrainerCallback):
     """Ends a training when the speed on held-out text has not risen for some time, and keeps the fastest weights.
 
+    Where the Trainer saves checkpoints, the fastest weights are saved in its ``output_dir``, too.
+
     Args:
-        part: what is trained.
-        speed: of generation with it.
-        patience: looks in a row without a gain after which it ends.
+        part: the part that is trained.
+        speed: measures generation with it.
+        patience: measurements in a row without a gain after which training ends.
     """
 
     def __init__(self, part: Part, speed: HeldOutSpeed, patience: int) -> None:
         self._part, self._speed, self._patience = part, speed, patience
-        self._best, self._since = 0.0, 0
+        self._measured: dict[int, float] = {}
+        self._fastest = -1  # step
         self._weights: dict[str, torch.Tensor] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **options: Any
+    ) -> None:
+        """Reads what an earlier run has measured, if training resumes."""
+        file = _file(args)
+        if state.global_step and file is not None and file.exists():
+            with safe_open(file, framework="pt") as found:
+                self._weights = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
+                about = json.loads((found.metadata() or {})["about"])
+            self._fastest = about["fastest"]
+            self._measured = {int(step): speed for step, speed in about["measured"].items()}
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **options: Any
     ) -> None:
-        """Looks at the speed now and then."""
-        every = args.eval_steps if isinstance(args.eval_steps, int) else _EVERY
-        if state.global_step % every:
-            return
-        speed = self._speed.of(self._part)
-        _logger.info(f"{self._part.kind}, step {state.global_step}: {speed:.2f} times plain generate's speed.")
-        self._since += 1
-        if speed >= _GAIN * self._best or not self._weights:
-            self._best, self._since = speed, 0
-            self._weights = {name: value.clone() for name, value in self._part.state_dict().items()}
-        control.should_training_stop = control.should_training_stop or self._since >= self._patience
+        """Measures from time to time."""
+        if state.global_step % _steps_between(args, state.max_steps) == 0:
+            self._measure(args, state.global_step)
+            since = sum(self._fastest < step <= state.global_step for step in self._measured)
+            control.should_training_stop = control.should_training_stop or since >= self._patience
 
-    def on_train_end(self, *_: Any, **options: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **options: Any
+    ) -> None:
         """Puts the fastest weights back."""
-        if self._weights and self._since:
+        if state.global_step not in self._measured:
+            self._measure(args, state.global_step)
+        if self._fastest != state.global_step:
             self._part.load_state_dict(self._weights)
+
+    def _measure(self, args: TrainingArguments, step: int) -> None:
+        speed = self._measured[step] = self._speed.of(self._part)
+        _logger.info(f"{self._part.kind}, step {step}: {speed:.2f} times the speed of plain generate.")
+        best = self._measured.get(self._fastest, 0.0)
+        if not self._weights or (speed > best and speed >= _GAIN * best):
+            self._fastest = step
+            self._weights = {name: value.detach().cpu().clone() for name, value in self._part.state_dict().items()}
+        if (file := _file(args)) is not None:
+            about = json.dumps({"fastest": self._fastest, "measured": self._measured})
+            with reported(file), written_whole(file) as beside:
+                save_file(self._weights, beside, metadata={"about": about})
+
+
+def _steps_between(args: TrainingArguments, steps: int) -> int:
+    """Steps from one measurement to the next; ``eval_steps`` below 1 is a share of all steps."""
+    given = args.eval_steps
+    if not given:
+        return min(_EVERY, max(1, steps // _LOOKS))
+    return math.ceil(given * steps) if given < 1 else int(given)
+
+
+def _file(args: TrainingArguments) -> Path | None:
+    """Where the fastest weights are kept, ``None`` where the Trainer saves nothing."""
+    return None if args.save_strategy == "no" or args.output_dir is None else Path(args.output_dir) / _FASTEST
 
 
 def early_stop(name: str, part: Part, speed: HeldOutSpeed, patience: int | None) -> list[TrainerCallback]:
-    """The callback that ends a fit, none without ``patience``.
+    """Returns the callback that ends a fit, none without ``patience``.
 
     Args:
         name: what takes the setting, for messages.
         part, speed, patience: see :class:`StopWhenNoFaster`.
 
     Raises:
-        SettingError, SettingTypeError: no such count, no text to find the speed with, or several processes.
+        SettingError, SettingTypeError: no such count, no text to measure on, or several processes.
     """
     if patience is None:
         return []
@@ -160,21 +237,41 @@ def early_stop(name: str, part: Part, speed: HeldOutSpeed, patience: int | None)
         raise SettingError(f"{name}(patience={patience}): several processes would not stop alike. Leave patience out.")
     if not speed.is_known:
         raise SettingError(
-            f"{name}(patience={patience}): there is no held-out text to generate greedily behind. Give more rows, "
-            "of at least 4 tokens, or leave patience out."
+            f"{name}(patience={patience}): there is no held-out text to continue greedily. Give more rows, of at least "
+            "4 tokens, or leave patience out."
         )
     return [StopWhenNoFaster(part, speed, patience)]
 
 
-def tell_whether_it_pays(part: Part, speed: HeldOutSpeed) -> dict[str, float]:
-    """The figure of a part's speed, empty where there is no text to find it with; a warning where it does not pay."""
+def speeds_of(part: Part, speed: HeldOutSpeed) -> dict[str, float]:
+    """Returns the figures of a part's speed, none if it cannot be measured; warns if the part does not pay.
+
+    A fit is not lost to what goes wrong here.
+    """
     if not speed.is_known:
         return {}
-    found = speed.of(part)
-    if found < _PAYS and PartialState().is_main_process:
-        _logger.warning(
-            f"{part.kind}: with it, the model generates at {found:.2f} times the speed of plain generate on held-out "
-            "text. Fit it for longer, on more text or on text like that which is generated, choose another exit layer, "
-            "or do without it: SelfSpec.lookup() needs no fit."
+    try:
+        alone, free, both = speed.with_free_drafts(part)
+    except (SelfSpecError, RuntimeError) as error:
+        warnings.warn(f"{part.kind}: its speed could not be measured: {error}", stacklevel=4)
+        return {}
+    if max(alone, both) < max(1.0, free) and PartialState().is_main_process:
+        warnings.warn(
+            f"this {part.kind} does not pay: on held-out text the model generates at {alone:.2f} times the speed of "
+            f"plain generate with it, at {both:.2f} with it and free drafts, and at {free:.2f} with SelfSpec.lookup(), "
+            "which needs no fit. Fit for longer, on more text or on text like that which will be generated, or choose "
+            "another exit layer.",
+            stacklevel=4,
         )
-    return {"speed over plain generate": round(found, 2)}
+    return {
+        "speed over plain generate": round(alone, 2),
+        "speed with free drafts": round(both, 2),
+        "speed of free drafts alone": round(free, 2),
+    }
+
+
+def with_speeds(part: _P, backbone: Backbone, speed: HeldOutSpeed, folder: Any) -> _P:
+    """Returns a fitted part with the figures of its speed, saved again if there is a folder."""
+    with backbone.frozen():
+        figures = speeds_of(part, speed)
+    return keep(part, {**part.about, "figures": {**part.about["figures"], **figures}}, folder)
