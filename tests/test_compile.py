@@ -185,7 +185,7 @@ def test_a_spec_with_options_is_a_key() -> None:
 
 
 def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) -> None:
-    with pytest.warns(UserWarning, match="without compiled graphs here, since its states"):
+    with pytest.warns(UserWarning, match="without compiled graphs here, since it has recurrent states"):
         same_ids(build("qwen3_next"), specs()["exit"])
     assert not traced
 
