@@ -146,7 +146,7 @@ def run_tests(copied: Path, tests: list[str], seconds: float) -> str:
 
         try:
             status = pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
-        except BaseException:
+        except BaseException:  # in a forked child, which must not go on as its parent
             traceback.print_exc()
             status = 1
         sys.stdout.flush()

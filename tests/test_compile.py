@@ -386,7 +386,7 @@ def test_threads_make_graphs_in_turn() -> None:
             for drafted in (1, 2, 3, 4):
                 spec = SelfSpec(EarlyExit(2), FixedLength(drafted), compile=QUICK)
                 assert torch.equal(model.generate(**options, assistant=spec), expected)
-        except BaseException as error:
+        except BaseException as error:  # of a thread; the test shows it
             failed.append(error)
 
     options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import PartialState
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -170,8 +170,8 @@ class StopWhenNoFaster(TrainerCallback):
         """Reads what an earlier run has measured, if training resumes."""
         file = _file(args)
         if state.global_step and file is not None and file.exists():
+            self._weights = dict(load_file(file))
             with safe_open(file, framework="pt") as found:
-                self._weights = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
                 about = json.loads((found.metadata() or {})["about"])
             self._fastest = about["fastest"]
             self._measured = {int(step): speed for step, speed in about["measured"].items()}
