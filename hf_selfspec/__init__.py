@@ -15,6 +15,7 @@ from .draft import (
     DynamicExit,
     EarlyExit,
     EarlyExitAdapter,
+    EarlyExitLora,
     EarlyExitOnly,
     FixedDrafter,
     Lookup,
@@ -33,7 +34,7 @@ from .grammar import Grammar, register_grammar
 from .inspection import Inspection, Share, inspect_model
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
-from .parts import Adapter, ExitHeads, LinearProbe, ReducedHead
+from .parts import Adapter, DraftLora, ExitHeads, LinearProbe, ReducedHead
 from .registry import register
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
@@ -48,6 +49,7 @@ from .train import (
     Rotational,
     calibrate_exit_heads,
     fit_adapter,
+    fit_draft_lora,
     fit_exit_heads,
     fit_probe,
     fit_reduced_head,
@@ -72,11 +74,13 @@ __all__ = [
     "CostTree",
     "Difference",
     "Draft",
+    "DraftLora",
     "DraftSource",
     "Drafter",
     "DynamicExit",
     "EarlyExit",
     "EarlyExitAdapter",
+    "EarlyExitLora",
     "EarlyExitLoss",
     "EarlyExitOnly",
     "ExitChoice",
@@ -122,6 +126,7 @@ __all__ = [
     "exit_report",
     "first_differences",
     "fit_adapter",
+    "fit_draft_lora",
     "fit_exit_heads",
     "fit_probe",
     "fit_reduced_head",

@@ -21,7 +21,7 @@ _FORMAT = 1
 # (``cache_dir``, ``task``) is not among them: a file from elsewhere must not choose where this machine writes.
 _SETTINGS = ("draft", "stop", "tree", "max_draft")
 # Settings that name the folder or repository to load a part from, and whether they may be left out.
-PARTS = {"adapter": False, "head": True, "heads": False}
+PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
 
 
 _T = TypeVar("_T")

@@ -25,8 +25,8 @@ def check_parts(draft: Any, stop: Any, tree: Any) -> None:
     """
     if not isinstance(draft, (DraftSource, CandidateGenerator)):
         raise SettingTypeError(
-            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), DynamicExit(...), "
-            f"another DraftSource or a CandidateGenerator, got {draft!r}."
+            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
+            f"DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
         )
     is_rule = callable(stop) or isinstance(stop, RememberingRule)
     if stop is not None and (not is_rule or isinstance(stop, type)):

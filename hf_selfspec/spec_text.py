@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from .draft.lora import EarlyExitLora
 from .errors import SelfSpecError, SettingError, brief
 from .parts.part import CONFIG
 from .registry import class_named
@@ -29,6 +30,7 @@ _CONSTRUCTORS = ("adaspeed", "dssd", "early_exit_only", "from_pretrained", "kang
 _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "layers": SelfSpec.dssd,
     "num_heads": SelfSpec.kangaroo,
+    "shapes": lambda folder: SelfSpec(EarlyExitLora(folder)),
     "exit_layer": SelfSpec.adaspeed,
 }
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
@@ -91,7 +93,9 @@ def _of_folder(folder: str) -> SelfSpec:
             f"this folder holds a reduced head, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with "
             "the exit layer that is meant."
         )
-    raise SettingError(f"this folder holds neither a {FILE_NAME} nor an adapter, exit heads or a probe. {_what()}")
+    raise SettingError(
+        f"this folder holds neither a {FILE_NAME} nor an adapter, LoRA, exit heads or a probe. {_what()}"
+    )
 
 
 def _of_expression(text: str) -> SelfSpec:

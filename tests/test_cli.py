@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from hf_selfspec import (
+    EarlyExitLora,
     ExitHeads,
     ReducedHead,
     SelfSpec,
@@ -71,6 +72,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
         ("adapter", ["--exit-layer", "2", "--blocks", "mlp", "--own-head"], SelfSpec.kangaroo),
         ("heads", ["--heads", "2", "--copied"], lambda out: SelfSpec.dssd(out, 0.5)),
+        ("lora", ["--exit-layer", "2", "--rank", "4"], lambda out: SelfSpec(EarlyExitLora(out))),
         ("probe", ["--exit-layer", "3"], lambda out: SelfSpec.adaspeed(probe=out)),
     ],
 )

@@ -289,6 +289,7 @@ NEEDED: dict[str, list[str]] = {
     "fit adapter": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16"],
     "fit head": ["--data", "{}/data.jsonl", "--out", "{}/out"],
     "fit heads": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16"],
+    "fit lora": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16"],
     "fit probe": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16", "--exit-layer", "3"],
     "generate": ["--prompt", "a"],
     "inspect": [],

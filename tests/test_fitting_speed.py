@@ -155,6 +155,19 @@ def test_speed_is_that_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     assert model.generation_config is usual
 
 
+def test_copies_of_a_measurement_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, and they would have the weights of before."""
+    model, part = tiny_llama(), Adapter(EXIT, 64, 4)
+    Clock(monkeypatch, model)
+
+    def copied(part: Any) -> SelfSpec:
+        part.__dict__["_copies"] = {"device": "of now"}
+        return SelfSpec.kangaroo(part)
+
+    HeldOutSpeed(model, TEXT, copied).of(part)
+    assert "_copies" not in part.__dict__
+
+
 def test_a_part_that_cannot_draft_has_no_speed() -> None:
     def refuse(part: Any) -> SelfSpec:
         raise SettingError("it reaches no threshold")

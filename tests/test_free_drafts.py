@@ -35,7 +35,7 @@ from hf_selfspec.control import shared
 from hf_selfspec.control.clock import RoundClock
 from hf_selfspec.control.source_rates import SourceRates
 from hf_selfspec.draft.cascade import CascadeDrafter
-from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.draft.lookup import LookupDrafter, likeliest
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.types import Draft, Text
@@ -420,3 +420,31 @@ def test_a_second_adapter_is_left_out(inputs: Inputs, tmp_path: Path) -> None:
     plain = DEEP.generate(**inputs, max_new_tokens=30, do_sample=False)
     with pytest.warns(UserWarning, match="is left out of the drafts.*only one draft source can"):
         assert torch.equal(DEEP.generate(**inputs, max_new_tokens=30, do_sample=False, assistant=spec), plain)
+
+
+# What the logits of a round favour ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [5, 97, 4096])
+@pytest.mark.parametrize("nodes", [1, 4, 11])
+def test_the_most_likely_tokens_and_their_probabilities(vocabulary: int, nodes: int) -> None:
+    logits = torch.randn(2, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
+    shares, tokens = logits.softmax(-1).topk(min(8, vocabulary), dim=-1)
+    for row, of_row in enumerate(likeliest(logits)):
+        for node, (found, probabilities) in enumerate(of_row):
+            count = len(found)
+            assert list(found) == tokens[row, node, :count].tolist()
+            torch.testing.assert_close(torch.tensor(probabilities), shares[row, node, :count])
+
+
+def test_logits_that_overflow_favour_nothing() -> None:
+    """float16 can make infinities of which no probabilities come; other nodes keep theirs."""
+    logits = torch.zeros(1, 6, 97)
+    logits[0, 1] = torch.nan
+    logits[0, 2, 5] = torch.inf
+    logits[0, 3, 7] = 50.0
+    found = likeliest(logits)[0]
+    for broken in (1, 2):
+        assert list(found[broken][1]) == [0.0] * len(found[broken][1])
+    assert (found[3][0][0], found[3][1][0]) == (7, pytest.approx(1.0))
+    assert found[0][1][0] == pytest.approx(1 / 97)

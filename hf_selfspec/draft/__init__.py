@@ -5,6 +5,7 @@ from .cascade import Cascade
 from .early_exit import EarlyExit, EarlyExitOnly
 from .exit_heads import DynamicExit
 from .lookup import Lookup
+from .lora import EarlyExitLora
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, FixedDrafter, Session
 
@@ -15,6 +16,7 @@ __all__ = [
     "DynamicExit",
     "EarlyExit",
     "EarlyExitAdapter",
+    "EarlyExitLora",
     "EarlyExitOnly",
     "FixedDrafter",
     "Lookup",

@@ -59,7 +59,7 @@ class PartialDraft:
         self._running: tuple[StopRule, RunningRule] | None = None
         fixed = target.fixed
         # All steps can be one graph if each is one forward.
-        is_one_forward = type(self)._step is PartialDraft._step and head is None
+        is_one_forward = type(self)._step is PartialDraft._step and head is None and plan.additions is None
         self._whole = WholeDrafts(fixed, scorer) if is_one_forward and fixed is not None else None
         self._drafted: list[int] = []
 

@@ -86,7 +86,7 @@ class FixedShapes:
         module, tokens, run, nodes = forward.module, forward.tokens, forward.run, forward.nodes
         target = self.target
         device, (b, s) = tokens.device, tokens.shape[:2]
-        changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows)
+        changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows, run.plan.additions)
         has_hooks = any(change is not None for change in changes)
         is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)

@@ -58,12 +58,18 @@ class SharedChange:
         self._models: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
 
     @contextmanager
-    def of(self, model: Any, make: Callable[[InstanceForwards], None]) -> Iterator[None]:
+    def of(
+        self,
+        model: Any,
+        make: Callable[[InstanceForwards], None],
+        add: Callable[[InstanceForwards], None] | None = None,
+    ) -> Iterator[None]:
         """Keeps ``model`` changed, even if another thread leaves first; the change is undone after an exception, too.
 
         Args:
             model: the model, or a Python module.
             make: makes the change; a change that fails half-way is undone.
+            add: makes what further changes this thread needs besides, which last as long.
         """
         with self._lock:
             shared = self._models.setdefault(model, _Shared())
@@ -72,6 +78,8 @@ class SharedChange:
                 undo.callback(self._leave, model, shared)
                 if shared.users == 1:
                     make(shared.forwards)
+                if add is not None:
+                    add(shared.forwards)
                 undo.pop_all()
         try:
             yield

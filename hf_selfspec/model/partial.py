@@ -8,7 +8,7 @@ architecture is reimplemented: logits of an early exit come from the model's own
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import SettingError, UnsupportedModelError
+from .additions import Additions
 from .anatomy import Anatomy
 from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, with_states
@@ -33,6 +34,7 @@ class LayerPlan:
         num_layers: ``L``.
         skipped_attention: layers whose attention block is left out.
         skipped_mlp: layers whose MLP block is left out.
+        additions: what is added to outputs of modules inside the layers, ``None`` for nothing.
 
     A layer in both sets is skipped as a whole.
     """
@@ -40,6 +42,7 @@ class LayerPlan:
     num_layers: int
     skipped_attention: frozenset[int] = frozenset()
     skipped_mlp: frozenset[int] = frozenset()
+    additions: Additions | None = None
 
     def __post_init__(self) -> None:
         for name in ("skipped_attention", "skipped_mlp"):
@@ -51,10 +54,10 @@ class LayerPlan:
                 )
 
     @classmethod
-    def early_exit(cls, num_layers: int, layer: int) -> LayerPlan:
+    def early_exit(cls, num_layers: int, layer: int, additions: Additions | None = None) -> LayerPlan:
         """The plan that runs layers ``0 .. layer-1``."""
         skipped = frozenset(range(layer, num_layers))
-        return cls(num_layers, skipped, skipped)
+        return cls(num_layers, skipped, skipped, additions)
 
     @classmethod
     def of_picture(cls, picture: str) -> LayerPlan:
@@ -73,7 +76,8 @@ class LayerPlan:
 
         Hidden states that enter it, and keys and values below it, are those of the full model: the exact prefix.
         """
-        return min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
+        first = min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
+        return first if self.additions is None else min(first, self.additions.first_layer)
 
     def picture(self) -> str:
         """One character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing."""
@@ -274,6 +278,27 @@ def _head_forward(head: nn.Module) -> Forward:
     return forward
 
 
+class _AddingForward:
+    """A module's forward, whose output gets what the current plan adds to it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._original = module, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._original(*args, **kwargs)
+        current = _current.forward_pass
+        if current is None or current.plan.additions is None:
+            return output
+        addition = current.plan.additions.of.get(self._module)
+        return output if addition is None else output + addition(args[0] if args else kwargs["input"]).to(output.dtype)
+
+
+def _prepare_additions(forwards: InstanceForwards, additions: Iterable[Additions]) -> None:
+    for module in (module for some in additions for module in some.of):
+        if not isinstance(module.__dict__.get("forward"), _AddingForward):
+            forwards.replace(module, _AddingForward(module))
+
+
 def _is_skipped_attention(index: int) -> Callable[[LayerPlan], bool]:
     return lambda plan: index in plan.skipped_attention
 
@@ -298,13 +323,22 @@ _installations = SharedChange()
 
 
 @contextmanager
-def partial_forwards(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
+def partial_forwards(model: nn.Module, anatomy: Anatomy, additions: Iterable[Additions] = ()) -> Iterator[None]:
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`.
 
     Threads without one are not affected. Several threads share one preparation; the last one to leave removes it, also
     after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards.
+
+    Args:
+        model: the model.
+        anatomy: its parts.
+        additions: what plans add to outputs of its modules.
     """
-    with _installations.of(model, lambda forwards: _Installation(anatomy, forwards).install(model)):
+    with _installations.of(
+        model,
+        lambda forwards: _Installation(anatomy, forwards).install(model),
+        lambda forwards: _prepare_additions(forwards, additions),
+    ):
         yield
 
 

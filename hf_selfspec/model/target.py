@@ -12,6 +12,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import UnsupportedOptionError
 from ..transfer import RowNumbers
+from .additions import Additions
 from .anatomy import Anatomy
 from .autocast import Autocast
 from .cache import SpeculativeCache
@@ -53,6 +54,7 @@ class Target:
         autocast: the autocast in which the whole model's layers run, as seen in the last prefill.
         prefill_observer: receives the states that enter one layer in prefills, ``None`` for no observer; see
             :meth:`observe_prefill`.
+        additions: what plans add to outputs of modules; complete before :meth:`prepared`.
     """
 
     def __init__(
@@ -86,12 +88,13 @@ class Target:
         self.fixed: FixedShapes | None = None
         self.autocast: Autocast | None = None
         self.prefill_observer: PrefillObserver | None = None
+        self.additions: list[Additions] = []
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:
         """Prepares the model for speculation, and restores it afterwards."""
         with ExitStack() as stack:
-            stack.enter_context(partial_forwards(self.model, self.anatomy))
+            stack.enter_context(partial_forwards(self.model, self.anatomy, self.additions))
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             stack.enter_context(served_kernels(self.model))

@@ -5,6 +5,7 @@ from .curriculum import Gradual, Rotational
 from .early_exit_loss import EarlyExitLoss, even, loss_scale
 from .heads import calibrate_exit_heads, fit_exit_heads
 from .layer_dropout import LayerDropout, constant, exponential
+from .lora import fit_draft_lora
 from .probe import fit_probe
 from .reduced_head import fit_reduced_head
 
@@ -18,6 +19,7 @@ __all__ = [
     "even",
     "exponential",
     "fit_adapter",
+    "fit_draft_lora",
     "fit_exit_heads",
     "fit_probe",
     "fit_reduced_head",

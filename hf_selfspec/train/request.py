@@ -23,6 +23,7 @@ from .blocks import Blocks
 from .checkpoints import KEPT, checkpoints_of
 from .fitting import check_length, training_arguments
 from .heads import chosen_layers, fit_exit_heads, split
+from .lora import USUAL_RANK, fit_draft_lora
 from .probe import check_warping, fit_probe
 from .reduced_head import USUAL_SIZE, fit_reduced_head
 from .texts import texts
@@ -277,6 +278,33 @@ class HeadsFit(TrainedFit):
         chosen: dict[str, Any] = {"layers": self.layers, "num_heads": self._num_heads, "metric": self.metric}
         chosen |= {"rank": self.rank, "copied": self.copied}
         return fit_exit_heads(model, None, rows, **chosen, **self._common(training))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFit(TrainedFit):
+    """LoRA for drafts alone, see :func:`fit_draft_lora`."""
+
+    kind: ClassVar[str] = "lora"
+
+    exit_layer: int | None = None
+    rank: int = USUAL_RANK
+
+    def _counts(self) -> dict[str, int | None]:
+        return {"--exit-layer": self.exit_layer, "--rank": self.rank}
+
+    def _check_choices(self) -> None:
+        """There are none besides counts."""
+
+    def _without_effect(self) -> Iterator[str]:
+        yield from ()
+
+    def _check_sizes(self, config: Any) -> None:
+        if self.exit_layer is not None:
+            check_exit(self.name, "exit_layer", self.exit_layer, config.num_hidden_layers)
+
+    def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
+        chosen: dict[str, Any] = {"exit_layer": self.exit_layer, "rank": self.rank}
+        return fit_draft_lora(model, None, rows, **chosen, **self._common(training))
 
 
 @dataclass(frozen=True, kw_only=True)

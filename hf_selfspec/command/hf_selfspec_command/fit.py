@@ -81,6 +81,19 @@ def heads(
 
 @app.command()
 @takes_options
+def lora(
+    common: FitOptions,
+    exit_layer: Annotated[int | None, typer.Option(help="The exit layer; a quarter of the layers by default.")] = None,
+    rank: Annotated[int, typer.Option(help="Rank of what is added to each linear layer.")] = 16,
+) -> None:
+    """Fit LoRA of the first layers that is active only while they draft."""
+    from hf_selfspec.train.request import LoraFit
+
+    _fit(LoraFit(**vars(common), exit_layer=exit_layer, rank=rank))
+
+
+@app.command()
+@takes_options
 def probe(
     common: FitOptions,
     exit_layer: Annotated[int, typer.Option(help="The layer whose states the probe reads.")],

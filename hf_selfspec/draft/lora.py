@@ -1,0 +1,73 @@
+"""Drafting with a shallow exit whose layers have low-rank additions in drafts alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ..errors import SettingError
+from ..model.anatomy import Anatomy
+from ..model.partial import LayerPlan
+from ..parts.lora import DraftLora
+from ..parts.part import part_of
+from ..parts.reduced_head import ReducedHead
+from ..registry import register
+from ..stop.rules import ConfidenceThreshold
+from .partial import PartialDraft
+from .reduced import head_rows, shown_head, take_head
+from .source import Drafter, DraftSource, Session
+
+
+@register("draft")
+@dataclass(frozen=True, repr=False)
+class EarlyExitLora(DraftSource):
+    """Drafts with layers ``0 .. E-1`` with LoRA that is off in verification, and the model's own norm and head.
+
+    The model's output is that without LoRA. Drafts run without compiled graphs.
+
+    Args:
+        lora: the LoRA, or the folder or Hub repository that holds it, see ``fit_draft_lora``.
+        head: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such LoRA or head.
+    """
+
+    lora: DraftLora | str | os.PathLike[str]
+    head: ReducedHead | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        kept, module = part_of("EarlyExitLora(lora)", self.lora, DraftLora)
+        object.__setattr__(self, "lora", kept)
+        object.__setattr__(self, "_module", module)
+        take_head(self, "EarlyExitLora")
+
+    def __repr__(self) -> str:
+        return f"EarlyExitLora(lora={self.lora!r}{shown_head(self)})"
+
+    @property
+    def module(self) -> DraftLora:
+        """The LoRA itself."""
+        found: DraftLora = self.__dict__["_module"]
+        return found
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        """See :meth:`DraftSource.check`."""
+        layer = self.module.exit_layer
+        if layer >= anatomy.num_layers:
+            raise SettingError(
+                f"the draft LoRA is for exit layer {layer}, but {anatomy.model_name} has {anatomy.num_layers} layers. "
+                "Use it with the model that it was fitted to."
+            )
+
+    def start(self, session: Session) -> Drafter:
+        """See :meth:`DraftSource.start`."""
+        anatomy, target = session.anatomy, session.target
+        self.check(anatomy, session.max_new)
+        self.module.check(session.knowledge.fingerprint)
+        additions = self.module.additions(anatomy)
+        plan = LayerPlan.early_exit(anatomy.num_layers, self.module.exit_layer, additions)
+        limits, head = session.limits(ConfidenceThreshold()), head_rows(self, target.model)
+        draft = PartialDraft.of(session, plan, limits, repr(self), head)
+        target.additions.append(additions)
+        return draft

@@ -1,0 +1,132 @@
+"""Low-rank additions to a model's first layers, for drafts alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..model.additions import Addition, Additions
+from ..model.anatomy import Anatomy
+from ..settings import MOST_LAYERS, MOST_WIDTH, check_count
+from .part import Part
+
+# The additions are `SCALE B A x`, as LoRA's with `lora_alpha = 2 r`.
+_SCALE = 2.0
+# A linear layer: "layer.path in it", width of its input, width of its output.
+Shape = tuple[str, int, int]
+
+
+class DraftLora(Part):
+    """LoRA (arXiv:2106.09685) in the first layers that is active while they draft, and off in verification.
+
+    The model's own output cannot change. While drafting, the layers read the keys and values that the whole model has
+    written for the text, so the text does not go through them again.
+
+    Args:
+        exit_layer: the exit layer ``E``; layers ``0 .. E-1`` have additions.
+        rank: ``r`` of the additions.
+        shapes: for each linear layer with an addition its name (``"0.mlp.up_proj"``: layer 0) and the widths of its
+            input and output.
+        about: see :class:`Part`.
+
+    Raises:
+        SettingError, SettingTypeError: a setting is not allowed.
+    """
+
+    kind = "draft LoRA"
+
+    def __init__(
+        self, exit_layer: int, rank: int, shapes: Sequence[Sequence[Any]], about: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        check_count("DraftLora(exit_layer)", exit_layer, most=MOST_LAYERS)
+        check_count("DraftLora(rank)", rank, most=MOST_WIDTH)
+        self.exit_layer, self.rank, self.about = exit_layer, rank, about
+        self.shapes = tuple(_shape(found, exit_layer) for found in shapes)
+        if not self.shapes:
+            raise SettingError("DraftLora(shapes) names no linear layer: give at least one.")
+        self.down = nn.ParameterList([torch.empty(rank, width) for _, width, _ in self.shapes])
+        self.up = nn.ParameterList([torch.zeros(out, rank) for _, _, out in self.shapes])  # it starts as the plain exit
+        for down in self.down:
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+
+    def __repr__(self) -> str:
+        return f"DraftLora(exit_layer={self.exit_layer}, rank={self.rank}, {len(self.shapes)} linear layers)"
+
+    def additions(self, anatomy: Anatomy) -> Additions:
+        """Returns the additions to a model's linear layers, through which gradients flow to this part.
+
+        Raises:
+            SettingError: the model has no such linear layers.
+            UnsupportedModelError: their weights are not all in this process.
+        """
+        found = dict[nn.Module, Addition]()
+        for index, (name, width, out) in enumerate(self.shapes):
+            layer, _, path = name.partition(".")
+            module = _submodule(anatomy, int(layer), path)
+            if module is None or widths(module) != (width, out):
+                raise SettingError(
+                    f"this {self.kind} adds to a linear layer {path!r} of {width} to {out} in layer {layer}, which "
+                    f"{anatomy.model_name} does not have. Use it with the model that it was fitted to."
+                )
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            if hasattr(weight, "device_mesh") or weight.device.type == "meta":
+                raise UnsupportedModelError(
+                    f"the weights of {anatomy.model_name} are spread over processes or offloaded, so nothing can be "
+                    f"added to {name!r} while drafting. Load the model on devices of one process."
+                )
+            own = self.on(weight.device)
+            dtype = weight.dtype if weight.is_floating_point() else own.up[index].dtype  # quantised
+            found[module] = _addition(own.down[index].to(dtype), (_SCALE * own.up[index]).to(dtype))
+        return Additions(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
+
+
+def widths(module: nn.Module) -> tuple[int, int] | None:
+    """Widths of a linear layer's input and output, ``None`` for other modules."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return None
+
+
+def _addition(down: torch.Tensor, up: torch.Tensor) -> Addition:
+    def add(input: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(input.to(down.dtype), down), up)
+
+    return add
+
+
+def _submodule(anatomy: Anatomy, layer: int, path: str) -> nn.Module | None:
+    try:
+        return anatomy.layers[layer].get_submodule(path)
+    except (AttributeError, IndexError):
+        return None
+
+
+def _shape(found: Any, exit_layer: int) -> Shape:
+    """One entry of ``shapes``, as JSON holds it.
+
+    Raises:
+        SettingError, SettingTypeError: it is not one.
+    """
+    is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 3
+    if not is_list or not isinstance(found[0], str):
+        raise SettingTypeError(f"DraftLora(shapes) must hold [name, width of input, width of output], got {found!r}.")
+    name, width, out = found
+    layer, dot, path = name.partition(".")
+    if not layer.isdigit() or not dot or not path or int(layer) >= exit_layer:
+        raise SettingError(
+            f"DraftLora(shapes) names {name!r}: names are like '0.mlp.up_proj', with a layer below {exit_layer}."
+        )
+    check_count(f"DraftLora(shapes): width of the input of {name!r}", width, most=MOST_WIDTH)
+    check_count(f"DraftLora(shapes): width of the output of {name!r}", out, most=MOST_WIDTH)
+    return name, width, out
