@@ -36,6 +36,9 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.fixed import _WHOLE_DRAFTS
+from hf_selfspec.model.graphs import graphs_of
+from hf_selfspec.model.partial import partial_forwards
 from hf_selfspec.train import lora as lora_fit
 from hf_selfspec.train.backbone import Backbone
 
@@ -86,21 +89,16 @@ def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
 
 
 @pytest.mark.usefixtures("always_graphs")
-def test_graphs_do_not_draft_without_it(llama: LlamaForCausalLM) -> None:
-    """What compiled forwards leave out would not be seen in the tokens."""
-    lora = lora_of(llama)
-    ids = ragged_batch((9,))["input_ids"]
-    drafts = []
-    for options in ({}, {"compile": CompileConfig(backend="eager")}):
-        spec = spec_of(lora, FixedLength(2), **options)
-        for _ in range(2):
-            llama.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0, assistant=spec)
-        assert spec.stats is not None
-        drafts.append((spec.stats.drafted, spec.stats.accepted))
-    plain = SelfSpec(EarlyExit(EXIT), FixedLength(2))
-    llama.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0, assistant=plain)
-    assert plain.stats is not None
-    assert drafts[0] == drafts[1] != (plain.stats.drafted, plain.stats.accepted)
+def test_drafts_make_no_graphs() -> None:
+    """They would be made anew in each call; those of verification are made once."""
+    model, config = tiny_llama(), CompileConfig(backend="eager")
+    spec = spec_of(lora_of(model), FixedLength(2), compile=config)
+    counts = []
+    for _ in range(4):
+        model.generate(ragged_batch((9,))["input_ids"], max_new_tokens=30, do_sample=False, assistant=spec)
+        counts.append(graphs_of(model, config).count)
+    assert 0 < counts[1] == counts[3]
+    assert not graphs_of(model, config).beside[_WHOLE_DRAFTS].beside  # nor any for whole drafts
 
 
 def test_drawn_tokens_have_the_models_distribution() -> None:
@@ -118,6 +116,15 @@ def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:
     broken.draft.module.shapes = (("0.mlp.nothing", 64, 128), *broken.draft.module.shapes[1:])
     with unchanged(llama), pytest.raises(SettingError, match=r"a linear layer 'mlp\.nothing' of 64 to 128"):
         llama.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=broken)
+
+
+def test_a_model_that_others_have_prepared(llama: LlamaForCausalLM) -> None:
+    """They need no additions, and have changed its forwards first."""
+    spec = spec_of(lora_of(llama))
+    (alone, _) = check_lossless(llama, spec)
+    with unchanged(llama), partial_forwards(llama, Anatomy.of(llama)):
+        (beside, _) = check_lossless(llama, spec)
+    assert (beside.drafted, beside.accepted) == (alone.drafted, alone.accepted)
 
 
 def test_threads_have_additions_of_their_own(llama: LlamaForCausalLM) -> None:
