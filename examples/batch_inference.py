@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/batch_inference.py --model MODEL --data prompts.jsonl --output answers.jsonl \
         --cache-dir cache
 
-Answers of all processes are put together in the cache folder, and later runs draft from them.
+The answers of all processes are put together in the cache folder, and later runs draft from them. A run that was
+stopped continues when the same command is given again.
 """
 
 from __future__ import annotations
@@ -21,9 +22,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_selfspec import SelfSpec
 
 
-def part_of(output: Path, process: int) -> Path:
-    """Where a process writes its answers."""
-    return output.with_name(f"{output.name}.{process}")
+def prompts_of(data: Path) -> list[str]:
+    """Returns the prompts of a file."""
+    prompts = []
+    for number, line in enumerate(data.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            try:
+                prompts.append(json.loads(line)["prompt"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise SystemExit(f'{data}, line {number}: {error!r}; a line is {{"prompt": "..."}}') from error
+    return prompts
+
+
+def written(part: Path) -> int:
+    """How many answers a stopped run has written to a part; one that was cut short is removed."""
+    if not part.exists():
+        return 0
+    whole, _, _ = part.read_text(encoding="utf-8").rpartition("\n")
+    part.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+    return len(whole.split("\n")) if whole else 0
 
 
 @torch.inference_mode()
@@ -35,26 +52,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cache-dir", help="folder that keeps what was learned, for all processes and later runs")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     args = parser.parse_args(arguments)
+    prompts = prompts_of(args.data)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
 
     # Processes wait for the slowest one at the end.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
-    lines = args.data.read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+    process, count = state.process_index, state.num_processes
+    share = prompts[len(prompts) * process // count : len(prompts) * (process + 1) // count]
+    parts = [args.output.with_name(f"{args.output.name}.{part}-of-{count}") for part in range(count)]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     spec = SelfSpec(cache_dir=args.cache_dir)
 
-    own = part_of(args.output, state.process_index)
-    with state.split_between_processes(prompts) as share, own.open("w", encoding="utf-8") as file:
-        for prompt in tqdm(share, disable=not state.is_local_main_process):
-            inputs = tokenizer(prompt, return_tensors="pt").to(state.device)
+    done = written(parts[process])
+    with parts[process].open("a", encoding="utf-8") as file:
+        for prompt in tqdm(share[done:], initial=done, total=len(share), disable=not state.is_local_main_process):
+            inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(state.device)
             ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, assistant=spec)
             answer = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
-            file.flush()  # an error later on loses nothing
+            file.flush()
     state.wait_for_everyone()
     if state.is_main_process:
-        parts = [part_of(args.output, process) for process in range(state.num_processes)]
         args.output.write_text("".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
         for part in parts:
             part.unlink()

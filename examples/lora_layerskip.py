@@ -25,6 +25,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_selfspec import EarlyExitLoss, Rotational, exit_report
 from hf_selfspec.bench.corpus import read_corpus
+from hf_selfspec.train import even
 
 
 def read(data: str | None) -> DatasetDict:
@@ -36,15 +37,27 @@ def read(data: str | None) -> DatasetDict:
     return DatasetDict({name: Dataset.from_dict({"text": texts}) for name, texts in parts.items()})
 
 
+def exit_loss(args: argparse.Namespace) -> EarlyExitLoss:
+    """Returns the loss of named exits, which weigh alike in each step, or of all by the paper's curriculum."""
+    distils = args.self_distillation
+    if args.exits is None:
+        return EarlyExitLoss(args.e_scale, Rotational(8), self_distillation=distils)
+    return EarlyExitLoss(args.e_scale, None, args.exits, scale=even, self_distillation=distils)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a causal LM, path or name")
     parser.add_argument("--data", help="a .jsonl file")
     parser.add_argument("--output", type=Path, required=True, help="folder for the adapters and the table")
     parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch", type=int, default=1, help="blocks of a step")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a training block")
+    parser.add_argument("--exits", type=int, nargs="+", help="exit layers that are to draft (default: all, in turn)")
+    parser.add_argument("--e-scale", type=float, default=1.0, help="weight of earlier exits, see EarlyExitLoss")
+    parser.add_argument("--self-distillation", action="store_true", help="exits learn the last layer's distribution")
     parser.add_argument("--held-out", type=int, default=500, help="evaluate on at most this many blocks")
     args = parser.parse_args(arguments)
 
@@ -58,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         args=SFTConfig(
             output_dir=str(checkpoints),
             max_steps=args.steps,
-            per_device_train_batch_size=1,
+            per_device_train_batch_size=args.batch,
             learning_rate=args.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=min(50, args.steps // 10),
@@ -71,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
             use_cpu=not torch.accelerator.is_available(),
         ),
         peft_config=LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear"),
-        callbacks=[EarlyExitLoss(1.0, Rotational(8))],
+        callbacks=[exit_loss(args)],
     )
     blocks = trainer.eval_dataset["input_ids"][: args.held_out]
     held_out = [trainer.processing_class.decode(ids) for ids in blocks]

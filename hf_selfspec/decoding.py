@@ -126,7 +126,7 @@ class Decoder:
         is_unfinished = not all(self._is_done(row) for row in range(self.text.batch_size))
         if self.waits_for is None:
             return is_unfinished
-        while self.waits_for(is_unfinished or (self._end_unevenly() and not self._ran_along)):
+        while self.waits_for(is_unfinished or (self.keeps_rows and self._end_unevenly() and not self._ran_along)):
             if is_unfinished:
                 return True
             self._verify_pass(Draft.none(self.text))

@@ -76,6 +76,32 @@ def test_verification_never_starts_from_drafted_states(size: float, llama: Llama
     assert all((found.acceptance_rate > 0.1) == (size < 1) for found in stats)
 
 
+def test_layers_below_the_first_addition_are_exact(llama: LlamaForCausalLM) -> None:
+    """Verification may start from their states."""
+    anatomy = Anatomy.of(llama)
+    shapes = [shape for shape in lora_fit.linear_layers(anatomy, 4) if shape[0].startswith(("2.", "3."))]
+    lora = DraftLora(4, 4, shapes)
+    for up in lora.up:
+        torch.nn.init.normal_(up, std=0.3)
+    assert lora.additions(anatomy).first_layer == 2
+    check_lossless(llama, spec_of(lora.eval(), FixedLength(6)))
+
+
+def test_models_in_bfloat16() -> None:
+    """Drafts compute in the model's precision, and so does the fit; the LoRA itself stays in float32."""
+    model = tiny_llama(factor=0.5).to(torch.bfloat16)
+    lora = fit_draft_lora(model, None, rows(20), exit_layer=1, block_size=32)
+    assert {value.dtype for value in lora.parameters()} == {torch.float32}
+    assert any(bool(up.any()) for up in lora.up)
+    with torch.no_grad():
+        add = next(iter(lora.additions(Anatomy.of(model)).of.values()))
+        assert add(torch.zeros(1, 1, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    spec = spec_of(lora)
+    model.generate(**ragged_batch((9,)), max_new_tokens=9, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    assert spec.stats.drafted > 0
+
+
 def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
     lora, head = lora_of(llama, size=0.02), ReducedHead.of(range(0, VOCABULARY, 2), VOCABULARY)
     for spec in (
@@ -85,7 +111,7 @@ def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
         spec_of(lora, compile=CompileConfig(backend="eager")),
         SelfSpec(EarlyExitLora(lora)),
     ):
-        check_lossless(llama, spec)
+        assert all(found.drafted > 0 for found in check_lossless(llama, spec))
 
 
 @pytest.mark.usefixtures("always_graphs")
@@ -102,7 +128,7 @@ def test_drafts_make_no_graphs() -> None:
 
 
 def test_drawn_tokens_have_the_models_distribution() -> None:
-    model = drawing_llama.__wrapped__() if hasattr(drawing_llama, "__wrapped__") else drawing_llama()
+    model = drawing_llama()
     lora = lora_of(model, size=0.1)
     check_exact(sample(spec_of(lora), rows=SAMPLES, top_k=0), exact_joint(model, []))
 
@@ -201,6 +227,43 @@ def test_a_fit_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     check_lossless(model, spec_of(lora))
 
 
+def test_gradients_are_not_for_copies(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for other devices are for drafts, and do not follow."""
+    lora = lora_of(llama)
+    monkeypatch.setattr(DraftLora, "on", lambda *_: pytest.fail("a copy learns nothing"))
+    for add in lora.additions(Anatomy.of(llama)).of.values():
+        add(torch.ones(1, 1, add.__closure__[0].cell_contents.shape[1])).sum().backward()  # type: ignore[attr-defined]
+    assert all(bool(parameter.grad.any()) for parameter in lora.parameters() if parameter.grad is not None)
+    assert all(parameter.grad is not None for parameter in lora.parameters())
+
+
+@pytest.mark.parametrize("keeps_states", [False, True])
+def test_a_fit_that_was_stopped_goes_on(keeps_states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the windows that it would have had."""
+    model, cache = tiny_llama(factor=0.5), tmp_path / "cache" if keeps_states else None
+
+    def fit(folder: str) -> DraftLora:
+        args = arguments(tmp_path / folder, max_steps=8, save_strategy="steps", save_steps=3)
+        return fit_draft_lora(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, cache_dir=cache)
+
+    whole, windows, offset = fit("whole"), list[int](), lora_fit._offset
+
+    def stopping() -> int:
+        windows.append(offset())
+        if len(windows) == 8:  # the first two find out what the fit takes
+            raise KeyboardInterrupt
+        return windows[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_fit, "_offset", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            fit("stopped")
+    resumed = fit("stopped")
+    assert resumed.about["recipe"] == whole.about["recipe"]
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value)
+
+
 def test_a_fit_begins_as_the_exit_itself(tmp_path: Path) -> None:
     args = arguments(tmp_path, learning_rate=0.0)
     lora = fit_draft_lora(tiny_llama(), None, rows(), block_size=32, args=args)
@@ -221,10 +284,13 @@ def test_a_fit_around_adapters_of_peft() -> None:
     check_lossless(model, spec_of(lora))
 
 
-def test_models_to_which_none_can_be_fitted() -> None:
+def test_models_to_which_none_can_be_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("falcon_h1", "bloom"):
         with pytest.raises(UnsupportedModelError, match="Fit an adapter instead"):
             fit_draft_lora(build(name), None, [{"input_ids": [3] * 640}], exit_layer=1, block_size=32)
+    monkeypatch.setattr(lora_fit, "widths", lambda module: None)
+    with pytest.raises(UnsupportedModelError, match="no linear layer was found in the first 1 layers"):
+        fit_draft_lora(tiny_llama(), None, rows(20), exit_layer=1, block_size=32)
 
 
 # Files and mistakes --------------------------------------------------------------------------------------------------

@@ -254,9 +254,13 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
             torch.testing.assert_close(value, whole.state_dict()[name], atol=1e-4, rtol=1e-3)
     with pytest.raises(SettingError, match="cache_bytes must be at least 1, got 0"):
         fit(0, tmp_path / "none")
+    with pytest.raises(SettingError, match="cache_bytes=9 has no effect without cache_dir"):
+        Backbone(tiny_llama(), (EXIT,), None, 9)
 
 
-def test_costs_are_told_before_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_costs_are_told_before_the_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, text = tiny_llama(), Blocks(None, rows(40), 32)
     frozen = Backbone(model, (EXIT,), tmp_path)
     probe = LinearProbe(EXIT, 64, False)
@@ -269,6 +273,19 @@ def test_costs_are_told_before_the_fit(tmp_path: Path, caplog: pytest.LogCapture
     distinct = len({tuple(row) for row in text.rows.tolist()})
     assert 3 * 32 * 64 * 4 < costs.disk / distinct < 3 * 32 * 64 * 4 + 4096
     assert all(parameter.grad is None for parameter in probe.parameters())
+    assert not list(tmp_path.glob("*/*.safetensors"))
+    args = arguments(tmp_path, num_train_epochs=3, per_device_train_batch_size=4)
+    with frozen.frozen():
+        monkeypatch.setattr(Fitting, "seconds", lambda *_: (1.0, 0.0))
+        assert FitCosts.of(fitting, text, args).seconds == pytest.approx(costs.steps / 3)  # one epoch
+        for row in text.rows:
+            frozen.observe(row[None])
+        known = FitCosts.of(fitting, text, args)
+        assert (known.seconds, known.disk) == (0.0, 0)
+    other = Backbone(model, (EXIT + 1,), tmp_path)
+    with other.frozen():
+        assert FitCosts.of(Fitting(probe, other, lambda _: torch.zeros(()), {}), text, args).disk == costs.disk
+    monkeypatch.undo()
     fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=arguments(tmp_path, max_steps=2))
     told = [record.message for record in caplog.records if record.name == "hf_selfspec.train.costs"]
     assert len(told) == 1
@@ -753,3 +770,5 @@ def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch
     again = fit_adapter(model, None, rows(40), **given)
     for name, value in whole.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
+    assert again.about["recipe"] == whole.about["recipe"]
+    assert again.about["figures"].get("last loss") == whole.about["figures"].get("last loss")

@@ -98,6 +98,20 @@ def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pyt
     assert torch.equal(*found)
 
 
+def test_no_forward_for_a_cache_that_nobody_gets(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: dict[str, Any] = {**ragged_batch((9, 9), seed=3), "do_sample": False, "pad_token_id": 0}
+    first = llama.generate(**prompts, max_new_tokens=14)
+    end = next(token for token in first[0, 12:16].tolist() if token not in first[1].tolist())
+    options = prompts | {"max_new_tokens": 14, "eos_token_id": end}
+    found = []
+    for synced in (False, True):
+        alone_for(0, monkeypatch)
+        with counted(Anatomy.of(llama).layers[0]) as forwards:
+            llama.generate(**options, synced_gpus=synced, assistant=SelfSpec.lookup())
+        found.append(len(forwards))
+    assert found[0] == found[1]
+
+
 def test_only_drafts_without_forwards(llama: LlamaForCausalLM) -> None:
     options = {**ragged_batch((9,)), "max_new_tokens": 12, "do_sample": False, "synced_gpus": True}
     with pytest.raises(UnsupportedOptionError, match=r"synced_gpus .* EarlyExit\(.*SelfSpec\.lookup\(\)"):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -539,6 +540,36 @@ def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What a source refuses -----------------------------------------------------------------------------------------------
+
+
+class Silent(DraftSource):
+    """Takes its time and then drafts nothing."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def start(self, session: Session) -> Drafter:
+        drafter, propose = FixedDrafter(), FixedDrafter.propose
+
+        def asked(text: Text, max_new: list[int]) -> Draft:
+            self.asked += 1
+            sleep(0.02)
+            return propose(drafter, text, max_new)
+
+        drafter.propose = asked  # type: ignore[method-assign]
+        return drafter
+
+
+def test_a_source_that_drafts_nothing_is_not_asked_again(llama: LlamaForCausalLM) -> None:
+    """Its time counts for it, and not for free drafts."""
+    silent = Silent()
+    spec = SelfSpec(Cascade([Lookup(), silent]))
+    for seed in range(3):
+        inputs = ragged_batch((9,), seed=seed)
+        options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(llama.generate(**inputs, **options, assistant=spec), llama.generate(**inputs, **options))
+    assert 3 < silent.asked < 12
+    assert spec.stats is not None
 
 
 @dataclass(frozen=True)

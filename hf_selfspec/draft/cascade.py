@@ -131,6 +131,8 @@ class CascadeDrafter:
         self._constraint = session.constraint
         self._target = session.target
         self._begun = 0.0
+        # The source that was asked in this round, and the one whose tokens are verified: none if it drafted nothing.
+        self._asked: str | None = None
         self._used: str | None = None
         self._size = self._drafted = 0
 
@@ -143,7 +145,7 @@ class CascadeDrafter:
         """See :meth:`Drafter.propose`."""
         self._begun = perf_counter() - self._target.compile_seconds
         trees = self.lookup.plan(text, max_new)
-        self._used = fastest(self._arms(trees, max_new)).source
+        self._asked = self._used = fastest(self._arms(trees, max_new)).source
         if self._used is None:
             return self.lookup.draft(text, trees)
         draft = allowed(text, self.others[self._used].propose(text, max_new), self._constraint)
@@ -157,7 +159,7 @@ class CascadeDrafter:
         """See :meth:`Drafter.update`."""
         new = self.lookup.learn(text, verdicts, logits)
         seconds = perf_counter() - self._target.compile_seconds - self._begun
-        if self._used is None:
+        if self._asked is None:
             self.lookup.clock.add(max(map(len, self.lookup.trees)), new, seconds)
         for name, drafter in self.others.items():
             if name == self._used:
@@ -170,7 +172,10 @@ class CascadeDrafter:
                 self._rates.of(name).add(new, seconds, accepted, self._drafted)
                 drafter.update(text, own, logits)
             else:
-                self._rates.of(name).waiting += 1
+                if name == self._asked:
+                    self._rates.of(name).add(new, seconds, 0, 0)
+                else:
+                    self._rates.of(name).waiting += 1
                 if (observe := getattr(drafter, "observe", None)) is not None:
                     observe(text, verdicts, logits)
 

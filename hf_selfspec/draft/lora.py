@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..errors import SettingError
+from ..errors import SettingError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.partial import LayerPlan
 from ..parts.lora import DraftLora
@@ -13,6 +13,7 @@ from ..parts.part import part_of
 from ..parts.reduced_head import ReducedHead
 from ..registry import register
 from ..stop.rules import ConfidenceThreshold
+from .blocks import DraftBlocks, FindChoice
 from .partial import PartialDraft
 from .reduced import head_rows, shown_head, take_head
 from .source import Drafter, DraftSource, Session
@@ -59,6 +60,14 @@ class EarlyExitLora(DraftSource):
                 f"the draft LoRA is for exit layer {layer}, but {anatomy.model_name} has {anatomy.num_layers} layers. "
                 "Use it with the model that it was fitted to."
             )
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        """See :meth:`DraftSource.blocks`."""
+        raise UnsupportedOptionError(
+            f"{self!r} cannot be exported: it drafts after keys and values that the layers without LoRA have written, "
+            "while an engine would run one kind of layers for all tokens. Export EarlyExit(layer), SkipLayers(...) or "
+            "an adapter."
+        )
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""

@@ -83,9 +83,11 @@ class DraftLora(Part):
                     f"the weights of {anatomy.model_name} are spread over processes or offloaded, so nothing can be "
                     f"added to {name!r} while drafting. Load the model on devices of one process."
                 )
-            own = self.on(weight.device)
-            dtype = weight.dtype if weight.is_floating_point() else own.up[index].dtype  # quantised
-            found[module] = _addition(own.down[index].to(dtype), (_SCALE * own.up[index]).to(dtype))
+            own = self if torch.is_grad_enabled() else self.on(weight.device)  # gradients are not for copies
+            down, up = own.down[index].to(weight.device), own.up[index].to(weight.device)
+            is_plain = weight.is_floating_point() and weight.element_size() > 1  # not quantised
+            dtype = weight.dtype if is_plain else up.dtype
+            found[module] = _addition(down.to(dtype), (_SCALE * up).to(dtype))
         return Additions(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
 
 

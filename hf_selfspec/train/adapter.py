@@ -19,13 +19,11 @@ from .fitting import (
     agreement,
     copy_head,
     cross_entropy,
-    finished,
-    measured,
+    fit,
     norm_like_the_models,
     per_token,
     prepared,
     seeded,
-    train,
 )
 from .speed import HeldOutSpeed, early_stop, with_speeds
 
@@ -106,10 +104,8 @@ def fit_adapter(
     fitting = Fitting(adapter, backbone, lambda observed: logits_of(cross_entropy, observed).mean(), recipe)
     with backbone.frozen():
         norm_like_the_models(adapter.norm, backbone, chosen)
-        fitted = train(fitting, rows, args, output_dir, callbacks)
-        adapter.eval()
-        figures = measured(backbone, held_out, {"agreement with the whole model": lambda o: logits_of(agreement, o)})
-    finished(adapter, inner, recipe, fitted, figures, output_dir)
+        figures = {"agreement with the whole model": lambda observed: logits_of(agreement, observed)}
+        fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
     return with_speeds(adapter, backbone, speed, output_dir)
 
 

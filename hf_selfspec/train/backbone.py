@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from accelerate import PartialState
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -85,6 +85,8 @@ class Backbone:
         self.own_head = OwnHead(model, self.anatomy)
         if cache_bytes is not None:
             check_count("cache_bytes", cache_bytes)
+            if cache_dir is None:
+                raise SettingError(f"cache_bytes={cache_bytes} has no effect without cache_dir: leave it out.")
         self._folder: Path | None = None
         # Each of several processes writes its share of the rows.
         self._room = math.inf if cache_bytes is None else cache_bytes // PartialState().num_processes
@@ -95,17 +97,17 @@ class Backbone:
                 held = sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))
                 self._room -= held // PartialState().num_processes
 
-    def room_for(self, rows: torch.Tensor) -> tuple[int, float]:
-        """Returns bytes that ``rows`` ``[n, s]`` will add to the cache, and which share of them will be in it then."""
+    def room_for(self, rows: torch.Tensor) -> tuple[int, float, float]:
+        """Returns the bytes that ``rows`` ``[n, s]`` will add to the cache, and their shares in it before and after."""
         if self._folder is None:
-            return 0, 0.0
+            return 0, 0.0, 0.0
         files = {self._file(row) for row in rows}
-        new = sum(not file.exists() for file in files)
+        new = sum(not {*self._names, "final"} <= _names_in(file) for file in files)
         shown = self.look(rows[:1, :1])
         numbers = (*shown.states.values(), *shown.exits.values(), shown.final)
         each = _NAMES + rows.shape[1] * sum(state.shape[-1] * state.element_size() for state in numbers)
         fitting = int(min(new, max(self._room, 0) // each))
-        return fitting * each, 1 - (new - fitting) / len(files)
+        return fitting * each, 1 - new / len(files), 1 - (new - fitting) / len(files)
 
     @property
     def device(self) -> torch.device:
@@ -264,6 +266,15 @@ def _read(file: Path) -> dict[str, torch.Tensor] | None:
         return dict(load_file(file))
     except (OSError, SafetensorError):
         return None
+
+
+def _names_in(file: Path) -> set[str]:
+    """The names of the states in a file, none if the file is missing or was cut short."""
+    try:
+        with safe_open(file, framework="pt") as found:
+            return set(found.keys())
+    except (OSError, SafetensorError):
+        return set()
 
 
 def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:

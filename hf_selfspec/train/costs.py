@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
@@ -54,10 +55,12 @@ class FitCosts:
         batches = args.gradient_accumulation_steps
         epoch = math.ceil(len(blocks) / (args.train_batch_size * batches * args.world_size))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(epoch * args.num_train_epochs)
-        disk, kept = fitting.backbone.room_for(blocks.rows)
-        looking, learning = fitting.seconds(blocks.rows[: args.train_batch_size])
+        disk, known, kept = fitting.backbone.room_for(blocks.rows)
+        with torch.random.fork_rng():
+            fitting.seconds(blocks.rows[:1], known < 1)  # kernels are chosen, and devices begin
+            looking, learning = fitting.seconds(blocks.rows[: args.train_batch_size], known < 1)
         first = min(steps, epoch)
-        looks = first + (1 - kept) * (steps - first)
+        looks = (1 - known) * first + (1 - kept) * (steps - first)
         return cls(
             parameters=parameters,
             steps=steps,

@@ -56,6 +56,7 @@ class Fitting(nn.Module):
     ) -> None:
         super().__init__()
         self.part = part
+        self.recipe = dict(recipe)
         self.name = f"{part.kind} {dict(recipe)} of {Fingerprint.of_decoder(backbone.model)}"
         self._seen = (backbone, loss)  # in a tuple, so that they do not become submodules
 
@@ -68,10 +69,15 @@ class Fitting(nn.Module):
         """Returns ``{"loss": ...}`` for ids ``[b, s]``."""
         return {"loss": self._loss(self.backbone.observe(input_ids))}
 
-    def seconds(self, input_ids: torch.Tensor) -> tuple[float, float]:
-        """Returns seconds of the model on a batch ``[b, s]``, and of the part's forward and backward."""
+    def seconds(self, input_ids: torch.Tensor, runs_model: bool) -> tuple[float, float]:
+        """Returns seconds of the model on a batch, and of the part's forward and backward; nothing is kept of it.
+
+        Args:
+            input_ids: ``[b, s]`` the batch.
+            runs_model: whether the model runs; otherwise its states are in the cache.
+        """
         begun = perf_counter()
-        observed = self.backbone.observe(input_ids)
+        observed = self.backbone.look(input_ids) if runs_model else self.backbone.observe(input_ids)
         _wait_for(self.backbone.device)
         between = perf_counter()
         self._loss(observed).backward()
@@ -87,7 +93,7 @@ class Fitting(nn.Module):
 def _wait_for(device: torch.device) -> None:
     """Waits until a device has computed what was launched on it."""
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
 
 
 def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
@@ -122,6 +128,32 @@ class Fitted:
     seconds: float
     tokens: int
     steps: int
+
+
+def fit(
+    fitting: Fitting,
+    rows: Blocks,
+    held_out: torch.Tensor,
+    figures: Mapping[str, Callable[[Observed], torch.Tensor]],
+    args: TrainingArguments | None,
+    output_dir: str | os.PathLike[str] | None,
+    callbacks: Sequence[TrainerCallback],
+) -> None:
+    """Trains the part, measures it and saves it; the model has to be frozen.
+
+    Args:
+        fitting, rows, args, output_dir, callbacks: see :func:`train`.
+        held_out: ``[n, s]`` rows to measure on.
+        figures: names of figures, and what returns a value for each token.
+
+    Raises:
+        SettingError: the checkpoints are of another fit, or the fit has diverged.
+    """
+    fitted = train(fitting, rows, args, output_dir, callbacks)
+    fitting.part.eval()
+    with seeded(args):
+        found = measured(fitting.backbone, held_out, figures)
+    finished(fitting, fitted, found, output_dir)
 
 
 def train(
@@ -166,10 +198,10 @@ def train(
             trainer.train(resume_from_checkpoint=checkpoint)
         else:
             fitting.load_state_dict(weights)
-            state = TrainerState.load_from_json(os.path.join(cast(str, checkpoint), TRAINER_STATE_NAME))
+            trainer.state = TrainerState.load_from_json(os.path.join(cast(str, checkpoint), TRAINER_STATE_NAME))
             for callback in callbacks:
-                callback.on_train_begin(args, state, trainer.control)
-                callback.on_train_end(args, state, trainer.control)
+                callback.on_train_begin(args, trainer.state, trainer.control)
+                callback.on_train_end(args, trainer.state, trainer.control)
         seconds = perf_counter() - begun
     losses = tuple(float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
     return Fitted(losses, seconds, blocks.rows.numel(), trainer.state.global_step)
@@ -300,28 +332,26 @@ def copy_head(linear: nn.Linear, backbone: Backbone) -> None:
     linear.weight.copy_(weight)
 
 
-def finished(
-    part: _P, model: Any, recipe: dict[str, Any], fitted: Fitted, figures: dict[str, float], folder: Any
-) -> _P:
-    """Returns the part with its recipe and figures, saved if there is a folder.
+def finished(fitting: Fitting, fitted: Fitted, figures: dict[str, float], folder: Any) -> None:
+    """Gives the part its recipe and figures, and saves it if there is a folder.
 
     Raises:
         SettingError: the fit has diverged.
     """
+    part = fitting.part
     wrong = [key for key, value in part.state_dict().items() if not torch.isfinite(value).all()]
     if wrong:
         raise SettingError(
             f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning rate, or "
             "text and a model whose states are finite."
         )
-    recipe = {**recipe, "tokens": fitted.tokens, "steps": fitted.steps}
+    recipe = {**fitting.recipe, "tokens": fitted.tokens, "steps": fitted.steps}
     if fitted.losses:
         figures = {"first loss": fitted.losses[0], "last loss": fitted.losses[-1], **figures}
     figures["seconds of training"] = round(fitted.seconds, 1)
-    kept = keep(part, about(model, recipe, figures), folder)
+    keep(part, about(fitting.backbone.model, recipe, figures), folder)
     if folder is not None:
         forget(folder)
-    return kept
 
 
 def keep(part: _P, known: dict[str, Any], folder: Any) -> _P:

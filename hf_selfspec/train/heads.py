@@ -36,14 +36,12 @@ from .fitting import (
     Pair,
     agreement,
     copy_head,
-    finished,
+    fit,
     keep,
-    measured,
     norm_like_the_models,
     per_token,
     prepared,
     seeded,
-    train,
 )
 from .speed import HeldOutSpeed, early_stop, greedily, with_speeds
 
@@ -140,17 +138,11 @@ def fit_exit_heads(
     with backbone.frozen():
         if copied:
             _copy_own_head(heads, backbone)
-        fitted = train(Fitting(heads, backbone, loss, recipe), rows, args, output_dir, callbacks)
-        heads.eval()
-        figures = measured(
-            backbone,
-            held_out,
-            {
-                f"agreement at layer {layer}": partial(_of_head, agreement, backbone, heads, head)
-                for head, layer in enumerate(chosen)
-            },
-        )
-    finished(heads, inner, recipe, fitted, figures, output_dir)
+        figures = {
+            f"agreement at layer {layer}": partial(_of_head, agreement, backbone, heads, head)
+            for head, layer in enumerate(chosen)
+        }
+        fit(Fitting(heads, backbone, loss, recipe), rows, held_out, figures, args, output_dir, callbacks)
     return _calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir)
 
 

@@ -28,12 +28,10 @@ from .fitting import (
     Pair,
     agreement,
     cross_entropy,
-    finished,
-    measured,
+    fit,
     per_token,
     prepared,
     seeded,
-    train,
 )
 from .speed import HeldOutSpeed, early_stop, with_speeds
 
@@ -85,19 +83,25 @@ def fit_draft_lora(
     check_count(f"{name}(rank)", rank)
     rows, held_out = text.split()
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
-    chosen = usual_exit(layers) if exit_layer is None else exit_layer
+    chosen = quarter(layers) if exit_layer is None else exit_layer
     check_exit(name, "exit_layer", chosen, layers)
     backbone = Backbone(inner, (chosen,), cache_dir, cache_bytes)
     anatomy = backbone.anatomy
     _check(anatomy)
+    shapes = list(linear_layers(anatomy, chosen))
+    if not shapes:
+        raise UnsupportedModelError(
+            f"{name}: no linear layer was found in the first {chosen} layers of {anatomy.model_name} (quantised by a "
+            "library with layers of its own?). Fit to the model as it was before, or fit an adapter: fit_adapter."
+        )
     with seeded(args):
-        lora = DraftLora(chosen, rank, list(linear_layers(anatomy, chosen))).to(backbone.device)
+        lora = DraftLora(chosen, rank, shapes).to(backbone.device)
     vocabulary = inner.config.get_text_config(decoder=True).vocab_size
     drafting = _Drafting(backbone, lora)
 
     def logits_of(what: Pair, observed: Observed) -> torch.Tensor:
         whole = backbone.own_head
-        hidden = drafting.states(observed.ids).to(observed.final.dtype)
+        hidden = drafting.states(observed.ids.to(backbone.device)).to(observed.final)
         return per_token(what, whole, hidden, whole, observed.final, vocabulary)
 
     def plain(observed: Observed) -> torch.Tensor:
@@ -113,15 +117,11 @@ def fit_draft_lora(
         "agreement without LoRA": plain,
     }
     with backbone.frozen(), drafting.prepared():
-        fitted = train(fitting, rows, args, output_dir, callbacks)
-        lora.eval()
-        with seeded(args):
-            found = measured(backbone, held_out, figures)
-    finished(lora, inner, recipe, fitted, found, output_dir)
+        fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
     return with_speeds(lora, backbone, speed, output_dir)
 
 
-def usual_exit(num_layers: int) -> int:
+def quarter(num_layers: int) -> int:
     """The exit layer of a draft LoRA: a quarter of the layers."""
     return max(1, num_layers // 4)
 
@@ -143,7 +143,7 @@ def _check(anatomy: Anatomy) -> None:
     Raises:
         UnsupportedModelError: they cannot.
     """
-    taken = inspect.signature(anatomy.stack.forward).parameters
+    taken = inspect.signature(type(anatomy.stack).forward).parameters
     if anatomy.is_recurrent or anatomy.kv_sources or not anatomy.tree or not taken.keys() >= _TAKEN:
         raise UnsupportedModelError(
             f"fit_draft_lora feeds a row's tokens to the first layers again, after the keys and values of the whole "

@@ -17,11 +17,12 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..errors import SettingError
 from ..parts.probe import LinearProbe
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit, check_positive, check_share
 from .backbone import Backbone, Observed
-from .fitting import Fitting, agreement, finished, measured, per_token, prepared, train
+from .fitting import Fitting, agreement, fit, per_token, prepared
 from .speed import HeldOutSpeed, early_stop, with_speeds
 
 
@@ -61,6 +62,11 @@ def fit_probe(
     """
     name = "fit_probe"
     check_warping(lambda setting: f"{name}({setting})", temperature, top_k, top_p)
+    if do_sample and patience is not None:
+        raise SettingError(
+            f"{name}(do_sample=True, patience={patience}): speed is measured on greedy text, for which this "
+            "probe is not made. Leave patience out."
+        )
     inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
     rows, held_out = text.split()
     config = inner.config.get_text_config(decoder=True)
@@ -95,10 +101,7 @@ def fit_probe(
     callbacks = early_stop(name, probe, speed, patience)
     fitting = Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o)), recipe)
     with backbone.frozen():
-        fitted = train(fitting, rows, args, output_dir, callbacks)
-        probe.eval()
-        figures = measured(backbone, held_out, {"accuracy": right, "accepted": labels})
-    finished(probe, inner, recipe, fitted, figures, output_dir)
+        fit(fitting, rows, held_out, {"accuracy": right, "accepted": labels}, args, output_dir, callbacks)
     return with_speeds(probe, backbone, speed, output_dir)
 
 

@@ -23,7 +23,7 @@ from .blocks import Blocks
 from .checkpoints import KEPT, checkpoints_of
 from .fitting import check_length, training_arguments
 from .heads import chosen_layers, fit_exit_heads, split
-from .lora import USUAL_RANK, fit_draft_lora
+from .lora import USUAL_RANK, fit_draft_lora, quarter
 from .probe import check_warping, fit_probe
 from .reduced_head import USUAL_SIZE, fit_reduced_head
 from .texts import texts
@@ -179,17 +179,16 @@ class TrainedFit(FitRequest):
         """The text as rows of tokens; raises if there are too few."""
         return [{"input_ids": ids} for ids in blocks.rows.tolist()]
 
-    @abstractmethod
     def _check_choices(self) -> None:
-        """Checks settings of this kind of fit that are not counts."""
+        """Checks settings of this kind of fit that are not counts; by default there are none."""
 
     @abstractmethod
     def _counts(self) -> dict[str, int | None]:
         """Settings of this kind that are whole numbers."""
 
-    @abstractmethod
     def _without_effect(self) -> Iterator[str]:
-        """Yields a message for each setting that has no effect because of another one."""
+        """Yields a message for each setting that has no effect because of another one; by default none."""
+        yield from ()
 
     @abstractmethod
     def _check_sizes(self, config: Any) -> None:
@@ -292,15 +291,10 @@ class LoraFit(TrainedFit):
     def _counts(self) -> dict[str, int | None]:
         return {"--exit-layer": self.exit_layer, "--rank": self.rank}
 
-    def _check_choices(self) -> None:
-        """There are none besides counts."""
-
-    def _without_effect(self) -> Iterator[str]:
-        yield from ()
-
     def _check_sizes(self, config: Any) -> None:
-        if self.exit_layer is not None:
-            check_exit(self.name, "exit_layer", self.exit_layer, config.num_hidden_layers)
+        layers = config.num_hidden_layers
+        chosen = quarter(layers) if self.exit_layer is None else self.exit_layer
+        check_exit(self.name, "exit_layer", chosen, layers)
 
     def _fit(self, model: Any, rows: list[dict[str, list[int]]], training: TrainingArguments) -> Part:
         chosen: dict[str, Any] = {"exit_layer": self.exit_layer, "rank": self.rank}
@@ -330,6 +324,8 @@ class ProbeFit(TrainedFit):
         for name, value in (("temperature", self.temperature), ("top_k", self.top_k), ("top_p", self.top_p)):
             if value is not None and not self.sample:
                 yield f"{_option(name)} {value} has no effect without --sample: add that, or leave it out."
+        if self.sample and self.patience is not None:
+            yield f"--patience {self.patience} needs greedy text to measure on: leave it or --sample out."
 
     def _check_sizes(self, config: Any) -> None:
         check_exit(self.name, "exit_layer", self.exit_layer, config.num_hidden_layers)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     GenerationConfig,
@@ -97,8 +97,8 @@ class HeldOutSpeed:
         try:
             with _ready(part):
                 return self._speeds([self._spec_of(part)])[0]
-        except SettingError as error:
-            _logger.info(f"{part.kind}: it cannot draft: {error}")
+        except (SelfSpecError, RuntimeError) as error:  # a fit is not lost to it
+            _logger.warning(f"{part.kind}: it cannot draft: {error}")
             return 0.0
 
     def with_free_drafts(self, part: Part) -> tuple[float, float, float]:
@@ -114,7 +114,8 @@ class HeldOutSpeed:
         ways: list[dict[str, Any]] = [{}, *({"assistant": spec} for spec in specs)]
         with greedily(self._model, self._new):
             for way in ways:
-                self._seconds(self._prompts[:1], {"max_new_tokens": min(_FEW, self._new), **way})
+                # A text in reverse, since free drafts would know the beginning of one that is measured.
+                self._seconds(self._prompts[:1].flip(1), {"max_new_tokens": min(_FEW, self._new), **way})
             # In turn, and the median, since machines are not always equally fast.
             seconds = [[self._seconds(prompt, way) for way in ways] for prompt in self._prompts.split(1)]
         return [median(plain / other for plain, other in zip(*of, strict=True)) for of in _pairs(seconds)]
@@ -170,11 +171,17 @@ class StopWhenNoFaster(TrainerCallback):
         """Reads what an earlier run has measured, if training resumes."""
         file = _file(args)
         if state.global_step and file is not None and file.exists():
-            self._weights = dict(load_file(file))
-            with safe_open(file, framework="pt") as found:
-                about = json.loads((found.metadata() or {})["about"])
-            self._fastest = about["fastest"]
-            self._measured = {int(step): speed for step, speed in about["measured"].items()}
+            try:
+                self._weights = dict(load_file(file))
+                with safe_open(file, framework="pt") as found:
+                    about = json.loads((found.metadata() or {})["about"])
+                self._fastest = about["fastest"]
+                self._measured = {int(step): speed for step, speed in about["measured"].items()}
+            except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+                raise SettingError(
+                    f"{file} was cut short or changed ({error}), so the fit cannot resume with it. Remove it: the "
+                    "fastest weights are then those measured from now on."
+                ) from error
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **options: Any
@@ -191,15 +198,16 @@ class StopWhenNoFaster(TrainerCallback):
         """Puts the fastest weights back."""
         if state.global_step not in self._measured:
             self._measure(args, state.global_step)
-        if self._fastest != state.global_step:
-            self._part.load_state_dict(self._weights)
+        self._part.load_state_dict(self._weights)
 
     def _measure(self, args: TrainingArguments, step: int) -> None:
         speed = self._measured[step] = self._speed.of(self._part)
         _logger.info(f"{self._part.kind}, step {step}: {speed:.2f} times the speed of plain generate.")
         best = self._measured.get(self._fastest, 0.0)
-        if not self._weights or (speed > best and speed >= _GAIN * best):
+        is_fastest = not self._weights or (speed > best and speed >= _GAIN * best)
+        if is_fastest:
             self._fastest = step
+        if is_fastest or best == 0:  # as long as there is no speed, the newest
             self._weights = {name: value.detach().cpu().clone() for name, value in self._part.state_dict().items()}
         if (file := _file(args)) is not None:
             about = json.dumps({"fastest": self._fastest, "measured": self._measured})
