@@ -97,6 +97,7 @@ class Recipe:
         callbacks: Train with ``EarlyExitLoss`` and ``LayerDropout``; otherwise with neither, to compare.
         lora: Train low-rank adapters of all linear layers of attention and MLP instead of all weights.
         lora_rank: Rank of the adapters, which are scaled by 2.
+        sft: Train with TRL's ``SFTTrainer`` (``pip install trl``) rather than with ``Trainer``.
         seed: Seed of the order of the pairs, of the dropped layers and of the evaluated pairs.
         fp32: Compute in float32 rather than in bfloat16 autocast.
     """
@@ -115,6 +116,7 @@ class Recipe:
     callbacks: bool = True
     lora: bool = False
     lora_rank: int = 16
+    sft: bool = False
     seed: int = 0
     fp32: bool = False
 
@@ -242,9 +244,11 @@ def collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
     return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=NO_LABEL)
 
 
-def training_arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
-    """Translate the recipe into the Trainer's settings."""
-    return TrainingArguments(
+def training_arguments(
+    recipe: Recipe, checkpoints: Path, kind: type[TrainingArguments] = TrainingArguments, **more: Any
+) -> TrainingArguments:
+    """Translate the recipe into the settings of a Trainer, which may need ``more``."""
+    return kind(
         output_dir=str(checkpoints),
         max_steps=recipe.steps,
         per_device_train_batch_size=recipe.batch_size,
@@ -263,7 +267,20 @@ def training_arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
         save_steps=100,
         save_total_limit=2,
         report_to="none",
+        **more,
     )
+
+
+def new_trainer(recipe: Recipe, checkpoints: Path, **given: Any) -> Trainer:
+    """Return the recipe's trainer with ``given`` model, data and callbacks."""
+    if not recipe.sft:
+        return Trainer(args=training_arguments(recipe, checkpoints), **given)
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    given["train_dataset"] = datasets.Dataset.from_list(list(given["train_dataset"]))
+    prepared = {"skip_prepare_dataset": True}  # the pairs are tokens with labels already
+    return SFTTrainer(args=training_arguments(recipe, checkpoints, SFTConfig, dataset_kwargs=prepared), **given)
 
 
 def load(folder: str | Path) -> PreTrainedModel:
@@ -290,10 +307,12 @@ def train_model(
         rank = recipe.lora_rank
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, adapters)
-    trainer = Trainer(
+    trainer = new_trainer(
+        recipe,
+        checkpoints,
         model=model,
-        args=training_arguments(recipe, checkpoints),
         train_dataset=TrainingPairs(in_batches(pairs, recipe)),
+        processing_class=tokenizer,
         data_collator=collator(tokenizer),
         callbacks=layerskip if recipe.callbacks else [],
     )
@@ -530,6 +549,7 @@ def finetune(
     generator = Generator(load(output), tokenizer, task, recipe.longest)
     rows = evaluate(generator, training, held_out, evaluation, recipe.seed)
     trained = f"{recipe.steps} steps of {recipe.batch_size}, {'LoRA' if recipe.lora else 'all weights'}"
+    trained += ", TRL's SFTTrainer" if recipe.sft else ""
     trained += "" if recipe.callbacks else ", without LayerSkip's callbacks"
     text = results(rows, task, trained, (len(training), len(held_out)), evaluation, command)
     (output / "results.md").write_text(text, encoding="utf-8")

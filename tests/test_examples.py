@@ -93,6 +93,35 @@ def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path)
         assert rounds[1] < rounds[0] / 2
 
 
+def test_answers_of_a_stopped_run_are_kept(tmp_path: Path) -> None:
+    """A line that was cut short is written again; more processes than prompts have nothing to do."""
+    data, output = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"def {name}(x):"}) + "\n" for name in "ab"))
+    places = ["--model", str(EXAMPLES / "demo_model"), "--data", str(data), "--output", str(output)]
+    output.parent.mkdir()
+    kept = json.dumps({"prompt": "def a(x):", "answer": "of before"}) + "\n"
+    (output.parent / "answers.jsonl.0-of-1").write_text(kept + '{"prompt": "def')
+    run("batch_inference.py", *places, "--max-new-tokens", "4")
+    first, second = output.read_text().splitlines(keepends=True)
+    assert first == kept
+    assert json.loads(second)["prompt"] == "def b(x):"
+    assert [path.name for path in output.parent.iterdir()] == ["answers.jsonl"]
+    data.write_text('{"prompt": "x"}\n\n{"question": "y"}\n')
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "batch_inference.py"), *places], capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1].startswith(f"{data}, line 3: KeyError('prompt'); a line is")
+
+
+def test_processes_without_a_prompt(tmp_path: Path) -> None:
+    data, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    data.write_text(json.dumps({"prompt": "def f(x):"}) + "\n")
+    options = ("--model", EXAMPLES / "demo_model", "--max-new-tokens", "4", "--data", data, "--output", output)
+    done = in_two_processes(EXAMPLES / "batch_inference.py", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(output.read_text().splitlines()) == 1
+
+
 def test_training_script_makes_a_model_in_two_steps(tmp_path: Path, run_here: Callable[..., str]) -> None:
     run_here(
         "train_demo_model.py",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXAMPLES, library, ragged_batch
+from conftest import EXAMPLES, library, ragged_batch, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 DEMO = str(EXAMPLES / "demo_model")
@@ -43,6 +43,25 @@ def test_supervised_fine_tuning_with_adapters(tmp_path: Path, capsys: pytest.Cap
     assert (output / "adapter_model.safetensors").exists()
     assert "| 24 |" in (output / "exits.md").read_text()
     assert "| 24 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_task_by_either_trainer(lora: bool, tmp_path: Path) -> None:
+    """The stock Trainer and TRL's come to the same weights, with both callbacks."""
+    library("trl")
+    example = importlib.import_module("finetune_task")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tiny_llama(layers=4, vocabulary=len(tokenizer)).save_pretrained(tmp_path / "start")
+    pairs = [example.encode(tokenizer, example.TASKS["signature"], f"def name{at}(x, y={at}):") for at in range(12)]
+    found, settings = [], {"model": str(tmp_path / "start"), "steps": 3, "batch_size": 2, "fp32": True, "lora": lora}
+    for sft in (False, True):
+        folder = tmp_path / f"checkpoints {sft}"
+        folder.mkdir()
+        found.append(example.train_model(example.Recipe(**settings, sft=sft), tokenizer, pairs, folder).state_dict())
+    start = example.load(tmp_path / "start").state_dict()
+    assert any(not torch.allclose(value, start[name], atol=1e-3) for name, value in found[0].items())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-4, rtol=1e-3)
 
 
 class Exactness(TrainerCallback):
