@@ -273,6 +273,31 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
             ReducedHead.load(tmp_path)
 
 
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_a_model_that_does_not_call_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(factor=0.5)
+
+    class Products(torch.nn.Linear):
+        """As some models of the Hub multiply: with the weight, past the module."""
+
+    original = type(model).forward
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        head, self.lm_head = self.lm_head, Products(64, VOCABULARY, bias=False)
+        self.lm_head.weight = head.weight
+        try:
+            return original(self, *args, **options)
+        finally:
+            self.lm_head = head
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
+    ids = ragged_batch((9,))["input_ids"]
+    with pytest.warns(UserWarning, match="without a call of its output head"):
+        found = model.generate(ids, max_new_tokens=9, do_sample=False, assistant=spec)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=9, do_sample=False))
+
+
 def test_heads_that_are_no_plain_layer_are_refused() -> None:
     class Other(torch.nn.Linear):
         pass

@@ -55,6 +55,11 @@ class HeadRows:
         self._rows: FewTokenLinear | None = None
 
     @property
+    def is_used(self) -> bool:
+        """Whether the model has run its head, in place of which the rows were."""
+        return self._rows is not None
+
+    @property
     def size(self) -> int:
         """Number of tokens with a row."""
         return len(self.tokens)

@@ -11,6 +11,7 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import UnsupportedOptionError
+from ..notices import warn_once
 from ..transfer import RowNumbers
 from .additions import Additions
 from .anatomy import Anatomy
@@ -256,6 +257,11 @@ class Target:
         # Only the whole model gets the user's own arguments.
         module = self.model if head or self.following.extra else self._decoder
         logits, run = self._call(module, tokens, cursors, plan, run=run, nodes=nodes, first_node=first_node, keep=keep)
+        if head and head_rows is not None and not head_rows.is_used:
+            warn_once(
+                f"{self.anatomy.model_name} computes logits without a call of its output head, so drafts have all "
+                "tokens: leave `head` out. The output is the same."
+            )
         return Step(logits if head else None, run.captured, run.exit_state, run.best)
 
     def run_layers(
