@@ -42,6 +42,12 @@ SPECS = {
 }
 
 
+def model_forwards(spec: SelfSpec) -> int:
+    """How many forwards a call with one prompt has run, besides trials."""
+    assert spec.stats is not None
+    return 1 + spec.stats.rounds + spec.stats.draft_steps
+
+
 def main(folder: Path) -> None:
     """Notes for each spec, decoding mode and call the ids and how much was drafted."""
     torch.set_num_threads(1)
@@ -66,6 +72,13 @@ def main(folder: Path) -> None:
         torch.manual_seed(seed)
         ids = model.generate(**ragged_batch((9,)), **OPTIONS, do_sample=True, assistant=SPECS["exit"]())
         found[f"seed {seed}"] = ids.tolist()
+    readings = []
+    broadcast = torch.distributed.broadcast
+    torch.distributed.broadcast = lambda *given, **named: readings.append(1) or broadcast(*given, **named)
+    spec = SPECS["closest"]()
+    model.generate(**ragged_batch((9,)), **OPTIONS | {"max_new_tokens": 60}, assistant=spec)
+    torch.distributed.broadcast = broadcast
+    found["readings"] = [len(readings), model_forwards(spec)]
     head = ReducedHead.of(range(0, 97, 2), 97)
     for name, call in (
         ("head", lambda: model.generate(**ragged_batch((9,)), **OPTIONS, assistant=SelfSpec(EarlyExit(2, head)))),

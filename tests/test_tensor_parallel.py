@@ -39,6 +39,13 @@ def test_processes_draft_alike(name: str, do_sample: bool, ranks: list[dict[str,
         assert any(stats[1] for _, stats in one), "nothing was accepted"
 
 
+def test_the_clock_is_read_about_once_a_forward(ranks: list[dict[str, Any]]) -> None:
+    """Each reading makes a device wait; trials and timings run further forwards."""
+    readings, forwards = ranks[0]["readings"]
+    assert ranks[1]["readings"] == [readings, forwards]
+    assert 0 < readings < 2 * forwards
+
+
 def test_drawn_tokens_follow_the_seed(ranks: list[dict[str, Any]]) -> None:
     one, other = ranks
     assert one["seed 4"] == other["seed 4"]

@@ -16,10 +16,15 @@ def is_tensor_parallel(model: PreTrainedModel) -> bool:
     return (getattr(model, "_tp_size", None) or 1) > 1
 
 
-def clock_of(model: PreTrainedModel) -> Callable[[], float]:
+def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[], float]:
     """Returns a clock in seconds; all processes of a model read that of the first one, together.
 
-    So decisions based on timings are the same everywhere. Each reading is then a broadcast.
+    So decisions based on timings are the same everywhere. Each reading is then a broadcast, which waits for the device,
+    so the clock stands still until another forward has run.
+
+    Args:
+        model: the model.
+        forwards: returns how many forwards this process has run, as many as the others.
     """
     if not is_tensor_parallel(model):
         return perf_counter
@@ -27,9 +32,15 @@ def clock_of(model: PreTrainedModel) -> Callable[[], float]:
     group = None if mesh is None else mesh.get_group("tp" if "tp" in (mesh.mesh_dim_names or ()) else 0)
     first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
 
+    known: dict[int, float] = {}
+
     def now() -> float:
-        seconds = torch.tensor([perf_counter()], dtype=torch.float64, device=model.device)
-        torch.distributed.broadcast(seconds, first, group)
-        return float(seconds)
+        count = forwards()
+        if count not in known:
+            seconds = torch.tensor([perf_counter()], dtype=torch.float64, device=model.device)
+            torch.distributed.broadcast(seconds, first, group)
+            known.clear()
+            known[count] = float(seconds)
+        return known[count]
 
     return now

@@ -88,6 +88,7 @@ class OwnPrefill:
         states: list[torch.Tensor] = []
         begun = perf_counter()
         with obeying(_watching(target, states)) as run, at_positions(None):
+            target.forwards += 1
             output = model._prefill(self.input_ids, self.config, dict(arguments))
         target.forward_seconds += perf_counter() - begun
         target.autocast = run.autocast

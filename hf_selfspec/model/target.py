@@ -50,6 +50,7 @@ class Target:
         plan: the blocks that stand in for the whole model, ``None`` for all of it.
 
     Attributes:
+        forwards: number of forwards so far.
         clock: returns seconds, the same in all processes of a model that is spread over several.
         active_rows: the rows that forwards run over, ``None`` for all.
         autocast: the autocast in which the whole model's layers run, as seen in the last prefill.
@@ -83,7 +84,8 @@ class Target:
         self.cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
-        self.clock = clock_of(model)
+        self.forwards = 0
+        self.clock = clock_of(model, lambda: self.forwards)
         self._eager = EagerForwards(self)
         self.active_rows: ActiveRows | None = None
         self.fixed: FixedShapes | None = None
@@ -306,6 +308,7 @@ class Target:
         counts: list[int] | None = None,
     ) -> tuple[torch.Tensor | None, ForwardPass]:
         """Returns the logits, ``None`` if the module has none, and the forward with its stored states."""
+        self.forwards += 1
         run, rows, starts = ForwardPass(plan) if run is None else run, self.active_rows, RowNumbers.of(cursors)
         if rows is not None:
             tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
