@@ -42,7 +42,7 @@ from hf_selfspec import (
     fit_adapter,
     fit_probe,
 )
-from hf_selfspec.train import backbone, checkpoints
+from hf_selfspec.train import backbone, checkpoints, fitting
 from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.blocks import Blocks
 from hf_selfspec.train.costs import FitCosts
@@ -311,6 +311,28 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
             torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-3)
         start = begun[name].state_dict()
         assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
+
+
+def test_states_in_an_autocast_are_other_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Fits in bfloat16 keep states of their own, and know what they take in it."""
+    seen: list[torch.dtype | None] = []
+
+    class Seen(FitCosts):
+        @classmethod
+        def of(cls, *given: Any) -> FitCosts:
+            seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+            return FitCosts.of(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "FitCosts", Seen)
+        for bf16 in (False, True):
+            args = arguments(tmp_path / "out", max_steps=2, bf16=bf16)
+            fit_adapter(tiny_llama(), None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
+    assert seen == [None, torch.bfloat16]
+    names = [file.stem for file in tmp_path.glob("*/*.safetensors")]
+    halves = {name.removesuffix("-bfloat16") for name in names if name.endswith("-bfloat16")}
+    assert halves
+    assert halves <= set(names)
 
 
 def test_states_of_another_precision_are_other_states(tmp_path: Path) -> None:

@@ -196,8 +196,12 @@ class Backbone:
         )
 
     def _file(self, row: torch.Tensor) -> Path:
+        """Where the states of a row are; those in an autocast are others."""
         assert self._folder is not None
-        return self._folder / f"{_digest(row)}{_SUFFIX}"
+        kind, name = self.device.type, _digest(row)
+        if torch.is_autocast_enabled(kind):
+            name += f"-{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
+        return self._folder / f"{name}{_SUFFIX}"
 
     def _keep(self, file: Path, before: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
         """Writes the states of a row, if there is room."""

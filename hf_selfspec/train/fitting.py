@@ -192,7 +192,8 @@ def train(
             callbacks=list(callbacks),
         )
         if checkpoint is None:
-            tell(FitCosts.of(fitting, blocks, args), fitting.part.kind)
+            with trainer.accelerator.autocast():
+                tell(FitCosts.of(fitting, blocks, args), fitting.part.kind)
         begun = perf_counter()
         if (weights := weights_of_whole(checkpoint)) is None:
             trainer.train(resume_from_checkpoint=checkpoint)
