@@ -556,7 +556,7 @@ class Silent(DraftSource):
             sleep(0.02)
             return propose(drafter, text, max_new)
 
-        drafter.propose = asked  # type: ignore[method-assign]
+        drafter.propose = asked
         return drafter
 
 

@@ -105,3 +105,17 @@ def with_states(output: Any, states: torch.Tensor) -> Any:
     if isinstance(output, tuple):
         return (states, *output[1:])
     return type(output)(**{**output, "last_hidden_state": states})
+
+
+def with_arity(hidden: torch.Tensor, arity: int | None) -> Any:
+    """Returns states as a block does whose output is a tuple of ``arity`` values, or, with ``None``, the states."""
+    return hidden if arity is None else (hidden, *[None] * (arity - 1))
+
+
+def residual_of(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]) -> torch.Tensor | None:
+    """Returns the residual among the arguments of a block, ``None`` if it takes none."""
+    if "residual" in kwargs:
+        return kwargs["residual"]
+    names = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    parameters = names.co_varnames[1 : 1 + len(args)] if names is not None else ()
+    return args[parameters.index("residual")] if "residual" in parameters else None

@@ -20,7 +20,7 @@ from ..errors import SettingError, UnsupportedModelError
 from .additions import Additions
 from .anatomy import Anatomy
 from .autocast import Autocast
-from .forwards import Forward, InstanceForwards, SharedChange, with_states
+from .forwards import Forward, InstanceForwards, SharedChange, residual_of, with_arity, with_states
 from .head_rows import HeadRows, output_head
 from .linear import few_token_forwards
 from .step import Best
@@ -229,7 +229,7 @@ class _Installation:
             if current.stop_fn is not None:
                 current.check_stop(index, hidden)
             if index in current.passed:
-                output = _with_arity(hidden, arity.get(kind))
+                output = with_arity(hidden, arity.get(kind))
             else:
                 output = original(*args, **kwargs)
                 if kind not in arity:
@@ -259,9 +259,9 @@ class _Installation:
             hidden = args[0] if args else kwargs["hidden_states"]
             if silent:
                 # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
-                residual = _residual(args, kwargs, original)
+                residual = residual_of(args, kwargs, original)
                 hidden = torch.zeros_like(hidden) if residual is None else residual
-            return _with_arity(hidden, arity.get(kind))
+            return with_arity(hidden, arity.get(kind))
 
         return forward
 
@@ -305,18 +305,6 @@ def _is_skipped_attention(index: int) -> Callable[[LayerPlan], bool]:
 
 def _is_skipped_mlp(index: int) -> Callable[[LayerPlan], bool]:
     return lambda plan: index in plan.skipped_mlp
-
-
-def _with_arity(hidden: torch.Tensor, arity: int | None) -> Any:
-    return hidden if arity is None else (hidden, *[None] * (arity - 1))
-
-
-def _residual(args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]) -> torch.Tensor | None:
-    if "residual" in kwargs:
-        return kwargs["residual"]
-    names = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    parameters = names.co_varnames[1 : 1 + len(args)] if names is not None else ()
-    return args[parameters.index("residual")] if "residual" in parameters else None
 
 
 _installations = SharedChange()

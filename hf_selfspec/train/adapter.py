@@ -17,14 +17,13 @@ from .fitting import (
     Fitting,
     Pair,
     agreement,
-    copy_head,
     cross_entropy,
     fit,
-    norm_like_the_models,
     per_token,
     prepared,
     seeded,
 )
+from .own_weights import copy_head, norm_like_the_models
 from .speed import HeldOutSpeed, early_stop, with_speeds
 
 

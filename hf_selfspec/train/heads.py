@@ -35,14 +35,13 @@ from .fitting import (
     Fitting,
     Pair,
     agreement,
-    copy_head,
     fit,
     keep,
-    norm_like_the_models,
     per_token,
     prepared,
     seeded,
 )
+from .own_weights import copy_head, norm_like_the_models
 from .speed import HeldOutSpeed, early_stop, greedily, with_speeds
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
