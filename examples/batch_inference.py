@@ -10,6 +10,7 @@ stopped continues when the same command is given again.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -34,13 +35,19 @@ def prompts_of(data: Path) -> list[str]:
     return prompts
 
 
-def written(part: Path) -> int:
-    """How many answers a stopped run has written to a part; one that was cut short is removed."""
-    if not part.exists():
-        return 0
-    whole, _, _ = part.read_text(encoding="utf-8").rpartition("\n")
-    part.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
-    return len(whole.split("\n")) if whole else 0
+def answered(part: Path, run: dict[str, str | int]) -> int:
+    """How many prompts a stopped run has answered in a part, whose first line says which run it is.
+
+    A line that was cut short is removed. A part that does not exist is begun.
+    """
+    whole = part.read_text(encoding="utf-8").rpartition("\n")[0] if part.exists() else ""
+    header, *answers = whole.split("\n")
+    if header and json.loads(header) != run:
+        raise SystemExit(f"{part} was written by another run: {header}. Repeat that run, or remove this file.")
+    beside = part.with_name(f"{part.name}.new")
+    beside.write_text("\n".join([json.dumps(run), *answers, ""]), encoding="utf-8")
+    beside.replace(part)
+    return len(answers)
 
 
 @torch.inference_mode()
@@ -59,12 +66,14 @@ def main(arguments: list[str] | None = None) -> None:
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     process, count = state.process_index, state.num_processes
     share = prompts[len(prompts) * process // count : len(prompts) * (process + 1) // count]
-    parts = [args.output.with_name(f"{args.output.name}.{part}-of-{count}") for part in range(count)]
+    parts = [args.output.with_name(f"{args.output.name}.part-{part}") for part in range(count)]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     spec = SelfSpec(cache_dir=args.cache_dir)
 
-    done = written(parts[process])
+    texts = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    run = {"model": args.model, "max_new_tokens": args.max_new_tokens, "processes": count, "prompts": texts}
+    done = answered(parts[process], run)
     with parts[process].open("a", encoding="utf-8") as file:
         for prompt in tqdm(share[done:], initial=done, total=len(share), disable=not state.is_local_main_process):
             inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(state.device)
@@ -74,7 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
             file.flush()
     state.wait_for_everyone()
     if state.is_main_process:
-        args.output.write_text("".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
+        answers = (part.read_text(encoding="utf-8").partition("\n")[2] for part in parts)
+        args.output.write_text("".join(answers), encoding="utf-8")
         for part in parts:
             part.unlink()
     state.destroy_process_group()

@@ -74,8 +74,8 @@ class SelfSpec(Presets):
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. With ``None``, the probe of an early exit or the search for layers to
-            skip chooses the fastest rule; for a given set of layers it is a confidence below 0.8. Not allowed with a
-            ``CandidateGenerator`` or :class:`EarlyExitOnly`.
+            skip chooses the fastest rule; for given layers, adapters and draft LoRA it is a confidence below 0.8. Not
+            allowed with a ``CandidateGenerator`` or :class:`EarlyExitOnly`.
         tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with those two either.
         max_draft: maximum number of tokens in a draft, at most 1,024.
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is

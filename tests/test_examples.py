@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import shutil
@@ -99,17 +100,22 @@ def test_answers_of_a_stopped_run_are_kept(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps({"prompt": f"def {name}(x):"}) + "\n" for name in "ab"))
     places = ["--model", str(EXAMPLES / "demo_model"), "--data", str(data), "--output", str(output)]
     output.parent.mkdir()
+    digest = hashlib.sha256(json.dumps(["def a(x):", "def b(x):"]).encode()).hexdigest()
+    about = {"model": str(EXAMPLES / "demo_model"), "max_new_tokens": 4, "processes": 1, "prompts": digest}
     kept = json.dumps({"prompt": "def a(x):", "answer": "of before"}) + "\n"
-    (output.parent / "answers.jsonl.0-of-1").write_text(kept + '{"prompt": "def')
+    stopped = json.dumps(about) + "\n" + kept + '{"prompt": "def'
+    (part := output.with_name("answers.jsonl.part-0")).write_text(stopped)
+    script = [sys.executable, str(EXAMPLES / "batch_inference.py"), *places]
+    done = subprocess.run([*script, "--max-new-tokens", "5"], capture_output=True, text=True)
+    assert f"{part} was written by another run: {json.dumps(about)}. Repeat" in done.stderr
+    assert part.read_text() == stopped
     run("batch_inference.py", *places, "--max-new-tokens", "4")
     first, second = output.read_text().splitlines(keepends=True)
     assert first == kept
     assert json.loads(second)["prompt"] == "def b(x):"
     assert [path.name for path in output.parent.iterdir()] == ["answers.jsonl"]
     data.write_text('{"prompt": "x"}\n\n{"question": "y"}\n')
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "batch_inference.py"), *places], capture_output=True, text=True
-    )
+    done = subprocess.run(script, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].startswith(f"{data}, line 3: KeyError('prompt'); a line is")
 
 

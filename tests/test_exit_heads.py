@@ -13,7 +13,7 @@ import torch
 from architectures import build
 from conftest import VOCABULARY, check_lossless, ragged_batch, tiny_llama
 from test_fitting import arguments, rows, weights
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, Trainer
 
 from hf_selfspec import (
     DynamicExit,
@@ -24,12 +24,14 @@ from hf_selfspec import (
     SettingTypeError,
     TopKTree,
     UnsupportedModelError,
+    attach,
     calibrate_exit_heads,
     fit_exit_heads,
 )
 from hf_selfspec.calibration import drafts, roc_auc, threshold
 from hf_selfspec.model.target import Target
 from hf_selfspec.parts.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
+from hf_selfspec.train import heads as heads_fit
 
 LAYERS = (2, 4, 6)
 
@@ -370,6 +372,31 @@ def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
         assert spec.stats is not None
         found.append((spec.stats.from_draft, spec.stats.exit_layers))
     assert found[0] == found[1]
+
+
+def test_heads_that_were_stopped_in_their_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are calibrated, on the model's own text, and not trained again."""
+    model: LlamaForCausalLM = tiny_llama(factor=1.5)
+
+    def fit() -> ExitHeads:
+        with unreached("fit_exit_heads", "at best 0|no head"):
+            return fit_exit_heads(model, None, rows(80), num_heads=2, block_size=32, output_dir=tmp_path / "out")
+
+    def stop(*_: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(heads_fit, "calibrate", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit()
+    kept = ExitHeads.load(tmp_path / "out").state_dict()
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
+    with attach(model, SelfSpec.early_exit_only(2)) as spec:
+        heads = fit()
+    assert spec.stats is None
+    assert heads.about["calibration"]["tokens"] == 4 * 24
+    assert all(torch.equal(value, kept[name]) for name, value in heads.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_copies_begin_as_the_models_own_exits(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from conftest import tiny_llama
 from safetensors.torch import save_file
 from test_fitting import EXIT, arguments, rows
-from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, TrainerState
+from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainerState
 
 from hf_selfspec import (
     Adapter,
@@ -20,6 +20,7 @@ from hf_selfspec import (
     SettingError,
     SettingTypeError,
     UnsupportedModelError,
+    attach,
     fit_adapter,
     fit_draft_lora,
     fit_exit_heads,
@@ -139,7 +140,7 @@ class Clock:
 
         def generate(model: Any, *args: Any, **options: Any) -> Any:
             spec = options.get("assistant")
-            self.now += 2.0 if spec is None else 1.0 if isinstance(spec.draft, EarlyExitAdapter) else with_free
+            self.now += 2.0 if spec is False else 1.0 if isinstance(spec.draft, EarlyExitAdapter) else with_free
             return original(model, *args, **options)
 
         monkeypatch.setattr(type(model), "generate", generate)
@@ -173,11 +174,41 @@ def test_copies_of_a_measurement_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
     assert "_copies" not in part.__dict__
 
 
-def test_a_part_that_cannot_draft_has_no_speed() -> None:
+@pytest.mark.parametrize("error", [SettingError("it reaches no threshold"), TypeError("of its own")])
+def test_a_part_that_cannot_draft_has_no_speed(error: Exception) -> None:
     def refuse(part: Any) -> SelfSpec:
-        raise SettingError("it reaches no threshold")
+        raise error
 
     assert HeldOutSpeed(tiny_llama(), TEXT, refuse).of(LinearProbe(EXIT, 64, False)) == 0.0
+
+
+def test_parts_are_compared_to_the_model_alone() -> None:
+    """Not to what is attached to it."""
+    model = tiny_llama()
+    with attach(model, SelfSpec.early_exit_only(2)) as spec:
+        HeldOutSpeed(model, TEXT, SelfSpec.kangaroo).with_free_drafts(Adapter(EXIT, 64, 4))
+        assert spec.stats is None
+        model.generate(TEXT[:1], max_new_tokens=2)
+        assert spec.stats is not None
+
+
+def test_a_fit_that_was_stopped_in_its_last_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not trained again."""
+
+    def stop(*_: Any) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    def fit() -> Adapter:
+        return fit_adapter(tiny_llama(), None, rows(40), exit_layer=EXIT, block_size=32, output_dir=tmp_path / "out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speed, "speeds_of", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit()
+    kept = Adapter.load(tmp_path / "out").state_dict()
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
+    assert is_like(fit(), kept)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -206,7 +237,9 @@ def test_parts_that_add_nothing_to_free_drafts_are_told(
     assert speeds_of(part, HeldOutSpeed(model, TEXT[:0], SelfSpec.kangaroo)) == {}
 
 
-@pytest.mark.parametrize("error", [UnsupportedModelError("no cache"), torch.OutOfMemoryError("too large")])
+@pytest.mark.parametrize(
+    "error", [UnsupportedModelError("no cache"), torch.OutOfMemoryError("too large"), IndexError()]
+)
 def test_a_fit_is_not_lost_to_its_measurement(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -12,7 +13,16 @@ import pytest
 import torch
 from conftest import VOCABULARY, tiny_llama
 
-from hf_selfspec import Adapter, ExitHeads, LinearProbe, SettingError, SettingTypeError
+from hf_selfspec import (
+    Adapter,
+    Cascade,
+    EarlyExitAdapter,
+    ExitHeads,
+    LinearProbe,
+    Lookup,
+    SettingError,
+    SettingTypeError,
+)
 from hf_selfspec.parts.part import Part, about
 
 CALIBRATION = {
@@ -229,3 +239,24 @@ def test_places_that_hold_no_part(tmp_path: Path) -> None:
     for place in ("a" * 300, str(tmp_path / "file"), "no/such-part", str(tmp_path / "none")):
         with pytest.raises(SettingError, match="there is no saved adapter at"):
             Adapter.load(place)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_names_tell_weights_apart(inference: bool, kind: type[Part]) -> None:
+    with torch.inference_mode(inference):
+        part = PARTS[kind]()
+        other = copy.deepcopy(part)
+        assert repr(other) == repr(part)
+        with torch.no_grad():
+            other.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
+        assert repr(other) != repr(part)
+        other.load_state_dict(part.state_dict())
+        assert repr(other) == repr(part)
+
+
+def test_a_cascade_of_parts_that_differ_in_weights() -> None:
+    one, other = (EarlyExitAdapter(Adapter(2, 64, 4)) for _ in range(2))
+    assert len(Cascade([Lookup(), one, other]).sources) == 3
+    with pytest.raises(SettingError, match="one Lookup and different others"):
+        Cascade([Lookup(), one, one])

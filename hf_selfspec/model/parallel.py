@@ -20,7 +20,8 @@ def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[]
     """Returns a clock in seconds; all processes of a model read that of the first one, together.
 
     So decisions based on timings are the same everywhere. Each reading is then a broadcast, which waits for the device,
-    so the clock stands still until another forward has run.
+    so the clock stands still until another forward has run: what the host does between two forwards counts as time of
+    the second.
 
     Args:
         model: the model.

@@ -58,7 +58,8 @@ class DraftLora(Part):
             nn.init.kaiming_uniform_(down, a=math.sqrt(5))
 
     def __repr__(self) -> str:
-        return f"DraftLora(exit_layer={self.exit_layer}, rank={self.rank}, {len(self.shapes)} linear layers)"
+        layers = f"{len(self.shapes)} linear layers"
+        return f"DraftLora(exit_layer={self.exit_layer}, rank={self.rank}, {layers}, {self.digest})"
 
     def additions(self, anatomy: Anatomy) -> Additions:
         """Returns the additions to a model's linear layers, through which gradients flow to this part.

@@ -13,6 +13,7 @@ from ..parts.adapter import Adapter
 from ..selfspec import SelfSpec
 from ..settings import check_exit
 from .backbone import Backbone, Observed
+from .checkpoints import ended
 from .fitting import (
     Fitting,
     Pair,
@@ -58,7 +59,8 @@ def fit_adapter(
         args: arguments of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by
             default. With a ``save_strategy``, a fit that was stopped resumes from the last checkpoint in their
             ``output_dir``.
-        cache_dir: folder that keeps the model's states for further epochs and fits, see :class:`Backbone`.
+        cache_dir: folder that keeps the model's states for further epochs and fits, which then run no layer (those of
+            a draft LoRA run the layers that it changes), see :class:`Backbone`.
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
             epoch.
         patience: ends the fit when the speed of generation on held-out text has not risen in so many measurements in a
@@ -105,7 +107,7 @@ def fit_adapter(
         norm_like_the_models(adapter.norm, backbone, chosen)
         figures = {"agreement with the whole model": lambda observed: logits_of(agreement, observed)}
         fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
-    return with_speeds(adapter, backbone, speed, output_dir)
+    return ended(with_speeds(adapter, backbone, speed, output_dir), output_dir)
 
 
 def usual_exit(config: Any) -> int:

@@ -106,7 +106,7 @@ class Backbone:
         shown = self.look(rows[:1, :1])
         numbers = (*shown.states.values(), *shown.exits.values(), shown.final)
         each = _NAMES + rows.shape[1] * sum(state.shape[-1] * state.element_size() for state in numbers)
-        fitting = int(min(new, max(self._room, 0) // each))
+        fitting = new if math.isinf(self._room) else int(min(new, max(self._room, 0) // each))
         return fitting * each, 1 - new / len(files), 1 - (new - fitting) / len(files)
 
     @property

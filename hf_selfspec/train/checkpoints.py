@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -19,10 +19,12 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..errors import SettingError
 from ..files import reported, written_whole
+from ..parts.part import Part
 
 # Arguments of the Trainer: how often a checkpoint is saved; only the last one is kept.
 KEPT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
 _RECORD = "fit.json"
+_P = TypeVar("_P", bound=Part)
 # Arguments of the Trainer that decide what is fitted.
 _DECIDING = (
     "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -35,10 +37,11 @@ def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
     return f"{os.path.normpath(os.fspath(output_dir))}-checkpoints"
 
 
-def forget(output_dir: str | os.PathLike[str]) -> None:
-    """Removes the checkpoints of a fit that has ended; only the main process does so."""
-    if PartialState().is_main_process:
+def ended(part: _P, output_dir: str | os.PathLike[str] | None) -> _P:
+    """Returns the part of a fit that has come to its end: the main process removes its checkpoints."""
+    if output_dir is not None and PartialState().is_main_process:
         shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
+    return part
 
 
 def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> str | None:

@@ -29,10 +29,11 @@ from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
 from ..model.fingerprint import Fingerprint
 from ..parts.part import Part, about
+from ..search.costs import wait_for
 from ..settings import check_positive
 from .backbone import Backbone, Observed
 from .blocks import Blocks
-from .checkpoints import KEPT, checkpoints_of, forget, last_checkpoint, weights_of_whole
+from .checkpoints import KEPT, checkpoints_of, last_checkpoint, weights_of_whole
 from .costs import FitCosts, tell
 
 _P = TypeVar("_P", bound=Part)
@@ -78,22 +79,16 @@ class Fitting(nn.Module):
         """
         begun = perf_counter()
         observed = self.backbone.look(input_ids) if runs_model else self.backbone.observe(input_ids)
-        _wait_for(self.backbone.device)
+        wait_for(self.backbone.device)
         between = perf_counter()
         self._loss(observed).backward()
-        _wait_for(self.backbone.device)
+        wait_for(self.backbone.device)
         ended = perf_counter()
         self.zero_grad(set_to_none=True)
         return between - begun, ended - between
 
     def _loss(self, observed: Observed) -> torch.Tensor:
         return self._seen[1](observed.to(next(self.part.parameters()).device))
-
-
-def _wait_for(device: torch.device) -> None:
-    """Waits until a device has computed what was launched on it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
@@ -323,8 +318,6 @@ def finished(fitting: Fitting, fitted: Fitted, figures: dict[str, float], folder
         figures = {"first loss": fitted.losses[0], "last loss": fitted.losses[-1], **figures}
     figures["seconds of training"] = round(fitted.seconds, 1)
     keep(part, about(fitting.backbone.model, recipe, figures), folder)
-    if folder is not None:
-        forget(folder)
 
 
 def keep(part: _P, known: dict[str, Any], folder: Any) -> _P:

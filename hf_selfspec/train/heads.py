@@ -31,6 +31,7 @@ from ..selfspec import SelfSpec
 from ..settings import MOST_LAYERS, check_count, check_exit, check_share
 from .backbone import Backbone, Observed
 from .blocks import HELD_OUT, MOST_HELD_OUT, Blocks
+from .checkpoints import ended
 from .fitting import (
     Fitting,
     Pair,
@@ -142,7 +143,7 @@ def fit_exit_heads(
             for head, layer in enumerate(chosen)
         }
         fit(Fitting(heads, backbone, loss, recipe), rows, held_out, figures, args, output_dir, callbacks)
-    return _calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir)
+    return ended(_calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir), output_dir)
 
 
 def calibrate_exit_heads(
@@ -293,7 +294,7 @@ def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor,
     found = []
     with greedily(model, length - given) as ends:
         for some in rows.to(backbone.device).split(_AT_ONCE):
-            texts = model.generate(some[:, :given], attention_mask=torch.ones_like(some[:, :given]))
+            texts = model.generate(some[:, :given], attention_mask=torch.ones_like(some[:, :given]), assistant=False)
             for ids in texts:
                 written = enumerate(ids[given:].tolist(), given)
                 end = next((at for at, token in written if token in ends), len(ids) - 1)

@@ -23,6 +23,7 @@ from ..parts.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit
 from .backbone import Backbone, Observed
+from .checkpoints import ended
 from .fitting import (
     Fitting,
     Pair,
@@ -118,7 +119,7 @@ def fit_draft_lora(
     }
     with backbone.frozen(), drafting.prepared():
         fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
-    return with_speeds(lora, backbone, speed, output_dir)
+    return ended(with_speeds(lora, backbone, speed, output_dir), output_dir)
 
 
 def quarter(num_layers: int) -> int:

@@ -22,6 +22,7 @@ from ..parts.probe import LinearProbe
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit, check_positive, check_share
 from .backbone import Backbone, Observed
+from .checkpoints import ended
 from .fitting import Fitting, agreement, fit, per_token, prepared
 from .speed import HeldOutSpeed, early_stop, with_speeds
 
@@ -102,7 +103,7 @@ def fit_probe(
     fitting = Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o)), recipe)
     with backbone.frozen():
         fit(fitting, rows, held_out, {"accuracy": right, "accepted": labels}, args, output_dir, callbacks)
-    return with_speeds(probe, backbone, speed, output_dir)
+    return ended(with_speeds(probe, backbone, speed, output_dir), output_dir)
 
 
 def check_warping(name: Callable[[str], str], temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -40,7 +40,8 @@ def fit_reduced_head(
         output_dir: folder in which the head is saved, with a model card.
 
     Returns:
-        The head, for ``EarlyExit(layer, head=head)`` or ``EarlyExitAdapter(adapter, head=head)``.
+        The head, for ``EarlyExit(layer, head=head)``, ``EarlyExitAdapter(adapter, head=head)`` or
+        ``EarlyExitLora(lora, head=head)``.
 
     Raises:
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.

@@ -105,6 +105,7 @@ PRESETS = (
 _WITH_PARTS = (
     LeftOut("SelfSpec.kangaroo(adapter)", _FIT.format("adapter", "folder")),
     LeftOut("SelfSpec.dssd(heads)", _FIT.format("heads", "folder")),
+    LeftOut("SelfSpec(EarlyExitLora(lora))", _FIT.format("lora", "folder")),
     LeftOut("SelfSpec.early_exit_only(layer)", "its text is not the model's own"),
 )
 _COMPILED = (

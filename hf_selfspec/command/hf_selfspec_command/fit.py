@@ -39,7 +39,8 @@ class FitOptions(TextOptions):
     ] = None
     cache_gib: Annotated[float | None, typer.Option(help="The most that the folder may hold, in GiB.")] = None
     patience: Annotated[
-        int | None, typer.Option(help="Looks at the speed, every 100 steps, without a gain after which it ends.")
+        int | None,
+        typer.Option(help="Looks at the speed (every 100 steps, or tenth of a fit) without a gain, then it ends."),
     ] = None
 
 
