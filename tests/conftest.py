@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import slow
 import torch
+from findings import FirstDraft
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GPT2Config,
@@ -32,8 +33,13 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_selfspec
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, notices
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.draft.probe import ProbingDraft
+from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graph
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.types import Text
 
 VOCABULARY = 97
 
@@ -254,3 +260,34 @@ def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made and taken early, however fast they are here; the choice has tests of its own."""
     monkeypatch.setattr(graphs, "_USES", 2)
     monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())
+
+
+@pytest.fixture
+def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of a large model, whatever the machine is doing: another token in a verification costs little."""
+
+    def costs(self: Stopwatch, of: object = min) -> ForwardCosts:
+        return ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, self.early.num_layers)
+
+    monkeypatch.setattr(Stopwatch, "costs", costs)
+
+
+@pytest.fixture
+def first_draft(monkeypatch: pytest.MonkeyPatch) -> FirstDraft:
+    """Filled by the first draft after its plan was emptied."""
+    found = FirstDraft()
+
+    def watch(kind: type[PartialDraft]) -> None:
+        original = kind.propose
+
+        def watched(self: Any, text: Text, room: list[int]) -> Any:
+            if not found.plan:
+                found.plan, found.stop, found.reuse_from = self.plan.picture(), self.limits.stop, self.reuse_from
+                found.phase = self.search.phase if isinstance(self, SearchingDraft) else ""
+            return original(self, text, room)
+
+        monkeypatch.setattr(kind, "propose", watched)
+
+    watch(SearchingDraft)
+    watch(ProbingDraft)
+    return found
