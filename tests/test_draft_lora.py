@@ -307,7 +307,7 @@ def test_files(tmp_path: Path, llama: LlamaForCausalLM) -> None:
     assert SelfSpec.from_pretrained(tmp_path / "spec").draft == spec.draft
     (found, _), (loaded, _) = check_lossless(llama, spec_of(lora)), check_lossless(llama, spec)
     assert (found.drafted, found.accepted) == (loaded.drafted, loaded.accepted)
-    assert repr(lora) == "DraftLora(exit_layer=2, rank=4, 14 linear layers)"
+    assert repr(lora) == f"DraftLora(exit_layer=2, rank=4, 14 linear layers, {lora.digest})"
 
 
 @pytest.mark.parametrize(
