@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,19 @@ def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made and taken early, however fast they are here; the choice has tests of its own."""
     monkeypatch.setattr(graphs, "_USES", 2)
     monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())
+
+
+@contextmanager
+def interrupted_in(place: Any, name: str) -> Iterator[None]:
+    """The user stops what runs inside as soon as it calls this function of a module."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 @pytest.fixture

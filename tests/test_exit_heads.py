@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, check_lossless, ragged_batch, tiny_llama
+from conftest import VOCABULARY, check_lossless, interrupted_in, ragged_batch, tiny_llama
 from test_fitting import arguments, rows, weights
 from transformers import LlamaForCausalLM, PreTrainedModel, Trainer
 
@@ -382,13 +382,8 @@ def test_heads_that_were_stopped_in_their_calibration(tmp_path: Path, monkeypatc
         with unreached("fit_exit_heads", "at best 0|no head"):
             return fit_exit_heads(model, None, rows(80), num_heads=2, block_size=32, output_dir=tmp_path / "out")
 
-    def stop(*_: Any) -> dict[str, Any]:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(heads_fit, "calibrate", stop)
-        with pytest.raises(KeyboardInterrupt):
-            fit()
+    with interrupted_in(heads_fit, "calibrate"):
+        fit()
     kept = ExitHeads.load(tmp_path / "out").state_dict()
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
     with attach(model, SelfSpec.early_exit_only(2)) as spec:

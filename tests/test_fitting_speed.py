@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import interrupted_in, tiny_llama
 from safetensors.torch import save_file
 from test_fitting import EXIT, arguments, rows
 from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainerState
@@ -195,16 +195,11 @@ def test_parts_are_compared_to_the_model_alone() -> None:
 def test_a_fit_that_was_stopped_in_its_last_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is not trained again."""
 
-    def stop(*_: Any) -> dict[str, float]:
-        raise KeyboardInterrupt
-
     def fit() -> Adapter:
         return fit_adapter(tiny_llama(), None, rows(40), exit_layer=EXIT, block_size=32, output_dir=tmp_path / "out")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(speed, "speeds_of", stop)
-        with pytest.raises(KeyboardInterrupt):
-            fit()
+    with interrupted_in(speed, "speeds_of"):
+        fit()
     kept = Adapter.load(tmp_path / "out").state_dict()
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
     assert is_like(fit(), kept)
