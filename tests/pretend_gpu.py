@@ -1,4 +1,4 @@
-"""A device in pure Python whose values lie in the CPU's memory, which counts what would make the host of a GPU wait.
+"""Devices in pure Python whose values lie in the CPU's memory, which count what would make the host of a GPU wait.
 
 Each operation is one launch, views are none. Operations over tensors of two devices fail as on CUDA. Importing this
 registers the device for the whole process, so tests run it in one of their own (:mod:`run_on_pretended_gpu`).
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -20,7 +21,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "pretended"
 _setup_privateuseone_for_python_backend(NAME)
-DEVICE = torch.device(NAME, 0)
+DEVICE, OTHER = torch.device(NAME, 0), torch.device(NAME, 1)
 
 # What looks at the values on the host.
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
@@ -105,19 +106,19 @@ counts = Counts()
 
 
 class Pretended(torch.Tensor):
-    """A tensor of the device."""
+    """A tensor of one of the devices."""
 
     raw: torch.Tensor
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor) -> Pretended:
+    def __new__(cls, raw: torch.Tensor, device: torch.device = DEVICE) -> Pretended:
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             raw.size(),
             strides=raw.stride(),
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
-            device=DEVICE,
+            device=device if device.index is not None else DEVICE,
         )
         tensor.raw = raw
         return tensor
@@ -156,11 +157,24 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         counts.read(name)
         return func(*raw_args, **raw_kwargs)
     _count(name, args, here, elsewhere)
+    place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
     result = func(*raw_args, **raw_kwargs)
     for value in here:
-        if isinstance(result, torch.Tensor) and value.raw is result:
+        if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
             return value  # in place
-    return tree_map(lambda value: Pretended(value) if isinstance(value, torch.Tensor) else value, result)
+    if name == "_to_copy" and any(result is value.raw for value in here):
+        result = result.clone()
+    return tree_map(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
+
+
+def _place_of(name: str, args: Any, here: list[Pretended]) -> torch.device:
+    """The device of an operation's tensors, of which numbers alone may lie elsewhere."""
+    if name == "copy_" and isinstance(args[0], Pretended):
+        return args[0].device
+    places = {value.device for value in here if value.dim()} or {here[0].device}
+    if len(places) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, found several: {name}")
+    return places.pop()
 
 
 def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Tensor]) -> None:
@@ -196,13 +210,15 @@ class _Called(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
             counts.launch("attention")
-            return Pretended(func(*tree_map(_raw, args), **tree_map(_raw, kwargs)))
+            here = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Pretended)]
+            place = _place_of("attention", args, here)
+            return Pretended(func(*tree_map(_raw, args), **tree_map(_raw, kwargs)), place)
         if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
             counts.upload("tensor")
-            return Pretended(func(*args, **kwargs | {"device": "cpu"}))
+            return Pretended(func(*args, **kwargs | {"device": "cpu"}), torch.device(kwargs["device"]))
         if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
             counts.upload("new_tensor")
-            return Pretended(torch.tensor(*args[1:], **kwargs))
+            return Pretended(torch.tensor(*args[1:], **kwargs), args[0].device)
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
             counts.read("tolist")
             return args[0].raw.tolist()
@@ -241,19 +257,39 @@ def pretended() -> Iterator[None]:
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as one of the device."""
+    """A tensor as one of the first device."""
     return Pretended(tensor)
 
 
-def move(model: torch.nn.Module) -> None:
+def move(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
     """Moves a model, whose layers then are not counted."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(Pretended(parameter.data), requires_grad=False)
+                module._parameters[name] = torch.nn.Parameter(Pretended(parameter.data, device), requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = Pretended(buffer)
+                module._buffers[name] = Pretended(buffer, device)
+
+
+def spread(model: torch.nn.Module) -> None:
+    """Moves a Llama to both devices, as ``device_map`` does: the second half of its layers, norm and head to another.
+
+    accelerate's own hooks move what goes from one to the other.
+    """
+    inner = model.model
+    second = [*inner.layers[len(inner.layers) // 2 :], inner.norm, model.lm_head]
+    for module in (inner.embed_tokens, inner.rotary_emb, *inner.layers, inner.norm, model.lm_head):
+        place = OTHER if any(module is other for other in second) else DEVICE
+        move(module, place)
+        add_hook_to_module(module, _moved_to(place, is_outer=False), append=True)
+    add_hook_to_module(model, _moved_to(DEVICE, is_outer=True), append=True)
+
+
+def _moved_to(device: torch.device, is_outer: bool) -> AlignDevicesHook:
+    return AlignDevicesHook(
+        execution_device=device, io_same_device=is_outer, skip_keys="past_key_values", place_submodules=False
+    )
 
 
 def _enter(*_: Any) -> None:

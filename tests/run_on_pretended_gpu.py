@@ -1,4 +1,4 @@
-"""Generates on the pretended device, and prints what a round needs as JSON; a process of its own."""
+"""Generates on pretended devices, and prints what a round needs as JSON; a process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pretend_gpu
 import torch
 from conftest import tiny_llama
-from pretend_gpu import counts, move, on_device, pretended
+from pretend_gpu import counts, move, on_device, pretended, spread
 
 from hf_selfspec import (
     AdaptiveThreshold,
@@ -19,6 +19,7 @@ from hf_selfspec import (
     ClosestLayers,
     ConfidenceThreshold,
     EarlyExit,
+    EarlyExitAdapter,
     FixedLength,
     Lookup,
     SelfSpec,
@@ -27,6 +28,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.parts.adapter import Adapter
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
@@ -44,6 +46,7 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "layerskip": SelfSpec.layerskip,
     "swift": SelfSpec.swift,
     "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
+    "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), _THREE),
     "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
 }
 CALLS: dict[str, dict[str, Any]] = {
@@ -54,7 +57,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(spec: SelfSpec, rows: int, options: dict[str, Any]) -> dict[str, float]:
+def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[..., None] = move) -> dict[str, float]:
     """Reads, uploads and launches outside of layers, for each round or draft step, and whether ids are plain's."""
     torch.manual_seed(0)
     model = tiny_llama(layers=4, factor=0.1)
@@ -85,7 +88,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any]) -> dict[str, flo
 
     counts.reset("round")
     with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
-        move(model)
+        place(model)
         pretend_gpu.leave_out(model.model.layers)
         output = model.generate(on_device(ids), attention_mask=on_device(mask), assistant=spec, **options)
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
@@ -101,7 +104,9 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any]) -> dict[str, flo
 
 
 def main(cases: list[list[Any]]) -> None:
-    found = [measure(SPECS[spec](), rows, CALLS[call]) for spec, call, rows in cases]
+    found = [
+        measure(SPECS[spec](), rows, CALLS[call], spread if devices else move) for spec, call, rows, *devices in cases
+    ]
     print(json.dumps(found))
 
 

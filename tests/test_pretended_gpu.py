@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,11 +48,18 @@ OTHERS = [
     for spec in ("default", "layerskip", "swift", "closest", "cascade")
     for call, rows in (("greedy", 1), ("drawn", 3))
 ] + [("tree", "drawn", 3), ("rule", "penalty", 3)]
+# Spread over two devices: one row, and rows of different lengths.
+SPECS = ("fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "closest", "adapter", "cascade")
+SPREAD = [
+    (spec, call, rows, "two devices")
+    for spec in SPECS
+    for call, rows in (("greedy", 1), ("greedy", 3), ("drawn", 1), ("drawn", 3))
+]
 
 
 @lru_cache(maxsize=1)
-def measured() -> dict[tuple[str, str, int], dict[str, float]]:
-    cases = [*BOUNDS, *OTHERS]
+def measured() -> dict[tuple[Any, ...], dict[str, float]]:
+    cases = [*BOUNDS, *OTHERS, *SPREAD]
     run = subprocess.run(
         [sys.executable, str(TESTS / "run_on_pretended_gpu.py"), json.dumps(cases)],
         capture_output=True,
@@ -80,7 +88,7 @@ def test_launches_outside_of_layers(spec: str, call: str) -> None:
     assert found["launches a round"] <= 45
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("case", [*OTHERS, *SPREAD], ids=str)
 def test_all_drafts_run_on_a_device(case: tuple[str, str, int]) -> None:
     """Nothing mixes tensors of two devices, and greedy ids are plain's."""
     assert measured()[case]["same"]

@@ -30,6 +30,7 @@ class _Table:
         """Returns what enters the next layer, per number of skipped layers: states ``[..., most + 1, d]``."""
         if layer not in self.layers:
             return left
+        entered = entered.to(left.device)  # a model may be spread over devices
         whole = left[..., :1, :].float()
         run = F.cosine_similarity(left.float(), whole, dim=-1).flatten(0, -2).mean(0)
         skip = F.cosine_similarity(entered.float(), whole, dim=-1).flatten(0, -2).mean(0).roll(1)
@@ -42,7 +43,7 @@ class _Table:
 
     def skipped(self) -> list[list[int]]:
         """For each count from 1 to ``most`` the best layers to skip."""
-        table = torch.stack(self.skips).tolist()
+        table = torch.stack([skips.to(self.skips[0].device) for skips in self.skips]).tolist()
         ways = []
         for count in range(1, self.most + 1):
             found, left = [], count
