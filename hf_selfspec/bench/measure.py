@@ -15,6 +15,8 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..model.attention import without_cudnn_attention
+
 
 @dataclass
 class Sample:
@@ -78,7 +80,8 @@ def timed_generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kw
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    model.generate(**inputs, streamer=clock, **kwargs)
+    with without_cudnn_attention():
+        model.generate(**inputs, streamer=clock, **kwargs)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     end = time.perf_counter()

@@ -198,16 +198,22 @@ class AdapterDraft(PartialDraft):
         s, device = states.shape[1], states.device
         self._cache.seek(starts, s)
         positions = (RowNumbers.of(starts).on(device) + torch.arange(s, device=device)).expand(len(starts), s)
-        keys = torch.arange(max(starts) + s, device=device)
+        with torch.no_grad():
+            mask = None if max(starts) == 0 and self.target.padding is None else self._mask(positions, max(starts) + s)
+            hidden: torch.Tensor = self.adapter.on(device)(states, positions, self._cache, mask)
+        return hidden
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """Which of the first ``length`` slots the tokens at ``positions`` ``[b, s]`` see: ``[b, 1, s, length]``."""
+        device = positions.device
+        keys = torch.arange(length, device=device)
         first = RowNumbers(self._first).on(device)[:, None]
         mask = (keys <= positions[:, :, None]) & (keys >= first)
         if (padding := self.target.padding) is not None:
             real = padding.to(device).bool()[:, : len(keys)]
             mask[:, :, : real.shape[1]] &= real[:, None]
             mask |= keys == positions[:, :, None]  # a padded token sees itself, so that no row is empty
-        with torch.no_grad():
-            hidden: torch.Tensor = self.adapter.on(device)(states, positions, self._cache, mask[:, None])
-        return hidden
+        return mask[:, None]
 
 
 def _at(values: torch.Tensor, places: list[int]) -> torch.Tensor:

@@ -33,7 +33,7 @@ class Forward:
         run: what runs; the forward stores its states there.
         nodes: the draft tree, ``None`` for a line.
         first_node: the first of its nodes that ``tokens`` has.
-        keep: how many of the last tokens need logits (0 for all), or which.
+        keep: how many of the last tokens need logits, 0 for all.
         simple: whether transformers builds the masks.
         counts: for a prefill the number of real tokens in each row, else ``None``.
     """
@@ -45,7 +45,7 @@ class Forward:
     run: ForwardPass
     nodes: TreeLayout | None
     first_node: int
-    keep: int | torch.Tensor
+    keep: int
     simple: bool
     counts: list[int] | None
 

@@ -83,8 +83,11 @@ class Geometry:
                 wide[..., :n].masked_fill_(~mask[:, :, None], -torch.inf)
             else:
                 wide[..., :n] = mask[:, :, None]
+            laid_out = wide.view(b, 1, group * s, -1)[..., :n]
+            if mask.device != self.query_positions.device:
+                return laid_out  # a model over several devices copies the mask for each layer
             # The mask itself is kept too: once it is freed, another one could get its id.
-            self.grouped[key] = mask, wide.view(b, 1, group * s, -1)[..., :n]
+            self.grouped[key] = mask, laid_out
         return self.grouped[key][1]
 
 

@@ -8,7 +8,7 @@ architecture is reimplemented: logits of an early exit come from the model's own
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 import torch.nn as nn
 
 from ..errors import SettingError, UnsupportedModelError
+from ..transfer import upload
 from .additions import Additions
 from .anatomy import Anatomy
 from .autocast import Autocast
-from .forwards import Forward, InstanceForwards, SharedChange, residual_of, with_arity, with_states
+from .forwards import Forward, InstanceForwards, SharedChange, residual_of, states_of, with_arity, with_states
 from .head_rows import HeadRows, output_head
 from .linear import few_token_forwards
 from .step import Best
@@ -107,6 +108,7 @@ class ForwardPass:
         stop_fn: called at layers ``start + 1`` to ``stop``; the forward ends at the first that it returns ``True`` for.
         head_input_fn: maps ``exit_state`` to the input of the head, in place of the stack's final norm.
         head_rows: what runs in place of the output head, ``None`` for that head itself.
+        ends: for each row the one token whose logits are needed, ``None`` for those that the model is asked for.
         chooses: whether the tokens with the highest logits are needed, too; only graphs compute them.
         captured: ``[b, s, d]`` the state kept by ``capture``, after the forward.
         exit_state: ``[b, s, d]`` output of the last layer, after the forward.
@@ -123,6 +125,7 @@ class ForwardPass:
     stop_fn: StopFn | None = None
     head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
     head_rows: HeadRows | None = None
+    ends: Sequence[int] | None = None
     chooses: bool = False
     captured: torch.Tensor | None = None
     exit_state: torch.Tensor | None = None
@@ -187,14 +190,12 @@ class _Installation:
             self.forwards.replace(layer, self._layer_forward(index, layer))
             attention = self.anatomy.attention[index]
             if attention is not None:
-                self.forwards.replace(
-                    attention, self._block_forward(attention, _is_skipped_attention(index), silent=True)
-                )
+                forward = self._block_forward(attention, index, "skipped_attention", silent=True)
+                self.forwards.replace(attention, forward)
             mlp = self.anatomy.mlp[index]
             for module in mlp:
-                self.forwards.replace(
-                    module, self._block_forward(module, _is_skipped_mlp(index), silent=module is mlp[-1])
-                )
+                forward = self._block_forward(module, index, "skipped_mlp", silent=module is mlp[-1])
+                self.forwards.replace(module, forward)
 
     def _stack_forward(self, stack: nn.Module) -> Forward:
         original = stack.forward
@@ -202,10 +203,16 @@ class _Installation:
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             current = _current.forward_pass
-            if current is None or current.head_input_fn is None:
+            if current is None:
                 return output
-            assert current.exit_state is not None
-            return with_states(output, current.head_input_fn(current.exit_state))
+            if current.head_input_fn is not None:
+                assert current.exit_state is not None
+                return with_states(output, current.head_input_fn(current.exit_state))
+            if current.ends is not None:
+                states = states_of(output)
+                rows = torch.arange(len(states), device=states.device)
+                return with_states(output, states[rows, upload(current.ends, states.device)][:, None])
+            return output
 
         return forward
 
@@ -245,13 +252,13 @@ class _Installation:
 
         return forward
 
-    def _block_forward(self, module: nn.Module, is_skipped: Callable[[LayerPlan], bool], silent: bool) -> Forward:
-        """``silent`` blocks contribute nothing when skipped; the others pass their input on at no cost."""
+    def _block_forward(self, module: nn.Module, index: int, skipped: str, silent: bool) -> Forward:
+        """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
         original, arity, kind = module.forward, self.arity, type(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = _current.forward_pass
-            if current is None or not is_skipped(current.plan):
+            if current is None or index not in getattr(current.plan, skipped):
                 output = original(*args, **kwargs)
                 if kind not in arity:
                     arity[kind] = len(output) if isinstance(output, tuple) else None
@@ -297,14 +304,6 @@ def _prepare_additions(forwards: InstanceForwards, additions: Iterable[Additions
     for module in (module for some in additions for module in some.of):
         if not isinstance(module.__dict__.get("forward"), _AddingForward):
             forwards.replace(module, _AddingForward(module))
-
-
-def _is_skipped_attention(index: int) -> Callable[[LayerPlan], bool]:
-    return lambda plan: index in plan.skipped_attention
-
-
-def _is_skipped_mlp(index: int) -> Callable[[LayerPlan], bool]:
-    return lambda plan: index in plan.skipped_mlp
 
 
 _installations = SharedChange()

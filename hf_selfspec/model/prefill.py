@@ -20,6 +20,9 @@ from .prompt import Prompt
 from .step import PrefillObserver
 from .target import Target
 
+# Numbers in the mask of a forward over a prompt, 64 MiB in 16 bits, and the least tokens that are worth a forward.
+_MASK, _LEAST = 1 << 25, 128
+
 
 class Prefill(Protocol):
     """Puts prompts into the cache."""
@@ -46,9 +49,9 @@ class TextPrefill:
         if seen := tokens_in(self.past):
             target.cache.take_in(self.past, prompt.past_columns(seen), prompt.cursors)
         logits = None
-        width = prompt.tokens.shape[1]
-        chunk = self.chunk or width
-        for start in range(0, width, chunk):
+        width, start = prompt.tokens.shape[1], 0
+        while start < width:
+            chunk = min(self.chunk or width, _piece(target, prompt, start))
             tokens = prompt.tokens[:, start : start + chunk]
             lengths = [min(max(length - start, 0), tokens.shape[1]) for length in prompt.lengths]
             cursors = [cursor + start for cursor in prompt.cursors]
@@ -56,8 +59,17 @@ class TextPrefill:
             ends_here = [start < length <= start + chunk for length in prompt.lengths]
             chosen = torch.tensor(ends_here, device=piece.device)[:, None]
             logits = piece if logits is None else torch.where(chosen, piece, logits)
+            start += chunk
         assert logits is not None
         return logits
+
+
+def _piece(target: Target, prompt: Prompt, start: int) -> int:
+    """The number of tokens that may go through together from ``start`` on, for the mask of texts that continue."""
+    width = prompt.tokens.shape[1]
+    if target.needs_no_mask([cursor + start for cursor in prompt.cursors]):
+        return width
+    return max(_LEAST, _MASK // (len(prompt.cursors) * (max(prompt.cursors) + width)))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ..notices import warn_once
 from ..transfer import RowNumbers
 from .additions import Additions
 from .anatomy import Anatomy
+from .attention import without_cudnn_attention
 from .autocast import Autocast
 from .cache import SpeculativeCache
 from .checkpointing import without_checkpointing
@@ -100,6 +101,7 @@ class Target:
             stack.enter_context(partial_forwards(self.model, self.anatomy, self.additions))
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
+            stack.enter_context(without_cudnn_attention())
             stack.enter_context(served_kernels(self.model))
             if is_compiled(self.model):
                 # A compiled graph would be traced again for each plan and each shape.
@@ -171,6 +173,13 @@ class Target:
         rows = dict(zip(self.active_rows.kept, known, strict=True))
         return [rows.get(row, 0) for row in range(self.active_rows.total)]
 
+    def needs_no_mask(self, cursors: Sequence[int]) -> bool:
+        """Whether a prompt from these slots on takes the masks of ``generate`` without padding, often none at all.
+
+        Rows start on the left, so that the causal rule alone hides what stands after them.
+        """
+        return max(cursors) == 0 and self.holes is None
+
     def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
 
@@ -184,27 +193,19 @@ class Target:
         """
         width, counts = tokens.shape[1], lengths
         lengths = [max(length, 1) for length in lengths]
-        ragged = min(lengths) < width
-        ends = torch.tensor(sorted({length - 1 for length in lengths}), device=tokens.device)
-        keep = ends if ragged else 1
-        # One length and nothing in the cache: the mask that plain `generate` would use, often none at all.
-        simple = not ragged and max(cursors) == 0 and self.holes is None
+        ends = None if min(lengths) == width else [length - 1 for length in lengths]
+        simple = self.needs_no_mask(cursors)
         observer = self.prefill_observer
-        run = None if observer is None else ForwardPass(self.full_plan, capture=observer.layer)
+        run = ForwardPass(self.full_plan, capture=-1 if observer is None else observer.layer, ends=ends)
         logits, run = self._call(
-            self.model, tokens, cursors, self.full_plan, run=run, keep=keep, simple=simple, counts=counts
+            self.model, tokens, cursors, self.full_plan, run=run, keep=1, simple=simple, counts=counts
         )
         assert logits is not None
         self.autocast = run.autocast
         if observer is not None:
             assert run.captured is not None
             observer.observe(run.captured, cursors, lengths)
-        if not ragged:
-            return logits[:, -1]
-        last = torch.tensor(lengths, device=logits.device) - 1
-        if self.takes_logits_to_keep:
-            last = torch.searchsorted(ends.to(logits.device), last)
-        return logits[torch.arange(len(lengths), device=logits.device), last]
+        return logits[:, -1]
 
     def step(
         self,
@@ -303,7 +304,7 @@ class Target:
         run: ForwardPass | None = None,
         nodes: TreeLayout | None = None,
         first_node: int = 0,
-        keep: int | torch.Tensor = 0,
+        keep: int = 0,
         simple: bool = False,
         counts: list[int] | None = None,
     ) -> tuple[torch.Tensor | None, ForwardPass]:

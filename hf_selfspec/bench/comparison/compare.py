@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...errors import SettingError, SettingTypeError, brief
 from ...files import check_folder, reported, written_whole
 from ...model.anatomy import causal_lm, max_positions
+from ...model.attention import without_cudnn_attention
 from ...notices import warn_once
 from ...pictures import save
 from ...selfspec import SelfSpec
@@ -213,7 +214,7 @@ class Asked:
         was_training = self.model.training
         self.model.eval()
         try:
-            with self.around:
+            with self.around, without_cudnn_attention():
                 found = Comparison(self._results(progress))
         finally:
             self.model.train(was_training)

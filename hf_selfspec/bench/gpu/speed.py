@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from ...errors import brief
 from ...model.anatomy import Anatomy
+from ...model.attention import without_cudnn_attention
 from ...model.given_cache import cache_for
 from ...model.partial import LayerPlan
 from ...model.target import Target
@@ -131,7 +132,8 @@ class _Run:
             self.peaks.append(torch.cuda.max_memory_allocated(device) / 2**20)
 
     def _run(self, tokens: int) -> None:
-        self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **self.options)
+        with without_cudnn_attention():
+            self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **self.options)
         if "assistant" in self.options and tokens > 1:
             self.stats = self.options["assistant"].stats
 
