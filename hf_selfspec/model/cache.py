@@ -200,12 +200,6 @@ class SpeculativeCache(Cache):
             layer.grow()
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
 
-    def clear(self, starts: Sequence[int], count: int) -> None:
-        """Sets the keys and values of ``count`` slots to zero, from each row's start on."""
-        for buffer in self.buffers():
-            for row, start in enumerate(starts):
-                buffer[row, :, start : start + count] = 0.0
-
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""

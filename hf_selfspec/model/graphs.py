@@ -109,7 +109,6 @@ class Graphs:
         seconds: time spent on tracing and compiling.
         refused: why no (further) graphs are made, empty as long as they are.
         spare: buffers of keys and values.
-        beside: values that others keep as long as the graphs live.
     """
 
     config: CompileConfig
@@ -118,7 +117,6 @@ class Graphs:
     seconds: float = 0.0
     refused: str = ""
     spare: SpareBuffers = field(default_factory=SpareBuffers)
-    beside: dict[str, Any] = field(default_factory=dict)
     _graphs: dict[Hashable, Graph] = field(default_factory=dict)
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _told: tuple[int, float] = (0, 0.0)

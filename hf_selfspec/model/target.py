@@ -314,7 +314,7 @@ class Target:
             tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
             run = rows.enter(run)
         starts = starts.ahead(first_node)
-        last = self.last_positions(len(starts))
+        last = self._positions.of(range(len(starts)) if rows is None else rows.kept, self.last_slots)
         forward = Forward(module, tokens, starts, last, run, nodes, first_node, keep, simple, counts)
         if self.fixed is None or counts is not None:
             logits = self._eager.call(forward)
@@ -324,7 +324,3 @@ class Target:
             logits = None if logits is None else rows.spread(logits)
             rows.leave(run)
         return logits, run
-
-    def last_positions(self, rows: int) -> RowNumbers:
-        """The last positions that ``rows`` rows of a forward can have."""
-        return self._positions.of(range(rows) if self.active_rows is None else self.active_rows.kept, self.last_slots)
