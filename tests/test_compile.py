@@ -544,6 +544,23 @@ def test_other_numbers_of_threads_are_other_graphs() -> None:
     assert counters["stats"]["unique_graphs"] == graphs_of(model, QUICK).count
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+@pytest.mark.parametrize("kind", ["cuda", "mkldnn"])
+def test_precision_by_its_newer_name(kind: str, traced: list[torch.fx.GraphModule]) -> None:
+    """Torch does not tell the older one any more then; another precision is another graph."""
+    model, spec, flags = tiny_llama(4, factor=0.5), specs()["exit"], getattr(torch.backends, kind).matmul
+    same_ids(model, spec)
+    made, before = len(traced), flags.fp32_precision
+    flags.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        same_ids(model, spec)
+    finally:
+        flags.fp32_precision = before
+    assert len(traced) == 2 * made
+
+
 @pytest.mark.parametrize("change", ["forward", "tensor", "dict"])
 def test_other_parts_of_modules_are_other_graphs(change: str, traced: list[torch.fx.GraphModule]) -> None:
     model, spec = tiny_llama(4, factor=0.5), specs()["exit"]

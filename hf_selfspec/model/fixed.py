@@ -227,8 +227,15 @@ def _modes(device: torch.device) -> Hashable:
         torch.get_num_threads(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _matmul_precision(),
     )
+
+
+def _matmul_precision() -> Hashable:
+    """How float32 matrices are multiplied. Torch's older name for it is an error once one of the newer ones was set."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        return torch.get_float32_matmul_precision()  # torch before 2.9
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
