@@ -31,8 +31,8 @@ from hf_selfspec import (
     decoding,
 )
 from hf_selfspec.errors import NumericalError
-from hf_selfspec.model import fixed, graphs, linear
-from hf_selfspec.model.graphs import Graphs, SpareBuffers, graphs_of
+from hf_selfspec.model import graphs, linear
+from hf_selfspec.model.graphs import Graphs, graphs_of
 from hf_selfspec.model.step import Best
 from hf_selfspec.model.tracing import ChangingNumber, NotTraceableError, is_tracing
 from hf_selfspec.types import Draft, Text
@@ -240,7 +240,6 @@ def test_a_forward_that_reads_values_runs_as_it_is(
     with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, since none"):
         same_ids(model, specs()["exit"])
     assert not traced
-    assert not graphs_of(model, QUICK).spare._spare  # no memory is kept for nothing
 
 
 def test_memory_that_is_not_enough_is_an_error(
@@ -475,47 +474,6 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     gc.collect()
     assert gone() is None
     assert len(graphs._of_models) == others
-
-
-def test_generations_have_the_same_buffers() -> None:
-    """Which are zeros at first, and belong to one generation at a time."""
-    spare, like = SpareBuffers(), torch.ones(1)
-    first, second = spare.take((2, 3), like), spare.take((2, 3), like)
-    assert first is not second
-    first.add_(1.0)
-    spare.give([first, second])
-    again = spare.take((2, 3), like)
-    assert again is first
-    assert not again.any()
-    assert spare.take((2, 3), like) is second
-    assert spare.take((2, 3), like) is not first
-
-
-def test_buffers_are_left_for_the_next_call(
-    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fixed, "_needs_addresses", lambda device: True)
-    model, spec, seen = tiny_llama(4, factor=0.5), specs()["exit"], []
-    for _ in range(2):
-        same_ids(model, spec)
-        seen.append([buffer.data_ptr() for buffer in graphs_of(model, QUICK).spare._spare])
-    assert len(seen[0]) == 2 * 4
-    assert seen[0] == seen[1]
-
-
-def test_no_buffers_are_kept_where_addresses_do_not_matter(traced: list[torch.fx.GraphModule]) -> None:
-    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
-    for _ in range(2):
-        same_ids(model, spec)
-    assert traced
-    assert not graphs_of(model, QUICK).spare._spare
-
-
-def test_buffers_of_other_shapes_are_dropped() -> None:
-    spare, like = SpareBuffers(), torch.zeros(1)
-    spare.give([spare.take((2, 3), like)])
-    assert spare.take((4, 3), like).shape == (4, 3)
-    assert not spare._spare
 
 
 def test_a_batch_that_ends_unevenly_hands_its_cache_back(traced: list[torch.fx.GraphModule]) -> None:

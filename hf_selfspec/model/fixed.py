@@ -15,8 +15,10 @@ from transformers import CompileConfig, PreTrainedModel
 from ..notices import warn_once
 from .anatomy import Anatomy
 from .autocast import within
+from .buffers import Place
 from .compiled import is_compiled
 from .eager import EagerForwards, Forward
+from .experts import experts_by_size
 from .graphs import Graphs, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
@@ -46,6 +48,7 @@ class FixedShapes:
         self.target = target
         self.graphs = graphs
         self.waited_seconds = 0.0
+        self._is_served = True
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> FixedShapes | None:
@@ -58,11 +61,24 @@ class FixedShapes:
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs)
 
-    def end(self) -> None:
-        """Passes the buffers of keys and values on to the next generation with graphs, and reports new graphs."""
-        self.graphs.report()
-        is_kept = _needs_addresses(self.target.model.device) and not self.graphs.refused
-        self.graphs.spare.give(self.target.cache.buffers() if is_kept else [])
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
+        graphs, place = self.graphs, None
+        if _needs_addresses(self.target.model.device):
+            place = self.target.cache.place = graphs.places.take()
+            self._is_served = place is not None
+        if not self._is_served:
+            warn_once(
+                f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. The "
+                "output is the same."
+            )
+        try:
+            yield
+        finally:
+            graphs.report()
+            if place is not None:
+                graphs.places.leave(Place() if graphs.refused else place)
 
     def call(self, forward: Forward, eager: EagerForwards) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, ``None`` if the module returns none.
@@ -76,7 +92,7 @@ class FixedShapes:
         has_hooks = any(change is not None for change in changes)
         is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
-        if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused:
+        if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused or not self._is_served:
             return eager.call(forward)
         target.cache.seek(forward.starts, size)
         buffers = target.cache.buffers()
@@ -113,7 +129,11 @@ class FixedShapes:
             return eager.call(forward)
 
         def by_graph() -> torch.Tensor | None:
-            found = list(graph.run(*inputs))
+            try:
+                found = list(graph.run(*inputs))
+            except AssertionError as error:  # of torch's trees of CUDA graphs
+                self.graphs.refuse(error)
+                return eager.call(forward)
             logits = found.pop(0)[:, :s] if module is target.model else None
             # There is no layer after the last one, so the state that would enter it is the last one's output.
             is_captured = 0 <= run.capture < len(run.plan.picture())
@@ -148,7 +168,7 @@ class FixedShapes:
             within(target.autocast),
             obeying(run),
             at_positions(geometry),
-            _all_experts(target.model),
+            experts_by_size(target.model),
         ):
             logits = getattr(module(input_ids=tokens, **kwargs), "logits", None)
         found = [value for value in (logits, run.captured, run.exit_state) if value is not None]
@@ -156,22 +176,6 @@ class FixedShapes:
             scores = logits.float()
             found += [scores.argmax(-1), scores.amax(-1)]
         return found
-
-
-@contextmanager
-def _all_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Makes mixtures of experts run without choices on the host, as transformers' own decoding does off the CPU."""
-    usual = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
-    if "grouped_mm" not in usual.values():
-        yield
-        return
-    model.set_experts_implementation(
-        {name: "batched_mm" if kind == "grouped_mm" else kind for name, kind in usual.items()}
-    )
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(usual)
 
 
 def _cannot(target: Target) -> str:
@@ -235,7 +239,7 @@ def _matmul_precision() -> Hashable:
     """How float32 matrices are multiplied. Torch's older name for it is an error once one of the newer ones was set."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         return torch.get_float32_matmul_precision()  # torch before 2.9
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return tuple(getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn"))
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:

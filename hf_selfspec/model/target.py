@@ -104,14 +104,14 @@ class Target:
             if is_compiled(self.model):
                 # A compiled graph would be traced again for each plan and each shape.
                 stack.enter_context(eagerly())
-            yield self
             if self.fixed is not None:
-                self.fixed.end()
+                stack.enter_context(self.fixed.running())
+            yield self
 
     def compile(self, config: CompileConfig) -> None:
         """Runs forwards over a few tokens as compiled graphs, where the call allows it."""
         self.fixed = FixedShapes.of(self, config)
-        self.cache.spare = None if self.fixed is None else self.fixed.graphs.spare
+        self.cache.has_few_sizes = self.fixed is not None
 
     @property
     def compile_seconds(self) -> float:
