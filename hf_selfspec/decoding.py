@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from .draft.source import Drafter
+from .model.experts import decoding_experts
 from .model.layout import TreeLayout
 from .model.prefill import Prefill
 from .model.prompt import Prompt
@@ -31,12 +30,6 @@ from .verify.walk import verify
 
 # Devices on which an argmax over a vocabulary is slow inside compiled graphs.
 SLOW_CHOICES = ("cpu",)
-
-
-def _optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """The context in which transformers' own loop decodes after the prefill: off the CPU it batches MoE experts."""
-    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)  # missing in earlier versions
-    return optimized()
 
 
 @dataclass
@@ -102,7 +95,7 @@ class Decoder:
         self.scorer.fit(logits.shape[-1])
         self.stats.prefill_seconds = perf_counter() - started
         self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
-        with _optimized_for_decode(self.target.model):
+        with decoding_experts(self.target.model):
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
             while self._goes_on():

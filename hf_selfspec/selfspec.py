@@ -81,11 +81,11 @@ class SelfSpec(Presets):
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
             for one model (its weights, not its name), these settings and one task. Tensor-parallel models use none.
         task: name of what the model is used for; use another name for another kind of text.
-        compile: whether forwards over drafts become compiled graphs, each when it is needed for the second time:
+        compile: whether forwards over drafts become compiled graphs, each when its shape comes for the eighth time:
             ``True``, or a config as for transformers' static cache (``fullgraph`` and ``dynamic`` make no difference:
-            graphs are whole, with fixed shapes). A whole draft of a small model becomes one graph where timings show
-            that it is faster. For long texts and services: compiling takes up to a minute for some graphs, once per
-            process. A call with ``cache_implementation="static"`` compiles as well.
+            graphs are whole, with fixed shapes). Each is timed against the model's own code, and the faster one stays.
+            For long texts and services: compiling takes up to a minute for some graphs, once per process. A call with
+            ``cache_implementation="static"`` compiles as well.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

@@ -17,6 +17,12 @@ def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.T
     return tensor.to(device)
 
 
+def wait_for(device: torch.device) -> None:
+    """Waits until ``device`` has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def read(*tensors: torch.Tensor) -> list[Any]:
     """Returns integer, boolean and float32 tensors of one device as nested lists, copied to the host together."""
     if len(tensors) < 2 or tensors[0].device.type == "cpu":

@@ -25,13 +25,13 @@ from .model.anatomy import Anatomy, causal_lm
 from .model.parallel import is_tensor_parallel
 from .model.partial import LayerPlan
 from .search.choice import LayerArm
-from .search.costs import wait_for
 from .search.on_the_fly import ClosestLayers
 from .search.replay import rules
 from .search.skip_space import SkipSpace
 from .selfspec import SelfSpec
 from .settings import check_count
 from .stop.rules import ConfidenceThreshold, StopRule
+from .transfer import wait_for
 from .verify.tree import Tree
 
 # The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.

@@ -17,7 +17,7 @@ from conftest import peft_calls_old_name, ragged_batch, tiny_llama
 from peft import IA3Config, get_peft_model
 from test_architectures import random_skip_set, same_tokens
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import CompileConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hf_selfspec import (
     ConfidenceThreshold,
@@ -28,12 +28,19 @@ from hf_selfspec import (
     SettingTypeError,
     SkipLayers,
     TopKTree,
+    decoding,
 )
-from hf_selfspec.control.forms import Forms
-from hf_selfspec.model import fixed, graphs, linear
-from hf_selfspec.model.graphs import Graphs, SpareBuffers, graphs_of
+from hf_selfspec.errors import NumericalError
+from hf_selfspec.model import graphs, linear
+from hf_selfspec.model.graphs import Graphs, graphs_of
+from hf_selfspec.model.step import Best
 from hf_selfspec.model.tracing import ChangingNumber, NotTraceableError, is_tracing
+from hf_selfspec.types import Draft, Text
+from hf_selfspec.verify import walk
+from hf_selfspec.verify.scoring import Scorer
+from hf_selfspec.verify.stopping import Stopper
 
+pytestmark = pytest.mark.usefixtures("always_graphs")
 # Dynamo alone, which is quick.
 QUICK = CompileConfig(backend="eager", mode="default")
 THREE = FixedLength(3)
@@ -72,12 +79,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     monkeypatch.setattr(torch, "compile", keep)
     return found
-
-
-@pytest.fixture(autouse=True)
-def _in_steps(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled does not depend on times; whole drafts have tests of their own."""
-    monkeypatch.setattr(Forms, "at_once", lambda self: False)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
@@ -140,6 +141,40 @@ def test_drawn_tokens(traced: list[torch.fx.GraphModule]) -> None:
         found.append(model.generate(**inputs, **options, assistant=SelfSpec(EarlyExit(2), THREE, compile=config)))
     assert traced
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rows", [1, 3], ids=["row", "batch"])
+def test_graphs_find_what_the_full_model_chooses(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off a CPU, where a host would wait for them."""
+    monkeypatch.setattr(decoding, "SLOW_CHOICES", ())
+    found: list[bool] = []
+
+    def verify(*given: Any) -> Any:
+        best = given[-1]
+        if best is not None:
+            assert torch.equal(best.tokens, given[2].argmax(-1))
+            assert torch.equal(best.highest, given[2].amax(-1))
+        found.append(best is not None)
+        return walk.verify(*given)
+
+    monkeypatch.setattr(decoding, "verify", verify)
+    model, spec = tiny_llama(4, factor=0.5), specs()["rule"]
+    for _ in range(2):
+        same_ids(model, spec, rows)
+    assert sum(found) > 10
+    found.clear()
+    same_ids(model, spec, rows, new=12, repetition_penalty=1.2)
+    model.generate(**ragged_batch((9,)), max_new_tokens=12, do_sample=True, pad_token_id=0, assistant=spec)
+    assert not any(found)
+
+
+def test_found_choices_are_checked() -> None:
+    """Logits that are no numbers are an error, wherever they were looked at."""
+    text = Text.of(torch.tensor([[3]]), [0], 2)
+    best = Best(torch.tensor([[1]]), torch.tensor([[torch.nan]]))
+    given = (Draft.none(text), torch.zeros(1, 1, 5), Scorer(LogitsProcessorList(), 1, False))
+    with pytest.raises(NumericalError):
+        walk.verify(text, *given, Stopper(StoppingCriteriaList()), [False], None, "Tiny", best)
 
 
 def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) -> None:
@@ -205,7 +240,6 @@ def test_a_forward_that_reads_values_runs_as_it_is(
     with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, since none"):
         same_ids(model, specs()["exit"])
     assert not traced
-    assert not graphs_of(model, QUICK).spare._spare  # no memory is kept for nothing
 
 
 def test_memory_that_is_not_enough_is_an_error(
@@ -442,47 +476,6 @@ def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
     assert len(graphs._of_models) == others
 
 
-def test_generations_have_the_same_buffers() -> None:
-    """Which are zeros at first, and belong to one generation at a time."""
-    spare, like = SpareBuffers(), torch.ones(1)
-    first, second = spare.take((2, 3), like), spare.take((2, 3), like)
-    assert first is not second
-    first.add_(1.0)
-    spare.give([first, second])
-    again = spare.take((2, 3), like)
-    assert again is first
-    assert not again.any()
-    assert spare.take((2, 3), like) is second
-    assert spare.take((2, 3), like) is not first
-
-
-def test_buffers_are_left_for_the_next_call(
-    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fixed, "_needs_addresses", lambda device: True)
-    model, spec, seen = tiny_llama(4, factor=0.5), specs()["exit"], []
-    for _ in range(2):
-        same_ids(model, spec)
-        seen.append([buffer.data_ptr() for buffer in graphs_of(model, QUICK).spare._spare])
-    assert len(seen[0]) == 2 * 4
-    assert seen[0] == seen[1]
-
-
-def test_no_buffers_are_kept_where_addresses_do_not_matter(traced: list[torch.fx.GraphModule]) -> None:
-    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
-    for _ in range(2):
-        same_ids(model, spec)
-    assert traced
-    assert not graphs_of(model, QUICK).spare._spare
-
-
-def test_buffers_of_other_shapes_are_dropped() -> None:
-    spare, like = SpareBuffers(), torch.zeros(1)
-    spare.give([spare.take((2, 3), like)])
-    assert spare.take((4, 3), like).shape == (4, 3)
-    assert not spare._spare
-
-
 def test_a_batch_that_ends_unevenly_hands_its_cache_back(traced: list[torch.fx.GraphModule]) -> None:
     model, inputs = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7))
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
@@ -507,6 +500,23 @@ def test_other_numbers_of_threads_are_other_graphs() -> None:
     finally:
         torch.set_num_threads(threads)
     assert counters["stats"]["unique_graphs"] == graphs_of(model, QUICK).count
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+@pytest.mark.parametrize("kind", ["cuda", "mkldnn"])
+def test_precision_by_its_newer_name(kind: str, traced: list[torch.fx.GraphModule]) -> None:
+    """Torch does not tell the older one any more then; another precision is another graph."""
+    model, spec, flags = tiny_llama(4, factor=0.5), specs()["exit"], getattr(torch.backends, kind).matmul
+    same_ids(model, spec)
+    made, before = len(traced), flags.fp32_precision
+    flags.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        same_ids(model, spec)
+    finally:
+        flags.fp32_precision = before
+    assert len(traced) == 2 * made
 
 
 @pytest.mark.parametrize("change", ["forward", "tensor", "dict"])

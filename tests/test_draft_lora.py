@@ -36,7 +36,6 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.fixed import _WHOLE_DRAFTS
 from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.model.partial import partial_forwards
 from hf_selfspec.train import lora as lora_fit
@@ -124,7 +123,6 @@ def test_drafts_make_no_graphs() -> None:
         model.generate(ragged_batch((9,))["input_ids"], max_new_tokens=30, do_sample=False, assistant=spec)
         counts.append(graphs_of(model, config).count)
     assert 0 < counts[1] == counts[3]
-    assert not graphs_of(model, config).beside[_WHOLE_DRAFTS].beside  # nor any for whole drafts
 
 
 def test_drawn_tokens_have_the_models_distribution() -> None:

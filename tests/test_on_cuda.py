@@ -19,7 +19,6 @@ from hf_selfspec import (
     first_differences,
 )
 from hf_selfspec.bench.training import TrainingShape, train
-from hf_selfspec.draft.whole import _Numbers
 from hf_selfspec.transfer import read, upload
 
 DEVICE = "cuda"
@@ -61,21 +60,6 @@ def test_drawn_tokens_leave_the_device_usable(name: str) -> None:
     batch = {key: value.to(DEVICE) for key, value in ragged_batch().items()}
     ids = model.generate(**batch, max_new_tokens=60, do_sample=True, top_p=0.9, assistant=SPECS[name])
     assert 0 <= int(ids.min()) <= int(ids.max()) < 97
-
-
-@pytest.mark.parametrize("kept", range(4))
-def test_numbers_of_whole_drafts_are_those_of_steps(kept: int) -> None:
-    """However long the draft is, what is drawn afterwards does not depend on how it was made."""
-    shape, device = (2, 97), torch.device(DEVICE, 0)
-    torch.manual_seed(kept)
-    numbers = _Numbers(3, shape, device)
-    given = numbers.filled(3)
-    numbers.keep(kept)
-    later = torch.rand(3, device=device)
-    torch.manual_seed(kept)
-    expected = [torch.empty(shape, device=device).exponential_() for _ in range(kept)]
-    assert all(map(torch.equal, given, expected))
-    assert torch.equal(torch.rand(3, device=device), later)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

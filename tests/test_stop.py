@@ -23,7 +23,7 @@ from hf_selfspec import (
     SettingTypeError,
 )
 from hf_selfspec.stop import StopRule
-from hf_selfspec.stop.rules import Memory, RunningRule, start
+from hf_selfspec.stop.rules import BoundedRule, Memory, RunningRule, start
 
 EXIT = 2
 
@@ -91,6 +91,33 @@ def test_confidence_of_ones_own() -> None:
     assert [product(ids, logits, states).tolist() for _ in range(3)] == [[False, False], [True, False], [True, True]]
     with pytest.raises(SettingTypeError, match=r"must return a tensor \[2\], one probability per row, got None"):
         ConfidenceThreshold(0.75, lambda logits, states: None)(ids, logits, states)
+
+
+class _Contrary(ConfidenceThreshold):
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return ~super().__call__(input_ids, logits, hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("rule", "ended"),
+    [
+        (FixedLength(3), [False, False]),
+        (ConfidenceThreshold(0.7), [True, False]),
+        (ProductThreshold(0.7), [True, False]),
+        (AdaptiveThreshold(ProductThreshold(0.7)), [True, False]),
+        (ConfidenceThreshold(0.7, lambda logits, states: logits[:, 0].exp()), None),
+        (_Contrary(0.7), None),
+        (CalibratedEntropy(), None),
+        (lambda ids, logits, states: ids[:, -1] == 3, None),
+    ],
+)
+def test_shipped_rules_compare_one_number_with_a_bound(rule: StopRule, ended: list[bool] | None) -> None:
+    """What would decide by something else is called."""
+    running = start(rule, 2, 5, Memory())
+    bound = running.bound() if isinstance(running, BoundedRule) else None
+    assert (bound is None) == (ended is None)
+    if bound is not None:
+        assert bound.judge(bound.values(None, with_top(0.6, 0.9)).tolist(), [1, 2], ()).ends == ended
 
 
 def thresholds(rule: RunningRule) -> list[float]:

@@ -20,12 +20,13 @@ from ..model.given_cache import cache_for
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.choice import ExitChoice, LayerArm, replayed_arm
-from ..search.costs import MANY, ForwardCosts, Stopwatch, wait_for
+from ..search.costs import MANY, ForwardCosts, Stopwatch
 from ..search.exit_study import choose_exit, exits_to_try
 from ..search.replay import Trace, rules, trace
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from ..stop.rules import confidence
+from ..transfer import wait_for
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 

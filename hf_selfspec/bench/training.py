@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from ..search.costs import wait_for
 from ..train import EarlyExitLoss, LayerDropout, Rotational
+from ..transfer import wait_for
 from .resident import peak_resident_bytes
 
 Callbacks = Callable[[], list[TrainerCallback]]

@@ -14,9 +14,9 @@ from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
 from ..stats import GenerationStats
+from ..stop.bound import Bound
 from ..stop.fitted import check_fitted_rule
-from ..stop.rules import FixedLength, RunningRule, StopRule, TraceableRule, start
-from ..stop.traced import TracedRule
+from ..stop.rules import BoundedRule, FixedLength, RunningRule, StopRule, start
 from ..transfer import RowNumbers, read, upload
 from ..types import Draft, Text, Verdict
 from ..verify.greedy import best_tokens
@@ -24,7 +24,6 @@ from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
 from .growing import DraftStep, GrowingDraft
 from .source import Limits, Session
-from .whole import Wanted, WholeDrafts
 
 
 class PartialDraft:
@@ -57,10 +56,6 @@ class PartialDraft:
         self.steps = 0
         self.reuse_from = 0
         self._running: tuple[StopRule, RunningRule] | None = None
-        fixed = target.fixed
-        # All steps can be one graph if each is one forward.
-        is_one_forward = type(self)._step is PartialDraft._step and head is None and plan.additions is None
-        self._whole = WholeDrafts(fixed, scorer) if is_one_forward and fixed is not None else None
         self._drafted: list[int] = []
 
     @classmethod
@@ -101,21 +96,8 @@ class PartialDraft:
         Returns:
             The draft, with the hidden states that verification starts from.
         """
-        draft = self._in_steps(text, max_new) if self._whole is None else self._faster(self._whole, text, max_new)
+        draft = self._in_steps(text, max_new)
         self._drafted = draft.lengths
-        return draft
-
-    def _faster(self, whole: WholeDrafts, text: Text, max_new: list[int]) -> Draft:
-        """The draft, in one graph where that is faster."""
-        before = self.steps
-        rule = self._rule(text.batch_size)
-        wanted = Wanted(self.plan, self._prefix, self.limits, rule, self.reuse_from, self._length_is_fixed)
-        draft = whole.propose(text, max_new, wanted)
-        if draft is None:
-            draft = self._in_steps(text, max_new)
-        else:
-            self.steps += draft.size
-        whole.proposed(draft, self.steps - before)
         return draft
 
     @property
@@ -131,8 +113,8 @@ class PartialDraft:
         rule.begin()
         # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
         is_line = self.limits.tree is None and self.scorer.prefix_free
-        traced = rule.traced() if is_line and isinstance(rule, TraceableRule) else None
-        grown = GrowingDraft(text, max_new, is_read=traced is None)
+        bound = rule.bound() if is_line and isinstance(rule, BoundedRule) else None
+        grown = GrowingDraft(text, max_new, is_read=bound is None)
         waiting = [text.last_tokens()]  # what the part has not seen yet
         reach: torch.Tensor | None = None
         while grown.depth < limit and any(grown.drafting):
@@ -148,8 +130,8 @@ class PartialDraft:
             if step.is_sure is not None:
                 grown.only(step.is_sure)
             logits = step.logits.to(text.ids.device, torch.float32)
-            if traced is not None:
-                waiting, reach = self._add(grown, step, logits, traced, reach)
+            if bound is not None:
+                waiting, reach = self._add(grown, step, logits, bound, reach)
                 continue
             # A draft that overflows (float16) predicts nothing; the full model continues from there.
             sound, logits = self._sound(grown, logits)
@@ -183,7 +165,7 @@ class PartialDraft:
         return grown.draft(prefix, self.reuse_from)
 
     def _add(
-        self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, rule: TracedRule, reach: torch.Tensor | None
+        self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, bound: Bound, reach: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Adds the next tokens of lines, and returns them and the rule's values ``[b]``.
 
@@ -191,7 +173,7 @@ class PartialDraft:
             grown: the draft so far.
             step: what the part of the model predicts.
             logits: its logits ``[b, v]``, on the text's device.
-            rule: the stop rule.
+            bound: the stop rule.
             reach: its values for the tokens before, ``None`` for the first.
         """
         picks, q = self._pick(self.scorer.everywhere(logits), 1)
@@ -201,9 +183,9 @@ class PartialDraft:
             # A read would have to wait; the full model rejects junk.
             grown.end([False] * len(tokens))
             return [picks], None
-        reach = rule.values(reach, logits)
+        reach = bound.values(reach, logits)
         values, *listed = read(reach, *([tokens] if eos else []))
-        judged = rule.judge(values, listed[0] if eos else [-1] * len(values), eos)
+        judged = bound.judge(values, listed[0] if eos else [-1] * len(values), eos)
         grown.only(judged.counts)
         grown.end(judged.ends)
         return [picks], reach
@@ -318,8 +300,6 @@ class PartialDraft:
             accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
             self._rule(text.batch_size).update(self._drafted, accepted)
             self._drafted = []
-        if self._whole is not None:
-            self._whole.update(sum(len(verdict.tokens) for verdict in verdicts))
 
     def finish(self, text: Text) -> None:
         """Nothing to learn: which blocks run is fixed."""

@@ -18,7 +18,8 @@ from transformers.cache_utils import (
 )
 
 from ..transfer import RowNumbers, upload
-from .graphs import SpareBuffers, size_for, step_above
+from .buffers import Place
+from .graphs import size_for, step_above
 from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
 from .tracing import ChangingNumber
@@ -38,14 +39,16 @@ class _SpeculativeLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         # Zeros, not empty memory: a NaN in a masked value still reaches the output through 0 * NaN.
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        self.keys = self._buffer("keys", key_states)
+        self.values = self._buffer("values", value_states)
         self.is_initialized = True
 
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, name: str, states: torch.Tensor) -> torch.Tensor:
         b, k, _, h = states.shape
-        shape, spare = (b, k, self._cache.capacity, h), self._cache.spare
-        return states.new_zeros(shape) if spare is None else spare.take(shape, states)
+        shape, place = (b, k, self._cache.capacity, h), self._cache.place
+        if place is None:
+            return states.new_zeros(shape)
+        return place.buffer((name, self._cache.layers.index(self)), shape, states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -81,11 +84,12 @@ class _SpeculativeLayer(CacheLayerMixin):
     def grow(self) -> None:
         """Grows the buffers to the capacity of the cache."""
         if self.keys.shape[2] < self._cache.capacity:
-            self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
+            self.keys, self.values = self._grown("keys", self.keys), self._grown("values", self.values)
 
-    def _grown(self, buffer: torch.Tensor) -> torch.Tensor:
-        grown = self._buffer(buffer)
-        grown[:, :, : buffer.shape[2]] = buffer
+    def _grown(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        before = buffer if self._cache.place is None else buffer.clone()  # the larger one may lie in the same memory
+        grown = self._buffer(name, before)
+        grown[:, :, : before.shape[2]] = before
         return grown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -118,7 +122,8 @@ class SpeculativeCache(Cache):
     """In-place KV cache with one write cursor per row, frozen while a forward runs.
 
     Attributes:
-        spare: where buffers come from, if set; only few capacities are used then, and so only few shapes of forwards.
+        has_few_sizes: only few capacities are used, and so only few shapes of forwards.
+        place: where the buffers are, ``None`` where that does not matter.
         fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
 
     Args:
@@ -133,7 +138,8 @@ class SpeculativeCache(Cache):
         self.cursors = RowNumbers([0] * batch_size)
         self.max_cursor = 0
         self.fixed_slots: torch.Tensor | None = None
-        self.spare: SpareBuffers | None = None
+        self.has_few_sizes = False
+        self.place: Place | None = None
         self.feed = Feed(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
@@ -171,7 +177,7 @@ class SpeculativeCache(Cache):
 
     def reserve(self, slots: int) -> None:
         """Reserves at least ``slots`` slots after the longest text that the initial capacity was for."""
-        if self.spare is not None:
+        if self.has_few_sizes:
             slots = size_for(slots) or slots  # graphs pad tokens
         self.capacity = max(self.capacity, self._text_slots + slots)
 
@@ -190,7 +196,7 @@ class SpeculativeCache(Cache):
         needed = self.max_cursor + new_slots
         if needed > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
-        if self.spare is not None:
+        if self.has_few_sizes:
             self.capacity = step_above(self.capacity)
 
     def buffers(self) -> list[torch.Tensor]:
@@ -199,12 +205,6 @@ class SpeculativeCache(Cache):
         for layer in layers:
             layer.grow()
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
-
-    def clear(self, starts: Sequence[int], count: int) -> None:
-        """Sets the keys and values of ``count`` slots to zero, from each row's start on."""
-        for buffer in self.buffers():
-            for row, start in enumerate(starts):
-                buffer[row, :, start : start + count] = 0.0
 
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -13,12 +13,13 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..notices import warn_once
-from ..transfer import RowNumbers
 from .anatomy import Anatomy
 from .autocast import within
+from .buffers import Place
 from .compiled import is_compiled
 from .eager import EagerForwards, Forward
-from .graphs import Graph, Graphs, Run, graphs_of, size_for
+from .experts import experts_by_size
+from .graphs import Graphs, graphs_of, size_for
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
 from .parallel import is_tensor_parallel
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 
 # The attribute that all modules with PEFT adapters have.
 _ADAPTED = "_disable_adapters"
-_WHOLE_DRAFTS = "graphs of whole drafts"
-
-# Maps (tokens [b, 1], number of tokens before, what runs, whether with the head) to logits [b, 1, v], if with the head.
-OneForward = Callable[[torch.Tensor, int, ForwardPass, bool], torch.Tensor | None]
-# Maps (one forward, tokens [b, 1] of the first one, further inputs) to tensors.
-SeveralForwards = Callable[[OneForward, torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class FixedShapes:
@@ -46,19 +41,14 @@ class FixedShapes:
         graphs: the graphs of the model.
 
     Attributes:
-        whole_drafts: graphs of the model that hold several forwards in a row.
-        runs, run_seconds: number of graph runs, and the time that they took (on a GPU: until they were launched).
         waited_seconds: time that this generation waited for graphs to be compiled.
     """
 
     def __init__(self, target: Target, graphs: Graphs) -> None:
         self.target = target
         self.graphs = graphs
-        name = f"A whole draft of {target.anatomy.model_name}"
-        self.whole_drafts: Graphs = graphs.beside.setdefault(_WHOLE_DRAFTS, Graphs(graphs.config, graphs.state, name))
-        self.runs = 0
-        self.run_seconds = 0.0
         self.waited_seconds = 0.0
+        self._is_served = True
 
     @classmethod
     def of(cls, target: Target, config: CompileConfig) -> FixedShapes | None:
@@ -71,12 +61,24 @@ class FixedShapes:
         graphs = graphs_of(target.model, config)
         return None if graphs.refused else cls(target, graphs)
 
-    def end(self) -> None:
-        """Passes the buffers of keys and values on to the next generation with graphs, and reports new graphs."""
-        for graphs in (self.graphs, self.whole_drafts):
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
+        graphs, place = self.graphs, None
+        if _needs_addresses(self.target.model.device):
+            place = self.target.cache.place = graphs.places.take()
+            self._is_served = place is not None
+        if not self._is_served:
+            warn_once(
+                f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. The "
+                "output is the same."
+            )
+        try:
+            yield
+        finally:
             graphs.report()
-        is_kept = _needs_addresses(self.target.model.device) and not self.graphs.refused
-        self.graphs.spare.give(self.target.cache.buffers() if is_kept else [])
+            if place is not None:
+                graphs.places.leave(Place() if graphs.refused else place)
 
     def call(self, forward: Forward, eager: EagerForwards) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, ``None`` if the module returns none.
@@ -90,7 +92,7 @@ class FixedShapes:
         has_hooks = any(change is not None for change in changes)
         is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
-        if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused:
+        if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused or not self._is_served:
             return eager.call(forward)
         target.cache.seek(forward.starts, size)
         buffers = target.cache.buffers()
@@ -120,12 +122,18 @@ class FixedShapes:
 
         shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
         what = f"{shape}, layers {run.plan.picture()}"
-        graph = self._found(self.graphs, key, function, inputs, what)
+        begun = perf_counter()
+        graph = self.graphs.find(key, function, inputs, what)
+        self.waited_seconds += perf_counter() - begun
         if graph is None:
             return eager.call(forward)
 
         def by_graph() -> torch.Tensor | None:
-            found = self._run(graph, inputs)
+            try:
+                found = list(graph.run(*inputs))
+            except AssertionError as error:  # of torch's trees of CUDA graphs
+                self.graphs.refuse(error)
+                return eager.call(forward)
             logits = found.pop(0)[:, :s] if module is target.model else None
             # There is no layer after the last one, so the state that would enter it is the last one's output.
             is_captured = 0 <= run.capture < len(run.plan.picture())
@@ -137,100 +145,18 @@ class FixedShapes:
 
         return graph.faster_of(s, by_graph, lambda: eager.call(forward))
 
-    def several(
-        self,
-        function: SeveralForwards,
-        key: Hashable,
-        count: int,
-        tokens: torch.Tensor,
-        starts: RowNumbers,
-        further: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor] | None:
-        """Runs several forwards over one token each, in neighbouring slots, as one graph.
-
-        Args:
-            function: calls the forwards; their states are stored in the :class:`ForwardPass` objects that it creates.
-            key: what the graph depends on besides the inputs' shapes.
-            count: number of forwards.
-            tokens: ``[b, 1]`` tokens of the first one.
-            starts: their slots.
-            further: further inputs of the function.
-
-        Returns:
-            What the function returns, ``None`` if there is no graph (yet).
-        """
-        device, b, target = tokens.device, len(tokens), self.target
-        target.cache.seek(starts, count)
-        last = target.last_positions(b)
-        # With an input of its own for each forward the kernels of all forwards are equal, so that few are compiled.
-        places = [starts.ahead(ahead) for ahead in range(count)]
-        cursors = [_plain(numbers.on(device).expand(b, 1)) for numbers in (last, *places)]
-        inputs = [_plain(tokens), *cursors, *map(_plain, further), *target.cache.buffers()]
-
-        def run(*given: torch.Tensor) -> list[torch.Tensor]:
-            first, ends, *rest = given
-            slots, others, buffers = rest[:count], rest[count : count + len(further)], rest[count + len(further) :]
-
-            def forward(tokens: torch.Tensor, ahead: int, run: ForwardPass, head: bool) -> torch.Tensor | None:
-                module = target.model if head else target.anatomy.decoder
-                return self._at(module, run, tokens, slots[ahead], ends, buffers)
-
-            return function(forward, first, others)
-
-        key = (key, count, target.autocast, _modes(device), _shapes(inputs))
-        what = f"a whole draft of {count} forwards, {b} x {target.cache.buffers()[0].shape[2]} slots"
-        graph = self._found(self.whole_drafts, key, run, inputs, what)
-        return None if graph is None else self._run(graph, inputs)
-
-    def _found(
-        self, graphs: Graphs, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str
-    ) -> Graph | None:
-        """The graph of a function, ``None`` if there is none (yet)."""
-        begun = perf_counter()
-        graph = graphs.find(key, function, inputs, what)
-        self.waited_seconds += perf_counter() - begun
-        return graph
-
-    def _run(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs a graph and returns its results."""
-        begun = perf_counter()
-        found = list(graph.run(*inputs))
-        self.runs += 1
-        self.run_seconds += perf_counter() - begun
-        return found
-
     def _forward(
         self, module: nn.Module, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Logits, captured state and exit state, those that exist, with tensor operations alone."""
-        rest = list(given)
+        """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
+        target, rest = self.target, list(given)
         tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
-        layout = rest.pop(0) if is_tree else None
+        tree = TreeLayout.of_packed(rest.pop(0)) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
-        fresh = replace(run, state=state, captured=None, exit_state=None)
-        logits = self._at(module, fresh, tokens, cursor, last, rest, layout)
-        found = [value for value in (logits, fresh.captured, fresh.exit_state) if value is not None]
-        if run.chooses and logits is not None:
-            scores = logits.float()
-            found += [scores.argmax(-1), scores.amax(-1)]
-        return found
-
-    def _at(
-        self,
-        module: nn.Module,
-        run: ForwardPass,
-        tokens: torch.Tensor,
-        cursor: torch.Tensor,
-        last: torch.Tensor,
-        buffers: Sequence[torch.Tensor],
-        layout: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Logits of a forward with tensor operations alone, ``None`` without a head; stores its states in ``run``."""
-        target, size = self.target, tokens.shape[1]
-        slots = cursor + torch.arange(size, device=tokens.device)
-        length, keys, visible, positions = buffers[0].shape[2], None, None, slots
-        if layout is not None:
-            tree = TreeLayout.of_packed(layout)
+        run = replace(run, state=state, captured=None, exit_state=None)
+        slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
+        length, keys, visible, positions = rest[0].shape[2], None, None, slots
+        if tree is not None:
             positions = cursor + tree.offsets(tokens.device)
             keys, visible = tree.keys(slots, length, 0)
         kwargs: dict[str, Any] = {target.cache_name: target.cache, "use_cache": True, "return_dict": True}
@@ -238,30 +164,18 @@ class FixedShapes:
             kwargs["position_ids"] = positions.minimum(last)
         geometry = Geometry(positions, length, keys, visible, is_fixed=True)
         with (
-            target.cache.written_at(slots, buffers),
+            target.cache.written_at(slots, rest),
             within(target.autocast),
             obeying(run),
             at_positions(geometry),
-            _all_experts(target.model),
+            experts_by_size(target.model),
         ):
             logits = getattr(module(input_ids=tokens, **kwargs), "logits", None)
-        return logits if module is target.model else None
-
-
-@contextmanager
-def _all_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Makes mixtures of experts run without choices on the host, as transformers' own decoding does off the CPU."""
-    usual = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
-    if "grouped_mm" not in usual.values():
-        yield
-        return
-    model.set_experts_implementation(
-        {name: "batched_mm" if kind == "grouped_mm" else kind for name, kind in usual.items()}
-    )
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(usual)
+        found = [value for value in (logits, run.captured, run.exit_state) if value is not None]
+        if run.chooses and logits is not None:
+            scores = logits.float()
+            found += [scores.argmax(-1), scores.amax(-1)]
+        return found
 
 
 def _cannot(target: Target) -> str:
@@ -317,8 +231,15 @@ def _modes(device: torch.device) -> Hashable:
         torch.get_num_threads(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _matmul_precision(),
     )
+
+
+def _matmul_precision() -> Hashable:
+    """How float32 matrices are multiplied. Torch's older name for it is an error once one of the newer ones was set."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        return torch.get_float32_matmul_precision()  # torch before 2.9
+    return tuple(getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn"))
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:

@@ -24,12 +24,17 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError
 from ..notices import warn_once
+from ..transfer import wait_for
+from .buffers import Places
 from .faster import Faster
-from .tracing import NotTraceableError, Turns, tracing
+from .tracing import NoGraphError, NotTraceableError, Turns, tracing
 
 # Sizes of forwards in tokens; other numbers are padded to the next size.
 SIZES = (1, 2, 4, 8, 16, 32)
-_FEWEST_SLOTS = 128
+# Capacities are powers of two up to 4,096 slots, then multiples of that, and above 65,536 an eighth more at each step.
+# Attention over 4,096 empty slots reads 0.5 GiB for nothing in an 8B model (32 layers, 8 heads of 128, bfloat16;
+# computed).
+_FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
 # the last draft of a text, which is cut by its end.
 _USES = 8
@@ -45,36 +50,6 @@ _logger = logging.getLogger(__name__)
 _turns = Turns()
 
 
-class SpareBuffers:
-    """The buffers of keys and values of the last generation, for reuse.
-
-    A CUDA graph writes where it was recorded, so the next generation needs the same buffers.
-    """
-
-    def __init__(self) -> None:
-        self._spare: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer of zeros."""
-        with self._lock:
-            for index, buffer in enumerate(self._spare):
-                if buffer.is_inference() != torch.is_inference_mode_enabled():
-                    continue  # torch writes to an inference tensor only in inference mode
-                if (buffer.shape, buffer.dtype, buffer.device) == (shape, like.dtype, like.device):
-                    return self._spare.pop(index).zero_()
-            self._spare.clear()  # they have other shapes, which are not needed now
-        buffer = like.new_zeros(shape)
-        if buffer.is_cuda:
-            torch._dynamo.mark_static_address(buffer)
-        return buffer
-
-    def give(self, buffers: list[torch.Tensor]) -> None:
-        """Keeps the buffers of a generation for the next one, in place of earlier ones."""
-        with self._lock:
-            self._spare = buffers
-
-
 @dataclass
 class Graph:
     """One graph, and the choice of whether to use it.
@@ -82,20 +57,18 @@ class Graph:
     Attributes:
         run: maps the inputs to the results.
         what: what it is a graph of, for messages.
-        on_cpu: whether it runs on a CPU. There a graph may be slower than the model's own code, whose linear layers are
-            chosen by timing; on GPUs a graph always pays, since it never waits for Python.
+        clock: returns seconds, after all that its device was given is done.
+        choices: for each number of tokens that it is padded from whether it is faster than the model's own code.
     """
 
     run: Run
     what: str
-    on_cpu: bool
+    clock: Callable[[], float]
     choices: dict[int, Faster] = field(default_factory=dict)
 
     def faster_of(self, count: int, by_graph: Callable[[], Result], eager: Callable[[], Result]) -> Result:
         """Returns the result for ``count`` tokens, by the graph or without it, whichever is faster."""
-        if not self.on_cpu:
-            return by_graph()
-        return self.choices.setdefault(count, Faster()).run(by_graph, eager)
+        return self.choices.setdefault(count, Faster(self.clock)).run(by_graph, eager)
 
 
 @dataclass
@@ -108,8 +81,7 @@ class Graphs:
         whose: name of the model, for messages.
         seconds: time spent on tracing and compiling.
         refused: why no (further) graphs are made, empty as long as they are.
-        spare: buffers of keys and values.
-        beside: values that others keep as long as the graphs live.
+        places: memory of keys and values.
     """
 
     config: CompileConfig
@@ -117,9 +89,8 @@ class Graphs:
     whose: str
     seconds: float = 0.0
     refused: str = ""
-    spare: SpareBuffers = field(default_factory=SpareBuffers)
-    beside: dict[str, Any] = field(default_factory=dict)
-    _graphs: dict[Hashable, Graph] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
+    _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _told: tuple[int, float] = (0, 0.0)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -127,7 +98,7 @@ class Graphs:
     @property
     def count(self) -> int:
         """Number of graphs."""
-        return len(self._graphs)
+        return sum(graph is not None for graph in self._graphs.values())
 
     def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
         """Returns the graph of ``function``, ``None`` as long as there is none.
@@ -156,7 +127,7 @@ class Graphs:
             self._are_slower()
 
     def _made(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
-        if not self._graphs:
+        if not self.count:
             _logger.warning(
                 f"{self.whose}: making compiled graphs, one for each shape that recurs; each takes a second to a "
                 "minute, once per process."
@@ -167,24 +138,33 @@ class Graphs:
                 run = self._compiled(function, inputs)
         except torch.OutOfMemoryError:
             raise
-        except (NotTraceableError, RuntimeError, TypeError) as error:
-            self.refused = _first_line(error)
-            warn_once(
-                f"{self.whose} runs without compiled graphs, since none could be made of its forward: {self.refused} "
-                "The output is the same."
-            )
+        except NoGraphError as error:
+            _logger.info(f"{self.whose}: no graph of {what}: {error}.")
+            self._graphs[key] = None
+            return None
+        except (AssertionError, NotTraceableError, RuntimeError, TypeError) as error:
+            self.refuse(error)
             return None
         finally:
             self.seconds += perf_counter() - began
         _logger.info(f"{self.whose}: graph of {what}: {perf_counter() - began:.1f} s.")
-        graph = self._graphs[key] = Graph(run, what, inputs[0].device.type == "cpu")
+        graph = self._graphs[key] = Graph(run, what, _clock_of(inputs[0].device))
         return graph
+
+    def refuse(self, error: Exception) -> None:
+        """Makes and uses no more graphs after an error of torch's compiler."""
+        self.refused = _first_line(error)
+        warn_once(
+            f"{self.whose} runs without compiled graphs, since torch could not make or run one of its forward: "
+            f"{self.refused} The output is the same."
+        )
 
     def _are_slower(self) -> bool:
         """Whether graphs have turned out to be slower than the model's own code, so that no more are made."""
         choices = [
             (graph.what, choice)
             for graph in self._graphs.values()
+            if graph is not None
             for choice in list(graph.choices.values())  # other threads add to it
             if choice.is_first is not None
         ]
@@ -208,6 +188,17 @@ class Graphs:
             run: Run = torch.compile(graph, **_options(self.config))
             run(*inputs)
         return _copied(run) if inputs[0].is_cuda else _in_turn(run)
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock that waits for a device, so that it measures more than launches there."""
+
+    def settled() -> float:
+        with _turns.together():  # a wait would end the recording of a CUDA graph in another thread
+            wait_for(device)
+        return perf_counter()
+
+    return perf_counter if device.type == "cpu" else settled
 
 
 def _options(config: CompileConfig) -> dict[str, Any]:
@@ -314,5 +305,7 @@ def size_for(count: int) -> int | None:
 
 
 def step_above(slots: int) -> int:
-    """Returns the smallest of 128, 256, 512, ... that is at least ``slots``: few capacities make few shapes."""
-    return max(_FEWEST_SLOTS, 1 << (slots - 1).bit_length())
+    """Returns the smallest capacity that is at least ``slots``: few capacities make few shapes."""
+    power = 1 << (slots - 1).bit_length()
+    step = max(_STEP, power // 2 // _LEAST_SHARE)
+    return max(_FEWEST_SLOTS, power) if power <= _STEP else -(-slots // step) * step

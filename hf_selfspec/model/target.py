@@ -106,14 +106,14 @@ class Target:
             if is_compiled(self.model):
                 # A compiled graph would be traced again for each plan and each shape.
                 stack.enter_context(eagerly())
-            yield self
             if self.fixed is not None:
-                self.fixed.end()
+                stack.enter_context(self.fixed.running())
+            yield self
 
     def compile(self, config: CompileConfig) -> None:
         """Runs forwards over a few tokens as compiled graphs, where the call allows it."""
         self.fixed = FixedShapes.of(self, config)
-        self.cache.spare = None if self.fixed is None else self.fixed.graphs.spare
+        self.cache.has_few_sizes = self.fixed is not None
 
     @property
     def compile_seconds(self) -> float:
@@ -315,7 +315,7 @@ class Target:
             tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
             run = rows.enter(run)
         starts = starts.ahead(first_node)
-        last = self.last_positions(len(starts))
+        last = self._positions.of(range(len(starts)) if rows is None else rows.kept, self.last_slots)
         forward = Forward(module, tokens, starts, last, run, nodes, first_node, keep, simple, counts)
         if self.fixed is None or counts is not None:
             logits = self._eager.call(forward)
@@ -325,7 +325,3 @@ class Target:
             logits = None if logits is None else rows.spread(logits)
             rows.leave(run)
         return logits, run
-
-    def last_positions(self, rows: int) -> RowNumbers:
-        """The last positions that ``rows`` rows of a forward can have."""
-        return self._positions.of(range(rows) if self.active_rows is None else self.active_rows.kept, self.last_slots)

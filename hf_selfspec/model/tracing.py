@@ -34,6 +34,10 @@ class NotTraceableError(RuntimeError):
     """A forward reads a number that changes from round to round."""
 
 
+class NoGraphError(RuntimeError):
+    """A forward of this shape is better without a graph; others can be graphs."""
+
+
 class ChangingNumber:
     """A number that a graph must not hold: whatever is computed with it ends the trace."""
 

@@ -15,16 +15,10 @@ import torch
 from ..files import as_count, as_number
 from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..transfer import RowNumbers
+from ..transfer import RowNumbers, wait_for
 
 # Numbers of tokens in the forwards over several tokens.
 FEW, MANY = 2, 8
-
-
-def wait_for(device: torch.device) -> None:
-    """Waits until ``device`` has finished its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, clock: Callable[[], float] = perf_counter) -> float:

@@ -24,7 +24,7 @@ from ..errors import SettingTypeError
 from ..registry import register
 from ..settings import MOST_DRAFT, check_count, check_share
 from ..transfer import upload
-from .traced import NEVER, Reach, TracedRule
+from .bound import NEVER, Bound, Reach
 
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,13 +45,13 @@ class RunningRule(Protocol):
 
 
 @runtime_checkable
-class TraceableRule(Protocol):
+class BoundedRule(Protocol):
     """A running rule that compares one number per token with a bound.
 
-    Such a rule can be part of the graph of a whole draft, and a step needs no extra launches or reads for it.
+    A step needs no extra launches or reads for such a rule.
     """
 
-    def traced(self) -> TracedRule | None:
+    def bound(self) -> Bound | None:
         """Returns the rule for the next draft in that form, ``None`` if it has none and must be called."""
 
 
@@ -96,13 +96,13 @@ class _Function:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
-    def traced(self) -> TracedRule | None:
-        """See :meth:`TraceableRule.traced`."""
+    def bound(self) -> Bound | None:
+        """See :meth:`BoundedRule.bound`."""
         if type(self._rule) is FixedLength:
             return NEVER
         if not isinstance(self._rule, ConfidenceThreshold):
             return None
-        return _traced(self._rule, (self._rule.threshold,) * self._rows)
+        return _bound(self._rule, (self._rule.threshold,) * self._rows)
 
 
 def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
@@ -219,9 +219,9 @@ class Comparing:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
-    def traced(self) -> TracedRule | None:
-        """See :meth:`TraceableRule.traced`."""
-        return _traced(self._rule, self.thresholds)
+    def bound(self) -> Bound | None:
+        """See :meth:`BoundedRule.bound`."""
+        return _bound(self._rule, self.thresholds)
 
     def _on(self, device: torch.device) -> torch.Tensor:
         """The thresholds ``[b]``; equal ones need no upload."""
@@ -254,11 +254,11 @@ def _product(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
 _REACHES: dict[type, Reach] = {ConfidenceThreshold: _last, ProductThreshold: _product}
 
 
-def _traced(rule: ConfidenceThreshold | ProductThreshold, thresholds: tuple[float, ...]) -> TracedRule | None:
+def _bound(rule: ConfidenceThreshold | ProductThreshold, thresholds: tuple[float, ...]) -> Bound | None:
     """The rule as a bound on one number per token, ``None`` if its confidence is the user's own function."""
     if rule.confidence is not None or type(rule) not in _REACHES:
         return None
-    return TracedRule(_REACHES[type(rule)], thresholds)
+    return Bound(_REACHES[type(rule)], thresholds)
 
 
 def _confidence(metric: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import LOGIT_ELEMENTS
 from ..model.fingerprint import Fingerprint
 from ..parts.part import Part, about
-from ..search.costs import wait_for
 from ..settings import check_positive
+from ..transfer import wait_for
 from .backbone import Backbone, Observed
 from .blocks import Blocks
 from .checkpoints import KEPT, checkpoints_of, last_checkpoint, weights_of_whole

@@ -71,12 +71,7 @@ def draw(p: torch.Tensor) -> torch.Tensor:
     Of the exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, the one of ``x`` is the smallest with
     probability ``p(x) / sum(p)``. Unlike ``torch.multinomial`` this does not make the host wait for a GPU.
     """
-    return draw_by(p, torch.empty_like(p).exponential_())
-
-
-def draw_by(p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Like :func:`draw`, with given exponential random numbers of the shape of ``p``."""
-    return (p / numbers).argmax(-1)
+    return (p / torch.empty_like(p).exponential_()).argmax(-1)
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from transformers.generation import logits_process as lp
@@ -43,9 +43,6 @@ _ROW_BLIND = (
 )
 
 
-_PLAIN = (bool, int, float, str, type(None))
-
-
 class Scorer:
     """Turns logits into the scores from which a token is chosen, as plain ``generate`` would.
 
@@ -77,15 +74,6 @@ class Scorer:
     def is_greedy(self) -> bool:
         """Whether the token with the highest logit is chosen."""
         return self._empty and not self.do_sample
-
-    @property
-    def constants(self) -> Hashable | None:
-        """All settings of :meth:`everywhere`; ``None`` if some are not plain values or a processor looks at text."""
-        if not self.prefix_free:
-            return None
-        found = [(type(processor), *sorted(vars(processor).items())) for processor in self._all]
-        values = [value for _, *settings in found for _, value in settings]
-        return tuple(found) if all(isinstance(value, _PLAIN) for value in values) else None
 
     @property
     def for_drafts(self) -> Scorer:

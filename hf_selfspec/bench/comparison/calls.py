@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ...search.costs import wait_for
 from ...selfspec import SelfSpec
 from ...stats import GenerationStats
+from ...transfer import wait_for
 from .prompts import Batch
 from .ways import Way
 

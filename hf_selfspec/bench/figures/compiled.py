@@ -1,4 +1,4 @@
-"""Plain generate, eager rounds, and compiled rounds, where a whole draft of a small model is one graph."""
+"""Plain generate, eager rounds, and rounds with compiled forwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DESCRIPTION = """The ways take turns in one process. Times are medians: of the 
 thread, else of wall time. Graphs are compiled in earlier calls, which do not count. The later half of a random Llama's
 layers hardly matters, so that drafts are usually right."""
 _DAMPED = 0.01
-# Calls in which graphs are compiled: each shape when it comes again, whole drafts after some timed rounds.
+# Calls in which graphs are compiled, each when its shape comes for the eighth time, and timed against eager forwards.
 _WARM_UP = 4
 
 

@@ -13,12 +13,11 @@ Reach = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class TracedRule:
+class Bound:
     """Ends a draft after the token whose value is below a bound.
 
     Attributes:
-        reach: returns that value, which is finite where the logits are valid. It must be the same function for equal
-            rules, since graphs are looked up by it; ``None`` if no token ends a draft.
+        reach: returns that value, which is finite where the logits are valid; ``None`` if no token ends a draft.
         bounds: one for each row; they may change from draft to draft.
     """
 
@@ -50,4 +49,4 @@ class Judged:
     ends: list[bool]
 
 
-NEVER = TracedRule(None, ())
+NEVER = Bound(None, ())
