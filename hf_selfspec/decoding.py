@@ -11,6 +11,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from .control.moments import moment, seconds_between
 from .draft.source import Drafter
 from .model.experts import decoding_experts
 from .model.layout import TreeLayout
@@ -21,7 +22,7 @@ from .model.target import Target
 from .record import Record, by_step
 from .stats import GenerationStats
 from .streams import DraftStreamer
-from .transfer import upload
+from .transfer import Pending, upload
 from .types import Draft, Text, Verdict
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
@@ -73,6 +74,7 @@ class Decoder:
     def __post_init__(self) -> None:
         b = self.text.batch_size
         self._ended: list[int | None] = [None] * b
+        self._tokens: list[list[int]] = [[] for _ in range(b)]  # generated, as the host knows them
         self._streamed = 0
         self._ran_along = False  # with other processes, after the end
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
@@ -88,13 +90,15 @@ class Decoder:
 
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
-        started = perf_counter()
+        started, begun = perf_counter(), moment(self.text.ids.device)
         nothing = Draft.none(self.text)
         self.scorer.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
-        logits = self._prefill()
+        logits = self.prefill.run(self.target, self.prompt).to(self.text.ids.device, torch.float32)
         self.scorer.fit(logits.shape[-1])
-        self.stats.prefill_seconds = perf_counter() - started
-        self._commit(self._judge(nothing, logits[:, None]), logits[:, None])
+        prefilled = moment(logits.device)
+        verdicts = self._judge(nothing, logits[:, None])
+        self.stats.prefill_seconds = seconds_between(begun, prefilled)
+        self._commit(verdicts, logits[:, None])
         with decoding_experts(self.target.model):
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
@@ -105,7 +109,8 @@ class Decoder:
                 self.streamer.end()
             ids = self._output_ids()
             ended = perf_counter()
-            self.scorer.finish(self._seen_by_processors(ids))
+            last = ids.shape[1] - self.text.prompt_width - 1  # which processors do not get to see
+            self.scorer.finish([known[: min(self.generated(row), last)] for row, known in enumerate(self._tokens)])
             self.draft.finish(self.text)
             self.stats.search_seconds += perf_counter() - ended
         self.stats.draft_steps = self.draft.steps
@@ -134,22 +139,23 @@ class Decoder:
     def _round(self) -> None:
         self.target.last_slots = self.text.last_slots()
         max_new = [self._max_new(row) for row in range(self.text.batch_size)]
-        begun = perf_counter()
+        begun = moment(device := self.text.ids.device)
         draft = self.draft.propose(self.text, max_new)
-        drafted = perf_counter()
+        drafted = moment(device)
         logits = self._verify_pass(draft)
-        verified = perf_counter()
-        verdicts = self._judge(draft, logits)
-        self._count(draft, drafted - begun, verified - drafted)
+        verified = moment(device)
+        look = getattr(self.draft, "look", None)
+        along = None if look is None else look(logits)
+        looked = moment(device)
+        # The wait of a round, the only one where drafts need none: from here on the device's times are known.
+        verdicts = self._judge(draft, logits, along)
+        self._count(draft, seconds_between(begun, drafted), seconds_between(drafted, verified))
         tokens = self.stats.tokens
         self._commit(verdicts, logits)
         self.stats.round_sizes.append((draft.size, self.stats.tokens - tokens))
         committed = perf_counter()
         self.draft.update(self.text, verdicts, logits)
-        self.stats.search_seconds += perf_counter() - committed
-
-    def _prefill(self) -> torch.Tensor:
-        return self.prefill.run(self.target, self.prompt).to(self.text.ids.device, torch.float32)
+        self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
 
     def _verify_pass(self, draft: Draft) -> torch.Tensor:
         """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""
@@ -182,7 +188,7 @@ class Decoder:
 
     # Committing --------------------------------------------------------------------------------------------------
 
-    def _judge(self, draft: Draft, logits: torch.Tensor) -> list[Verdict]:
+    def _judge(self, draft: Draft, logits: torch.Tensor, along: Pending | None = None) -> list[Verdict]:
         done = [self._is_done(row) for row in range(self.text.batch_size)]
         given = (self.text, draft, logits, self.scorer, self.stopper, done)
         checks = self.checks_logits and not self.scorer.repairs  # ``remove_invalid_values``
@@ -192,7 +198,7 @@ class Decoder:
                 check_highest(logits.amax(-1).flatten().tolist(), whose)
             return verify_in_step(*given, self.record.steps, self.pad_token)
         best, self._best = self._best, None
-        return verify(*given, self.record.scores, whose, best)
+        return verify(*given, self.record.scores, whose, best, along)
 
     def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         together = self._in_step or self.target.padding is not None
@@ -222,6 +228,8 @@ class Decoder:
                 self._ended[row] = self.text.lengths[row] + count - self.text.prompt_width
             self._keep(row, verdict, count, logits)
         self.text.append(new)
+        for known, tokens in zip(self._tokens, new, strict=True):
+            known += tokens
         self.target.keep_path(moves)
         self.target.commit(self.text.last_slots())
         self._stream()
@@ -278,30 +286,19 @@ class Decoder:
             return length
         return self.text.lengths[row] - self.text.prompt_width if end is None else end
 
-    def _column(self, row: int, index: int) -> torch.Tensor:
-        if index >= self.generated(row):
-            return torch.tensor(self.pad_token)
-        return self.text.ids[row, self.text.prompt_width + index].cpu()
-
     def _stream(self) -> None:
         if self.streamer is None:
             return
         rows = range(self.text.batch_size)
         open_rows = [self.text.lengths[row] - self.text.prompt_width for row in rows if not self._is_done(row)]
         ready = min(open_rows) if open_rows else max(self.generated(row) for row in rows)
-        while self._streamed < ready:
+        while (place := self._streamed) < ready:
             if isinstance(self.streamer, DraftStreamer):
-                known = (drafted[self._streamed : self._streamed + 1] for drafted in self.stats.from_draft)
+                known = (drafted[place : place + 1] for drafted in self.stats.from_draft)
                 self.streamer.from_draft = [any(drafted) for drafted in known]
-            self.streamer.put(torch.stack([self._column(row, self._streamed) for row in rows]))
+            shown = [self._tokens[row][place] if place < self.generated(row) else self.pad_token for row in rows]
+            self.streamer.put(torch.tensor(shown, device="cpu"))
             self._streamed += 1
-
-    def _seen_by_processors(self, ids: torch.Tensor) -> list[list[int]]:
-        """For each row of the output the new tokens that processors get to see: all but the last one."""
-        last, start = ids.shape[1] - 1, self.text.prompt_width
-        return [
-            ids[row, start : min(start + self.generated(row), last)].tolist() for row in range(self.text.batch_size)
-        ]
 
     def _output_ids(self) -> torch.Tensor:
         text = self.text

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .control.shared import LookupFindings
-from .draft.lookup import likeliest
+from .draft.lookup import likeliest, tops_of
 from .errors import SettingTypeError, UnsupportedModelError
 from .lookup import LookupRow
 
@@ -66,7 +66,7 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                         f"{type(model).__name__} keeps no key-value cache, so SelfSpec.observe cannot read a text of "
                         f"{len(ids)} tokens in chunks. Give texts of at most {_CHUNK} tokens."
                     )
-                tops += likeliest(output.logits.float())[0]
+                tops += tops_of(likeliest(output.logits.float()))[0]
             row = LookupRow(findings.known)
             with findings.lock:
                 row.read(ids, tops)

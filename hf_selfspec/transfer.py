@@ -23,8 +23,31 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def read(*tensors: torch.Tensor) -> list[Any]:
-    """Returns integer, boolean and float32 tensors of one device as nested lists, copied to the host together."""
+class Pending:
+    """Tensors that the host will need: read together with others, see :func:`read`, else when they are asked for."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self.found: list[Any] | None = None
+
+    def lists(self) -> list[Any]:
+        """The tensors as nested lists."""
+        if self.found is None:
+            self.found = read(*self.tensors)
+        return self.found
+
+
+def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
+    """Returns integer, boolean and float32 tensors of one device as nested lists, copied to the host together.
+
+    Args:
+        tensors: the tensors.
+        along: what is read in the same transfer, but not returned.
+    """
+    if along is not None:
+        found = read(*tensors, *along.tensors)
+        along.found = found[len(tensors) :]
+        return found[: len(tensors)]
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
     return [tensor.tolist() for tensor in _together(tensors)]

@@ -77,6 +77,7 @@ class Counts:
         launches: operations outside of layers, by phase and operation.
         phase: what launches are counted for.
         depth: how many layers are running, one within another.
+        handed, waited_for: all launches so far, and how many of them the host knows to be done.
     """
 
     reads: Counter[str] = field(default_factory=Counter)
@@ -85,6 +86,8 @@ class Counts:
     phase: str = ""
     depth: int = 0
     is_on: bool = False
+    handed: int = 0
+    waited_for: int = 0
 
     def reset(self, phase: str) -> None:
         """Counts from zero, for ``phase`` at first."""
@@ -94,12 +97,14 @@ class Counts:
 
     def read(self, name: str) -> None:
         self.reads[name] += self.is_on
+        self.waited_for = self.handed
 
     def upload(self, name: str) -> None:
         self.uploads[name] += self.is_on
 
     def launch(self, name: str) -> None:
         self.launches[self.phase, name] += self.is_on and not self.depth
+        self.handed += 1
 
 
 counts = Counts()
@@ -225,8 +230,32 @@ class _Called(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class Event:
+    """An event whose time is that of all launches before it, a millisecond each."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: str) -> None:
+        self.at = counts.handed
+
+    def synchronize(self) -> None:
+        if counts.waited_for < self.at:
+            counts.read("event")
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.at <= counts.waited_for, "CUDA raises where the work is not done"
+        return float(later.at - self.at)
+
+
 class _Module:
     """What ``torch.cuda`` is for a GPU, as far as it is used."""
+
+    Event = Event
+
+    @staticmethod
+    def current_stream(device: torch.device) -> str:
+        return f"the stream of {device}"
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -245,7 +274,7 @@ class _Module:
 def pretended() -> Iterator[None]:
     """Makes the device usable."""
     module = getattr(torch, NAME)
-    for name in ("get_rng_state", "set_rng_state", "synchronize"):
+    for name in ("Event", "current_stream", "get_rng_state", "set_rng_state", "synchronize"):
         setattr(module, name, getattr(_Module, name))
     usual = torch.accelerator.synchronize
     torch.accelerator.synchronize = _Module.synchronize

@@ -12,6 +12,7 @@ import pretend_gpu
 import torch
 from conftest import tiny_llama
 from pretend_gpu import counts, move, on_device, pretended, spread
+from transformers.generation.streamers import BaseStreamer
 
 from hf_selfspec import (
     AdaptiveThreshold,
@@ -26,6 +27,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.control import moments
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.parts.adapter import Adapter
@@ -34,6 +36,15 @@ _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 # Rounds before a text is long enough for all that is cached to be there.
 _WARM = 2
+
+
+class _Silent(BaseStreamer):
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+
+    def end(self) -> None:
+        pass
+
 
 SPECS: dict[str, Callable[[], SelfSpec]] = {
     "fixed": lambda: SelfSpec(_EXIT, _THREE),
@@ -53,11 +64,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "eos": {"eos_token_id": [5, 17]},
     "drawn": _DRAWN,
+    "streamed": {"streamer": _Silent()},
     "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
 }
 
 
-def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[..., None] = move) -> dict[str, float]:
+def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[..., None] = move) -> dict[str, Any]:
     """Reads, uploads and launches outside of layers, for each round or draft step, and whether ids are plain's."""
     torch.manual_seed(0)
     model = tiny_llama(layers=4, factor=0.1)
@@ -67,8 +79,9 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         mask[row, :row] = 0
     options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0} | options
     plain = model.generate(ids, attention_mask=mask, **options)
-    original_round, original_propose = Decoder._round, PartialDraft.propose
+    original_round, original_propose, original_verify = Decoder._round, PartialDraft.propose, Decoder._verify_pass
     steps: list[int] = []
+    handed = dict.fromkeys(("draft", "verify"), 0)
 
     def counted(decoder: Decoder) -> None:
         counts.is_on = len(steps) >= _WARM
@@ -80,20 +93,37 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         steps.append(decoder.draft.steps - before)
 
     def proposed(draft: PartialDraft, *given: Any) -> Any:
-        counts.phase = "draft"
+        counts.phase, before = "draft", counts.handed
         try:
             return original_propose(draft, *given)
         finally:
             counts.phase = "round"
+            handed["draft"] += counts.handed - before
+
+    def verified(decoder: Decoder, *given: Any) -> Any:
+        before = counts.handed
+        try:
+            return original_verify(decoder, *given)
+        finally:
+            handed["verify"] += counts.handed - before
 
     counts.reset("round")
-    with patch.object(Decoder, "_round", counted), patch.object(PartialDraft, "propose", proposed), pretended():
+    with (
+        patch.multiple(Decoder, _round=counted, _verify_pass=verified),
+        patch.object(PartialDraft, "propose", proposed),
+        patch.object(moments, "TIMED", (pretend_gpu.NAME,)),
+        pretended(),
+    ):
         place(model)
         pretend_gpu.leave_out(model.model.layers)
         output = model.generate(on_device(ids), attention_mask=on_device(mask), assistant=spec, **options)
     rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
     launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
+    assert spec.stats is not None
     return {
+        "waits": counts.reads.total() / rounds,
+        "seconds": [spec.stats.draft_seconds, spec.stats.verify_seconds],
+        "of the device": [handed["draft"] / 1e3, handed["verify"] / 1e3],
         "rounds": rounds,
         "steps": taken / rounds,
         "transfers": (counts.reads.total() + counts.uploads.total()) / rounds,

@@ -7,18 +7,21 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_selfspec import EarlyExitLoss
+from hf_selfspec.bench import training
 from hf_selfspec.bench.gpu import checks, command, speed
 from hf_selfspec.bench.gpu.command import main
-from hf_selfspec.bench.gpu.record import Piece, Record
+from hf_selfspec.bench.gpu.record import LIMITS, Piece, Record
 from hf_selfspec.bench.gpu.shapes import SHAPES
 from hf_selfspec.bench.synthetic import Damping
 
@@ -207,6 +210,7 @@ def test_files_of_others(out: Path, content: str, told: str, capsys: pytest.Capt
         (("--rows", "0"), "--rows"),
         (("--device", "nowhere"), "--device nowhere"),
         (("--device", "cuda:77"), "--device cpu --shapes tiny"),
+        (("--device", "cpu:3"), "CUDA_VISIBLE_DEVICES=3 and --device cpu"),
     ],
 )
 def test_wrong_options(out: Path, given: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +300,57 @@ def test_what_no_longer_fits_is_listed(out: Path, begun: list[str], capsys: pyte
     run(out, "--tokens", "7", "--seconds", "40")
     assert begun == ["forwards: tiny, batch 1"]
     assert "such a piece took 50 s" in next(iter(written(out)["left_out"].values())) + capsys.readouterr().out
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch, begun: list[str]) -> list[str]:
+    """Names of what ran, after a check that never ends."""
+
+    def work(_: Any) -> Any:
+        begun.append("ids: endless")
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(command, "check_pieces", lambda _: [Piece("ids", "endless", {}, work, is_check=True)])
+    return begun
+
+
+def test_a_piece_is_cut_at_its_limit(
+    out: Path, endless: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(LIMITS, "ids", 0.05)
+    assert run(out) == 0, "what is not finished has not failed"
+    assert len(endless) > 4, "the others run"
+    for _ in range(2):
+        printed = capsys.readouterr().out
+        assert "| ids: endless | not finished |" in printed
+        assert "| ids: endless | cut: it is not done after 0 s, the limit of ids |" in printed
+        run(out)
+    run(out, "--retry")
+    assert endless.count("ids: endless") == 2
+
+
+def test_a_piece_is_cut_when_the_time_is_over(
+    out: Path, endless: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for count in (1, 2):
+        assert run(out, "--seconds", "0.5") == 0
+        assert endless == ["ids: endless"] * count, "another run starts it again"
+        printed = capsys.readouterr().out
+        assert "| ids: endless | left out: it was not done when the time was over" in printed
+        assert "| bandwidth: a large copy | left out: 0 s are left" in printed
+
+
+def test_training_uses_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SeesTwo(TrainingArguments):
+        @cached_property
+        def _setup_devices(self) -> torch.device:
+            device = super()._setup_devices
+            self._n_gpu = 2
+            return device
+
+    monkeypatch.setattr(training, "TrainingArguments", SeesTwo)
+    assert checks._loss(SHAPES["tiny"])["ours"] > 0
 
 
 def test_a_broken_device_is_left_to_a_new_process(out: Path, begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

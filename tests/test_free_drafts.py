@@ -35,7 +35,7 @@ from hf_selfspec.control import shared
 from hf_selfspec.control.clock import RoundClock
 from hf_selfspec.control.source_rates import SourceRates
 from hf_selfspec.draft.cascade import CascadeDrafter
-from hf_selfspec.draft.lookup import LookupDrafter, likeliest
+from hf_selfspec.draft.lookup import LookupDrafter, likeliest, tops_of
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.types import Draft, Text
@@ -430,7 +430,7 @@ def test_a_second_adapter_is_left_out(inputs: Inputs, tmp_path: Path) -> None:
 def test_the_most_likely_tokens_and_their_probabilities(vocabulary: int, nodes: int) -> None:
     logits = torch.randn(2, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
     shares, tokens = logits.softmax(-1).topk(min(8, vocabulary), dim=-1)
-    for row, of_row in enumerate(likeliest(logits)):
+    for row, of_row in enumerate(tops_of(likeliest(logits))):
         for node, (found, probabilities) in enumerate(of_row):
             count = len(found)
             assert list(found) == tokens[row, node, :count].tolist()
@@ -443,7 +443,7 @@ def test_logits_that_overflow_favour_nothing() -> None:
     logits[0, 1] = torch.nan
     logits[0, 2, 5] = torch.inf
     logits[0, 3, 7] = 50.0
-    found = likeliest(logits)[0]
+    found = tops_of(likeliest(logits))[0]
     for broken in (1, 2):
         assert list(found[broken][1]) == [0.0] * len(found[broken][1])
     assert (found[3][0][0], found[3][1][0]) == (7, pytest.approx(1.0))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_selfspec.transfer import RowNumbers, read
+from hf_selfspec.transfer import Pending, RowNumbers, read
 
 TESTS = Path(__file__).parent
 
@@ -38,9 +38,13 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("tree", "greedy", 1): (2, 4),
     ("tree", "greedy", 4): (2, 4),
     ("skips", "greedy", 1): (0, 2),
-    ("lookup", "greedy", 1): (0, 5),
-    ("lookup", "greedy", 4): (0, 5),
-    ("lookup", "drawn", 4): (0, 5),
+    ("lookup", "greedy", 1): (0, 4),
+    ("lookup", "greedy", 4): (0, 4),
+    ("lookup", "drawn", 4): (0, 4),
+    ("fixed", "streamed", 1): (0, 2),
+    ("fixed", "streamed", 4): (0, 2),
+    ("lookup", "streamed", 1): (0, 4),
+    ("lookup", "streamed", 4): (0, 4),
 }
 # Whatever they need, they run there.
 OTHERS = [
@@ -58,7 +62,7 @@ SPREAD = [
 
 
 @lru_cache(maxsize=1)
-def measured() -> dict[tuple[Any, ...], dict[str, float]]:
+def measured() -> dict[tuple[Any, ...], dict[str, Any]]:
     cases = [*BOUNDS, *OTHERS, *SPREAD]
     run = subprocess.run(
         [sys.executable, str(TESTS / "run_on_pretended_gpu.py"), json.dumps(cases)],
@@ -78,6 +82,20 @@ def test_transfers(case: tuple[str, str, int]) -> None:
     # Rows that end leave the forwards, which takes two further uploads, now and then.
     few = 0.0 if case[2] == 1 else 4 * case[2] / found["rounds"]
     assert found["transfers"] <= step * found["steps"] + rest + few
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("call", ["greedy", "streamed"])
+@pytest.mark.parametrize("spec", ["fixed", "lookup"])
+def test_a_round_waits_once(spec: str, call: str, rows: int) -> None:
+    """What judges and what free drafts learn from is one read, and a streamer gets what the host knows already."""
+    assert measured()[spec, call, rows]["waits"] == 1
+
+
+@pytest.mark.parametrize("case", [("fixed", "greedy", 1), ("tree", "greedy", 4), ("lookup", "streamed", 4)], ids=str)
+def test_phases_take_the_time_of_the_device(case: tuple[str, str, int]) -> None:
+    """Each launch takes a millisecond of the device, however long the host needs for it."""
+    assert measured()[case]["seconds"] == pytest.approx(measured()[case]["of the device"])
 
 
 @pytest.mark.parametrize("spec", ["fixed", "rule", "adaptive"])
@@ -103,6 +121,16 @@ def test_numbers_read_together() -> None:
     shares = torch.tensor([0.1, -1.5, torch.inf])
     assert read() == []
     assert read(whole, flags, shares) == [whole.tolist(), flags.tolist(), shares.tolist()]
+
+
+def test_numbers_read_along() -> None:
+    """With others or alone, but once."""
+    first, second = torch.tensor([1, 2]), torch.tensor([[0.5]])
+    alone, along = Pending(first, second), Pending(first, second)
+    assert read(second, along=along) == [[[0.5]]]
+    first += 1
+    assert along.lists() == [[1, 2], [[0.5]]]
+    assert alone.lists() == [[2, 3], [[0.5]]]
 
 
 def test_numbers_of_rows() -> None:

@@ -28,7 +28,7 @@ class EngineFigures:
         draft_cost: c, time of a drafting step / time of a one-token step of plain ``generate``.
         verify_cost: time of a verification pass / time of a one-token step of plain ``generate``.
         expected: speed-up by SWIFT's equation 6 with this c.
-        outside: share of decoding time outside the model's forwards.
+        outside: share of decoding time outside the model's forwards (on a GPU: outside of launching them).
     """
 
     plain_ms: float

@@ -115,6 +115,8 @@ def train(model: LlamaForCausalLM, shape: TrainingShape, callbacks: Callbacks, s
             disable_tqdm=True,
             learning_rate=1e-5,
         )
+        if arguments.n_gpu > 1:
+            arguments._n_gpu = 1  # the first one is measured, and copies of a model are refused by our callbacks
         trainer = Trainer(
             model=model,
             args=arguments,

@@ -125,6 +125,7 @@ class CascadeDrafter:
 
     def __init__(self, lookup: LookupDrafter, others: dict[str, Drafter], session: Session) -> None:
         self.lookup = lookup
+        self.look = lookup.look
         self.others = others
         self._rates = session.knowledge.of("cascade", lambda _: RatesFindings())
         self._takes_trees = session.takes_trees
@@ -157,7 +158,7 @@ class CascadeDrafter:
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
-        new = self.lookup.learn(text, verdicts, logits)
+        new = self.lookup.learn(text, verdicts)
         seconds = perf_counter() - self._target.compile_seconds - self._begun
         if self._asked is None:
             self.lookup.clock.add(max(map(len, self.lookup.trees)), new, seconds)

@@ -29,6 +29,7 @@ class ConstrainedDrafter:
         self._own = Draft(torch.zeros(0, 0), [])
         self._adds_forced = not getattr(drafter, "knows_grammars", False)
         self.needs_ended_rows: bool = getattr(drafter, "needs_ended_rows", False)
+        self.look = getattr(drafter, "look", None)
 
     @property
     def steps(self) -> int:

@@ -18,7 +18,7 @@ from ..model.anatomy import Anatomy
 from ..registry import register
 from ..settings import check_count
 from ..stats import GenerationStats
-from ..transfer import read
+from ..transfer import Pending
 from ..types import Draft, Text, Verdict
 from .blocks import DraftBlocks, FindChoice
 from .source import Drafter, DraftSource, Session
@@ -117,6 +117,7 @@ class LookupDrafter:
         self._lengths: list[int] = []
         self.trees: list[TokenTree] = []
         self._places: list[list[int]] | None = None
+        self._tops = Pending()
         self._begun = 0.0
         session.target.cache.reserve(settings.max_nodes + 1)
 
@@ -209,15 +210,20 @@ class LookupDrafter:
                 for tree, seed in zip(trees, places, strict=True)
             ]
 
+    def look(self, logits: torch.Tensor) -> Pending:
+        """See :class:`Drafter`."""
+        self._tops = likeliest(logits)
+        return self._tops
+
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """See :meth:`Drafter.update`."""
-        new = self.learn(text, verdicts, logits)
+        new = self.learn(text, verdicts)
         seconds = perf_counter() - self._target.compile_seconds - self._begun
         self.clock.add(max(map(len, self.trees)), new, seconds)
 
-    def learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> int:
+    def learn(self, text: Text, verdicts: list[Verdict]) -> int:
         """Learns from the verdicts of a round, not from its time; returns the number of new tokens of all rows."""
-        tops = likeliest(logits)
+        tops = tops_of(self._tops)
         new = 0
         with self.findings.lock:
             for row, (verdict, tree) in enumerate(zip(verdicts, self.trees, strict=True)):
@@ -276,12 +282,17 @@ def _together(trees: Sequence[TokenTree], seeds: Sequence[int], costs: VerifyCos
     return max(range(most + 1), key=lambda size: gains[size] - pace * costs.seconds[min(drafted + size, last)])
 
 
-def likeliest(logits: torch.Tensor) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
-    """For each row and node the most likely next tokens and their probabilities, from logits ``[b, t, v]``."""
+def likeliest(logits: torch.Tensor) -> Pending:
+    """The most likely next tokens, and their probabilities, ``[b, t, 8]`` each, from logits ``[b, t, v]``."""
     # Probabilities of all tokens would be as large as the logits, and a GPU launches kernels for each piece.
     pieces = logits.split(_PIECE, dim=1) if logits.device.type == "cpu" else (logits,)
     shares, tokens = (torch.cat(found, dim=1) for found in zip(*map(_most_probable, pieces), strict=True))
-    return [list(zip(*pair, strict=True)) for pair in zip(*read(tokens, shares), strict=True)]
+    return Pending(tokens, shares)
+
+
+def tops_of(found: Pending) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
+    """What :func:`likeliest` found for each row and node."""
+    return [list(zip(*pair, strict=True)) for pair in zip(*found.lists(), strict=True)]
 
 
 def _most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,7 +36,8 @@ class Drafter(Protocol):
     tokens that grammars force as far as that pays, so that none are added. For a :class:`Cascade`,
     ``expected_speedup`` is its current estimate of how much faster it is than rounds without a draft: 0 where it would
     not draft, ``None`` where it does not know. ``observe(text, verdicts, logits)`` is called in place of
-    :meth:`update` after a round in which another source drafted.
+    :meth:`update` after a round in which another source drafted. ``look(logits)`` is called before :meth:`update` and
+    returns what will be read of the logits ``[b, t + 1, v]``, so that the verdict is read in the same transfer.
     """
 
     @property

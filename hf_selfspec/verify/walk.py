@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from ..model.step import Best
-from ..transfer import read
+from ..transfer import Pending, read
 from ..types import Draft, Text, Verdict
 from .greedy import best_tokens, choose_greedy
 from .sampling import accept_line, choose_sampled, draw
@@ -54,6 +54,7 @@ def verify(
     scores_so_far: list[list[torch.Tensor]] | None,
     whose: str | None = None,
     best: Best | None = None,
+    along: Pending | None = None,
 ) -> list[Verdict]:
     """Walks each row from its last token through the draft as far as the full model agrees.
 
@@ -67,6 +68,7 @@ def verify(
         scores_so_far: for each row the scores of its tokens, if they are recorded: criteria may look at them.
         whose: the model's name, for the error about NaN or infinite logits; ``None`` for no check.
         best: the tokens with the highest logits, if these are to be chosen and were found already.
+        along: what the draft needs of the logits, read in the same transfer.
 
     Returns:
         A verdict for each row.
@@ -85,7 +87,7 @@ def verify(
         chosen: tuple[torch.Tensor, ...] | None = (best.tokens,)
     else:
         chosen = None if scores is None or scores_so_far is not None else _chosen(scores, draft, scorer.do_sample)
-    found = read(*known, *highest, *(chosen or ()))
+    found = read(*known, *highest, *(chosen or ()), along=along)
     drafted = found.pop(0) if draft.listed is None else draft.listed
     if whose is not None:
         check_highest(chain.from_iterable(found.pop(0)), whose)

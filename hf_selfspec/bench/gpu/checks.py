@@ -38,7 +38,6 @@ _READ_ELSEWHERE = {"early exit, tree, drawn"}
 _LOSS_TOLERANCE = 1e-5
 _LOSS_BATCH = 2
 _TESTS = Path(hf_selfspec.__file__).parent.parent / "tests"
-_TESTS_SECONDS = 120
 # Characters of the tests' output that are kept.
 _TOLD = 1500
 
@@ -174,9 +173,7 @@ def _loss(shape: DeviceLlama) -> Result:
 def _marked_tests() -> Result:
     """Checks that the tests that need a GPU pass, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", str(_TESTS)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_TESTS_SECONDS, cwd=_TESTS.parent, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=_TESTS.parent, check=False)
     if done.returncode:
         raise CheckError(f"pytest returned {done.returncode}: {(done.stdout + done.stderr)[-_TOLD:]}")
     return {"told": done.stdout.splitlines()[-1:]}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -16,7 +19,7 @@ from ...errors import SelfSpecError, SettingError, brief
 from ..measure import machine
 from .checks import check_pieces
 from .options import Options, parsed, parser
-from .record import Piece, Record
+from .record import LIMITS, Piece, Record
 from .report import report
 from .speed import speed_pieces
 
@@ -56,6 +59,11 @@ def _check_device(options: Options) -> None:
             f"--device {options.device}: torch cannot use it here ({brief(error)}). Use --device cpu --shapes tiny "
             "--check-shape tiny to try the command without an accelerator."
         ) from error
+    if options.place.index:
+        raise SettingError(
+            f"--device {options.device}: Trainer and the tests use the first device that they see. Make this one the "
+            f"first: CUDA_VISIBLE_DEVICES={options.place.index} and --device {options.place.type}."
+        )
 
 
 def _run(pieces: Sequence[Piece], record: Record, options: Options) -> bool:
@@ -63,13 +71,14 @@ def _run(pieces: Sequence[Piece], record: Record, options: Options) -> bool:
     begun = perf_counter()
     record.left_out = {}
     for piece in pieces:
-        if record.status(piece) in ("ok", "failed"):
+        if record.status(piece) in ("ok", "failed", "cut"):
             continue
-        why = _why_not(piece, record, options.seconds - (perf_counter() - begun))
+        left = options.seconds - (perf_counter() - begun)
+        why = _why_not(piece, record, left)
         if why:
             record.left_out[piece.key] = why
             continue
-        _run_one(piece, record)
+        _run_one(piece, record, left)
         if not _is_usable(options.place):
             return False
     record.save()
@@ -88,21 +97,49 @@ def _why_not(piece: Piece, record: Record, left: float) -> str:
     return ""
 
 
-def _run_one(piece: Piece, record: Record) -> None:
-    """Runs a piece and keeps its result, or what it raised."""
+class _TimeIsOver(BaseException):
+    """Nothing but this command handles it."""
+
+
+@contextmanager
+def _cut_after(seconds: float) -> Iterator[None]:
+    """Raises where the block is at that time."""
+
+    def cut(*_: Any) -> None:
+        raise _TimeIsOver
+
+    before = signal.signal(signal.SIGALRM, cut)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _run_one(piece: Piece, record: Record, left: float) -> None:
+    """Runs a piece for as long as its limit and the run's allow, and keeps its result, or what it raised."""
     if not record.begin(piece):
         return
     needed = {} if piece.needs is None else record.result(piece.needs)
-    begun = perf_counter()
+    limit, begun = LIMITS[piece.group], perf_counter()
     try:
-        result = piece.work(needed or {})
+        with _cut_after(min(limit, left)):
+            result = piece.work(needed or {})
         record.finish(piece, perf_counter() - begun, result)
+    except _TimeIsOver:
+        if limit <= left:
+            record.fail(piece, limit, f"it is not done after {limit:.0f} s, the limit of {piece.group}", "", "cut")
+        else:
+            record.withdraw(piece)
+            record.left_out[piece.key] = f"it was not done when the time was over, after {left:.0f} s"
     except Exception as error:  # whatever it is, it is recorded, and the other pieces are still useful
         record.fail(piece, perf_counter() - begun, brief(error), traceback.format_exc()[-_TRACEBACK:])
     except BaseException:  # the user stopped the run, so the piece has not failed
         record.withdraw(piece)
         raise
-    print(f"{perf_counter() - begun:7.1f} s  {record.status(piece):<6}  {piece.group}: {piece.name}", flush=True)
+    status = record.status(piece) or "cut"
+    print(f"{perf_counter() - begun:7.1f} s  {status:<6}  {piece.group}: {piece.name}", flush=True)
     _free()
 
 

@@ -20,7 +20,7 @@ class Options:
     Attributes:
         device: the device, such as ``cuda``.
         out: the file of results.
-        seconds: time limit; pieces that would probably end later are left out.
+        seconds: time limit; pieces that would probably end later are left out, and one that is not done is cut.
         shapes, rows: models and batch sizes that are timed.
         tokens: new tokens of a timed generation.
         repeats: timings of each way.
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--device", default="cuda")
     made.add_argument("--out", default="gpu.json", help="file of results, which an earlier run may have begun")
-    made.add_argument("--seconds", type=float, default=540, help="time limit; what would take longer is left out")
+    made.add_argument("--seconds", type=float, default=540, help="time limit; what takes longer is left out")
     made.add_argument("--shapes", nargs="+", default=["1b", "7b", "13b"], choices=SHAPES, help="models that are timed")
     made.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16], help="batch sizes")
     made.add_argument("--tokens", type=int, default=96, help="new tokens of a timed generation")

@@ -16,13 +16,28 @@ Result = dict[str, Any]
 # A piece during which the process died so often is not started again.
 _LIVES = 2
 
+# Seconds after which a piece of each group is cut, so that it cannot take the time of all others. Not measured on a GPU
+# yet: each is below the time of a whole run, and several times what the pieces of the group are expected to take.
+LIMITS = {
+    "ids": 120.0,
+    "waits": 120.0,
+    "graphs": 180.0,
+    "loss": 120.0,
+    "tests": 300.0,
+    "bandwidth": 120.0,
+    "damping": 180.0,
+    "generate": 300.0,
+    "forwards": 120.0,
+    "training": 180.0,
+}
+
 
 @dataclass(frozen=True)
 class Piece:
     """One measurement or check.
 
     Attributes:
-        group: name of the group; its pieces take about equally long.
+        group: name of the group, one of :data:`LIMITS`; its pieces take about equally long.
         name: unique name within its group.
         settings: the settings that its result depends on.
         work: returns the result, given the result of ``needs`` (empty if there is none).
@@ -90,7 +105,7 @@ class Record:
         return cls(path, header, pieces)
 
     def status(self, piece: Piece) -> str:
-        """``ok``, ``failed``, ``begun`` by a process that ended, or empty."""
+        """``ok``, ``failed``, ``cut`` by its limit, ``begun`` by a process that ended, or empty."""
         return str(self.pieces.get(piece.key, {}).get("status", ""))
 
     def result(self, piece: Piece) -> Result | None:
@@ -130,9 +145,9 @@ class Record:
         self.pieces[piece.key] = {"status": "ok", "seconds": seconds, "result": result}
         self.save()
 
-    def fail(self, piece: Piece, seconds: float, error: str, where: str) -> None:
+    def fail(self, piece: Piece, seconds: float, error: str, where: str, status: str = "failed") -> None:
         """Records what was raised, and where."""
-        self.pieces[piece.key] = {"status": "failed", "seconds": seconds, "error": error, "where": where}
+        self.pieces[piece.key] = {"status": status, "seconds": seconds, "error": error, "where": where}
         self.save()
 
     def save(self) -> None:

@@ -53,7 +53,7 @@ def _number(value: float | None, unit: float, form: str) -> str:
 
 
 def _check(record: Record, piece: Piece) -> tuple[str, str]:
-    status = {"ok": "right", "failed": "FAILED"}.get(record.status(piece), "not run")
+    status = {"ok": "right", "failed": "FAILED", "cut": "not finished"}.get(record.status(piece), "not run")
     near_ties = (record.result(piece) or {}).get("near_ties")
     return f"{piece.group}: {piece.name}", f"{status}, but for {len(near_ties)} near ties" if near_ties else status
 
@@ -108,8 +108,8 @@ def _training(piece: Piece, result: dict[str, Any]) -> Iterator[tuple[str, ...]]
 
 def _failures(record: Record, pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
     for piece in pieces:
-        if record.status(piece) == "failed":
-            yield f"{piece.group}: {piece.name}", f"failed: {record.pieces[piece.key]['error']}"
+        if (status := record.status(piece)) in ("failed", "cut"):
+            yield f"{piece.group}: {piece.name}", f"{status}: {record.pieces[piece.key]['error']}"
         for way, error in (record.result(piece) or {}).get("errors", {}).items():
             yield f"{piece.group}: {piece.name}, {way}", f"failed: {error}"
 

@@ -34,9 +34,9 @@ def waits_are_errors() -> Iterator[None]:
         with _mode("error"):
             original_round(decoder)
 
-    def read(*tensors: torch.Tensor) -> list[Any]:
+    def read(*tensors: torch.Tensor, **options: Any) -> list[Any]:
         with _mode("default"):
-            return original_read(*tensors)
+            return original_read(*tensors, **options)
 
     with ExitStack() as replaced:
         replaced.enter_context(patch.object(Decoder, "_round", strict_round))
