@@ -26,8 +26,8 @@ from .stats import GenerationStats
 from .stop.rules import Memory
 from .text_file import TextFile
 
-# How many calls are kept for plots.
-_LOGGED, _POINTS = 4096, 256
+# How many calls are kept for plots, and points of the timeline of each: 4 MB of both.
+_LOGGED, _POINTS = 512, 64
 
 
 _F = TypeVar("_F", bound=Findings)
@@ -63,7 +63,7 @@ class Knowledge:
         """Records a finished call."""
         with self._lock:
             self.stats = stats
-            thinned = stats.timeline[:: max(1, len(stats.timeline) // _POINTS)]
+            thinned = stats.timeline[:: len(stats.timeline) // _POINTS + 1]
             self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
 
     def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda found: True) -> Any:

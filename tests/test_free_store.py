@@ -349,7 +349,7 @@ def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> No
     for knowledge, start in ((mine, 0), (theirs, 500)):
         for text in range(6):
             tokens = list(range(start + 10 * text, start + 10 * text + 10))
-            knowledge.add_text(tokens)
+            knowledge.add_texts([tokens])
             knowledge.successors.see((tokens[0], tokens[1]), [tokens[2]], [0.9], text)
     mine.merge(theirs.state())
     kept = [list(text) for text in texts_of(mine.store.tokens)]

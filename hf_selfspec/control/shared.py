@@ -84,8 +84,7 @@ class LookupFindings:
     def end(self, rows: Iterable[LookupRow]) -> None:
         """Puts finished texts into the store."""
         with self.lock:
-            for row in rows:
-                row.end()
+            self.known.add_texts([row.own.tokens for row in rows])
         if monotonic() - self._written >= _WRITTEN:
             self.write()
         else:
