@@ -64,7 +64,7 @@ class Parting:
         prompt: index of the prompt.
         token: index of the generated token.
         expected, got: the two tokens as text; ``None`` where a text has ended.
-        difference: the top-two gap there, and whether rounding explains it.
+        difference: how far they are from the highest logit there, and whether rounding explains it.
     """
 
     prompt: int
@@ -134,7 +134,7 @@ class Audit:
         wrong = sum(not one.difference.is_near_tie for one in self.partings)
         verdict = f"{wrong} differ where rounding does not explain it: NOT exact"
         if self.passed:
-            ties = "no error found: the others diverge where the top two logits are within rounding of each other"
+            ties = "no error found: the others diverge where both tokens' logits are within rounding of the highest"
             verdict = ties if self.partings else "exact"
         lines = [*lines, ""] if self.partings else [""]
         return [*lines, f"{equal} of {self.prompts} prompts have equal ids; {verdict}"]
@@ -172,7 +172,7 @@ def audit(
 ) -> Audit:
     """Compares texts generated with a ``SelfSpec`` with those of plain ``generate``.
 
-    Greedy texts must have equal ids, except where the full model's top two logits are within rounding of each other.
+    Greedy texts must have equal ids, except where both tokens' logits are within rounding of the full model's highest.
     The first tokens of sampled texts must have the distribution of plain ``generate``, by a chi-squared test.
 
     Args:

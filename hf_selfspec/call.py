@@ -28,7 +28,7 @@ from .grammar.rows import Constraint, with_grammars
 from .knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
-from .model.checkpointing import checkpoints
+from .model.checkpointing import checkpoints, without_checkpointing
 from .model.given_cache import cache_for, cache_name, given_cache
 from .model.inputs import Inputs
 from .model.linear import are_faster
@@ -210,10 +210,13 @@ class Generation:
             returned: whether the output holds more than ids.
             own_cache: whether ``cache`` is the caller's.
         """
-        with decoder.target.prepared():
-            ids = decoder.run()
-            if (returned or own_cache) and cache is not None:
-                decoder.hand_back(cache, ids)
+        try:
+            with decoder.target.prepared():
+                ids = decoder.run()
+                if (returned or own_cache) and cache is not None:
+                    decoder.hand_back(cache, ids)
+        finally:
+            self.knowledge.knowledge.write()
         self.knowledge.knowledge.add_call(decoder.stats)
         _remind_of_length(decoder.stopper.criteria, ids)
         return decoder.output(ids, cache) if returned else ids
@@ -251,8 +254,8 @@ class Generation:
             "synced_gpus": request.synced_gpus,
             "streamer": request.streamer,
         }
-        output, stats = decode_plainly(request.model, request.input_ids, options | request.model_kwargs)
-        stats.left_to_generate = why
+        with without_checkpointing(request.model):
+            output, stats = decode_plainly(request.model, request.input_ids, options | request.model_kwargs, why)
         for found in self.knowledge.all_findings():
             if found.is_idle:
                 found.add_idle_call(stats.tokens, stats.total_seconds)

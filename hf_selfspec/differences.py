@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,9 @@ class Difference:
     Attributes:
         row, column: where.
         expected, token: the two tokens.
-        margin: difference of the full model's top two logits there.
+        margin: how far the lower one's logit is below the full model's highest; infinite where a token is forbidden, or
+            where one text has ended.
         tolerance: the largest margin that rounding can explain, given the dtype and the size of the logits.
-        are_top_two: whether the two tokens are the model's top two.
     """
 
     row: int
@@ -31,12 +32,11 @@ class Difference:
     token: int
     margin: float
     tolerance: float
-    are_top_two: bool
 
     @property
     def is_near_tie(self) -> bool:
         """Whether kernels that round differently may choose either token."""
-        return self.are_top_two and self.margin <= self.tolerance
+        return self.margin <= self.tolerance
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def first_differences(
     """Compares two greedy texts row by row and looks at the full model's logits where they diverge.
 
     In bfloat16 and float16 a forward over one token and one over several round differently, so texts may diverge where
-    the top two logits are almost equal, and only there.
+    the highest logits, of two tokens or more, are almost equal, and only there.
 
     Args:
         model: the model that generated both, without logits processors.
@@ -91,16 +91,18 @@ def first_differences(
 def difference_at(
     row: int, column: int, expected: int, token: int, scores: torch.Tensor, dtype: torch.dtype
 ) -> Difference:
-    """Returns the difference between two tokens chosen from ``scores`` ``[v]`` of a model of this dtype."""
+    """Returns the difference between two tokens chosen from ``scores`` ``[v]`` of a model of this dtype.
+
+    A negative token stands for the end of a text that has no token there.
+    """
     scores = scores.float()
-    top = scores.topk(2)
+    lower = -math.inf if min(expected, token) < 0 else float(scores[[expected, token]].min())
     largest = float(scores[scores.isfinite()].abs().max())  # processors forbid tokens with infinite scores
     return Difference(
         row=row,
         column=column,
         expected=expected,
         token=token,
-        margin=float(top.values[0] - top.values[1]),
+        margin=float(scores.max()) - lower,
         tolerance=_UNITS * torch.finfo(dtype).eps * largest,
-        are_top_two={expected, token} == set(top.indices.tolist()),
     )

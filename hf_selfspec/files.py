@@ -22,6 +22,18 @@ from .settings import LARGEST
 _DEEPEST = 32
 
 
+def path_of(given: str | os.PathLike[str]) -> Path:
+    """Returns a path that the user gave, with a home folder in place of ``~``.
+
+    Raises:
+        SettingError: it begins with ``~`` and the name of nobody.
+    """
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise SettingError(f"{os.fspath(given)}: {error} Give the whole path.") from error
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a name next to ``path``; the file written there replaces ``path``, unless an error was raised."""
@@ -29,6 +41,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     beside = path.with_name(_fresh_name())
     try:
         yield beside
+        _sync(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -42,6 +55,7 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
     try:
         yield inside
         for file in sorted(inside.iterdir()):
+            _sync(file)
             os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(inside, ignore_errors=True)
@@ -49,6 +63,12 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
 
 def _fresh_name() -> str:
     return f".{uuid4().hex}.tmp"
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file is on the disk, so that a power failure leaves no empty one in its place."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -79,7 +99,7 @@ def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str]
     """
     if not os.fspath(folder):
         raise SettingError(f"{name} is empty. Name a folder; the current one is `.`.")
-    at = Path(folder).expanduser().absolute()
+    at = path_of(folder).absolute()
     while True:
         try:
             os.stat(at)
@@ -97,7 +117,7 @@ def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str]
     except OSError as error:
         raise SettingError(f"{name} {folder}: nothing can be written in {at} ({_reason(error)}).") from error
     for file in files:
-        if (Path(folder).expanduser() / file).is_dir():
+        if (path_of(folder) / file).is_dir():
             raise SettingError(f"{name} {folder}: {file} is a folder there, but is to be a file. Move it away.")
 
 
@@ -126,6 +146,8 @@ def read_json(path: Path) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: it cannot be read, is not JSON, is nested too deeply, or has numbers too large or not finite.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError("it is a directory, or something else that is not a file")  # reading a pipe may take forever
     try:
         content = json.loads(read_text(path))
     except RecursionError as error:

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from .model.anatomy import Anatomy
 from .model.arguments import check_inputs
 from .notices import warn_once_ignoring_numbers
 from .pipelines import PIPELINES, with_assistant
+from .plain import decode_plainly
+from .stats import GenerationStats
 from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
@@ -82,8 +85,11 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         except SelfSpecError as error:
             if not chosen.default_of:
                 raise
-            _warn_of_plain(chosen, error)
-            return original(self, *args, **kwargs)
+            why, begun = _warn_of_plain(chosen, error), perf_counter()
+            output = original(self, *args, **kwargs)
+            seconds = perf_counter() - begun
+            chosen.spec._knowledge.add_call(GenerationStats(total_seconds=seconds, drafts=False, left_to_generate=why))
+            return output
         return original(self, **served)
 
     return generate
@@ -142,16 +148,19 @@ def _decode_or_plain(
     try:
         decode = chosen.spec.generation(request, checks_logits=False).ready(request)
     except SelfSpecError as error:
-        _warn_of_plain(chosen, error)
-        return type(model)._sample(model, input_ids, **prepared, **model_kwargs)
+        output, stats = decode_plainly(model, input_ids, prepared | model_kwargs, _warn_of_plain(chosen, error))
+        chosen.spec._knowledge.add_call(stats)
+        return output
     return decode()
 
 
-def _warn_of_plain(chosen: Chosen, error: SelfSpecError) -> None:
+def _warn_of_plain(chosen: Chosen, error: SelfSpecError) -> str:
+    """Warns that plain generate serves a call, and returns why, for the statistics."""
     warn_once_ignoring_numbers(
         f"the SelfSpec {chosen.default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
         "generate(assistant=False) does without it and without this warning.)"
     )
+    return f"this SelfSpec cannot serve it ({error})"
 
 
 def _without_assistant(config: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +28,8 @@ from .stats import GenerationStats
 from .stop.rules import Memory
 from .text_file import TextFile
 
-# How many calls are kept for plots.
-_LOGGED, _POINTS = 4096, 256
+# How many calls are kept for plots, and points of the timeline of each: 4 MB of both.
+_LOGGED, _POINTS = 512, 64
 
 
 _F = TypeVar("_F", bound=Findings)
@@ -53,6 +55,8 @@ class Knowledge:
         self._text_files: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, TextFile]] = weakref.WeakKeyDictionary()
         # The files that this process has used, including those of models that no longer exist.
         self._with_texts: set[Path] = set()
+        # By file, what writes findings at the end of a call: a search has new ones with each trial.
+        self._unwritten: dict[Path, Callable[[], None]] = {}
         self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
 
@@ -63,7 +67,7 @@ class Knowledge:
         """Records a finished call."""
         with self._lock:
             self.stats = stats
-            thinned = stats.timeline[:: max(1, len(stats.timeline) // _POINTS)]
+            thinned = stats.timeline[:: len(stats.timeline) // _POINTS + 1]
             self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
 
     def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
@@ -126,29 +130,22 @@ class Knowledge:
                 other = next((found for one, found in known.items() if one.source == key.source), None)
                 known[key] = self._new(model, key, make, other, cache)
                 if cache is not None:
-                    known[key].changed = partial(self._cache, cache, weakref.ref(model), settings, key)
+                    write = partial(self._cache, cache, weakref.ref(model), settings, key)
+                    later = partial(self._unwritten.__setitem__, cache, write)
+                    known[key].changed = write if key.kind is None else later
             known[key] = known.pop(key)
             found: _F = known[key]
             return found
 
     def _new(self, model: PreTrainedModel, key: Key, make: Callable[[Any], _F], other: Any, cache: Path | None) -> _F:
         found = make(other)
-        saved = self.saved
-        if saved is None and cache is not None and (saved := self._read(model, key, cache)) is not None:
-            self._cached.setdefault(model, {})[cache] = saved
-        if saved is None:
-            return found
-        states = saved.states(key.source)
-        try:
-            if key.kind in states:
-                found.restore(states[key.kind])
-            elif states and other is None:
-                # What another kind of call has found is a better start than nothing.
-                first = make(None)
-                first.restore(next(iter(states.values())))
-                return make(first)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise saving.corrupt_findings(saved.path, error) from error
+        if self.saved is not None:
+            return _restored(self.saved, key, make, found, other)
+        if cache is not None:
+            with _beginning_anew(cache):
+                if (saved := self._read(model, key, cache)) is not None:
+                    found = _restored(saved, key, make, found, other)
+                    self._cached.setdefault(model, {})[cache] = saved
         return found
 
     def _read(self, model: PreTrainedModel, key: Key, path: Path) -> saving.Saved | None:
@@ -211,16 +208,24 @@ class Knowledge:
                 self.saved = _without_texts(self.saved)
             for path in self._with_texts:
                 with reported(path), TextFile(path).locked():
-                    path.unlink(missing_ok=True)
+                    for file in (path, _aside(path)):
+                        if not file.is_dir():
+                            file.unlink(missing_ok=True)
             for found in with_texts:
                 if found.changed is not None:
                     found.changed()
+
+    def write(self) -> None:
+        """Writes what calls have found since the last time, where it is kept on disk."""
+        with self._lock:
+            while self._unwritten:
+                self._unwritten.popitem()[1]()
 
     def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any], key: Key) -> None:
         if (alive := model()) is None:
             return
         try:
-            with self._lock:
+            with self._lock, reported(path):
                 if (now := Fingerprint.of_decoder(alive)) != self.fingerprint(alive):
                     warn_once(
                         f"the weights of {type(alive).__name__} have changed since this SelfSpec began, and files of "
@@ -233,8 +238,6 @@ class Knowledge:
                     self.save(path, alive, settings, lambda one: one.kind is not None, fingerprint=now)
         except SettingError as error:
             warn_once(f"findings are not kept on disk: {error}")
-        except OSError as error:
-            warn_once(f"{path} cannot be written ({error}), so findings are not kept on disk.")
 
     def _cache_texts(
         self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any], key: Key, now: Fingerprint
@@ -243,7 +246,8 @@ class Knowledge:
         file = self._text_file(model, path)
         with file.locked():
             if isinstance(found := self.models[model][key], TextFindings):
-                file.meet(found, key)
+                with _beginning_anew(path):
+                    file.meet(found, key)
             self.save(path, model, settings, lambda one: one == key, file.id or "", now)
             file.wrote()
 
@@ -299,6 +303,44 @@ class KnowledgeOfCall:
         kept = json.dumps({name: saving.encode(value, name) for name, value in self.settings.items()}, sort_keys=True)
         digest = hashlib.sha256(kept.encode()).hexdigest()[:12]
         return self.cache_dir / self.fingerprint().name / f"{self.task}-{digest}{ending}.json"
+
+
+def _restored(saved: saving.Saved, key: Key, make: Callable[[Any], _F], found: _F, other: Any) -> _F:
+    """New findings as the file has them, or begun with those for another kind of call.
+
+    Raises:
+        SettingError: what is in the file is not a state of such findings.
+    """
+    states = saved.states(key.source)
+    try:
+        if key.kind in states:
+            found.restore(states[key.kind])
+        elif states and other is None:
+            # What another kind of call has found is a better start than nothing.
+            first = make(None)
+            first.restore(next(iter(states.values())))
+            return make(first)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise saving.corrupt_findings(saved.path, error) from error
+    return found
+
+
+@contextmanager
+def _beginning_anew(path: Path) -> Iterator[None]:
+    """Moves a file of ``cache_dir`` that cannot be used aside, and warns."""
+    try:
+        yield
+    except SettingError as error:
+        kept = _aside(path)
+        try:
+            os.replace(path, kept)
+        except OSError:  # in a folder that cannot be written
+            kept = path
+        warn_once(f"findings begin anew, since their file, which is kept as {kept}, cannot be used: {error}")
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.aside")
 
 
 def _without_texts(saved: saving.Saved) -> saving.Saved:

@@ -13,6 +13,8 @@ import transformers
 # Folders of the code that may lie between the user's line and a warning.
 _INSIDE = tuple(str(Path(found).parent) for found in (__file__, transformers.__file__, torch.__file__))
 _warned: set[str] = set()
+# How many warnings are remembered; when there are more, each may be issued again.
+_MOST = 1024
 
 
 def warn_once(message: str) -> None:
@@ -39,6 +41,8 @@ def muted() -> Iterator[None]:
 
 def _warn(message: str, key: str) -> None:
     if key not in _warned:
+        if len(_warned) >= _MOST:
+            _warned.clear()
         _warned.add(key)
         warnings.warn(message, UserWarning, stacklevel=_levels_inside() + 1)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import SettingError, SettingTypeError
-from .files import reported
+from .files import path_of, reported
 from .search.skip_search import SkipSearch
 from .stats import GenerationStats
 
@@ -55,7 +55,7 @@ def save(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
             f"{', '.join(f'.{name}' for name in sorted(formats))}."
         )
     with reported(path):
-        figure.savefig(path, dpi=_DPI)
+        figure.savefig(path_of(path), dpi=_DPI)
 
 
 def plot(

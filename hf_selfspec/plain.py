@@ -10,14 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from .model.anatomy import Anatomy
-from .model.checkpointing import without_checkpointing
 from .model.partial import LayerPlan
 from .stats import GenerationStats
 from .verify.stopping import Stopper
 
 
 def decode_plainly(
-    model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any]
+    model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any], why: str
 ) -> tuple[Any, GenerationStats]:
     """Decodes without any part of ours.
 
@@ -25,13 +24,13 @@ def decode_plainly(
         model: the model.
         input_ids: ``[b, s]`` the prompts.
         options: all other arguments that a ``custom_generate`` callable gets.
+        why: why the call is left to transformers.
 
     Returns:
         What ``generate`` returns, and the statistics.
     """
     begun = perf_counter()
-    with without_checkpointing(model):
-        output = type(model)._sample(model, input_ids, **options)
+    output = type(model)._sample(model, input_ids, **options)
     seconds, eos_tokens = perf_counter() - begun, Stopper(options["stopping_criteria"]).eos_tokens
     ids, width = output if isinstance(output, torch.Tensor) else output.sequences, input_ids.shape[1]
     pad = getattr(options["generation_config"], "_pad_token_tensor", None)
@@ -46,6 +45,7 @@ def decode_plainly(
         from_draft=[[False] * count for count in counts],
         plan=LayerPlan(Anatomy.of(model).num_layers).picture(),
         drafts=False,
+        left_to_generate=why,
         timeline=[(tokens, seconds)],
     )
 

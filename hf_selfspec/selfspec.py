@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from .draft.source import DraftSource
 from .draft.standalone import standalone_draft
 from .errors import SettingError, SettingTypeError
 from .export import export_draft
-from .files import reported
+from .files import path_of, reported
 from .knowledge import Knowledge, KnowledgeOfCall
 from .model.anatomy import causal_lm
 from .model.parallel import is_tensor_parallel
@@ -193,7 +192,7 @@ class SelfSpec(Presets):
                 used and none is given, ``model`` is not a model, or the file cannot be written.
         """
         inner = self._only_model("SelfSpec.save_pretrained", model)
-        settings, path = self._settings(checked=True), Path(folder) / saving.FILE_NAME
+        settings, path = self._settings(checked=True), path_of(folder) / saving.FILE_NAME
         with reported(path):
             self._knowledge.save(path, inner, settings)
 
@@ -207,7 +206,7 @@ class SelfSpec(Presets):
         Raises:
             SettingError: there is no such file, it was cut short or changed, or it has another format.
         """
-        saved = saving.read(Path(folder) / saving.FILE_NAME)
+        saved = saving.read(path_of(folder) / saving.FILE_NAME)
         spec = saving.construct(cls, saved)
         spec._knowledge.saved = saved
         return spec
@@ -327,7 +326,7 @@ class SelfSpec(Presets):
             knowledge=self._knowledge,
             model=model,
             kind=kind,
-            cache_dir=None if folder is None else Path(folder).expanduser(),
+            cache_dir=None if folder is None else path_of(folder),
             task=self.task,
             settings=self._settings(),
         )

@@ -6,11 +6,11 @@ import ast
 import json
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from .draft.lora import EarlyExitLora
 from .errors import SelfSpecError, SettingError, brief
+from .files import path_of
 from .parts.part import CONFIG
 from .registry import class_named
 from .saving import FILE_NAME
@@ -51,7 +51,7 @@ def read_spec(text: str, option: str = "--spec") -> SelfSpec:
     try:
         if text in PRESETS:
             return PRESETS[text]()
-        if os.path.isdir(text):
+        if os.path.isdir(path_of(text)):
             return _of_folder(text)
         return _of_expression(text)
     except SelfSpecError as error:
@@ -79,10 +79,10 @@ def _split_one(text: str) -> list[str]:
 
 
 def _of_folder(folder: str) -> SelfSpec:
-    if (Path(folder) / FILE_NAME).is_file():
+    if (path_of(folder) / FILE_NAME).is_file():
         return SelfSpec.from_pretrained(folder)
     try:
-        settings = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+        settings = json.loads((path_of(folder) / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         settings = {}
     for setting, preset in _PARTS.items():

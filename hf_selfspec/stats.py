@@ -14,7 +14,7 @@ class GenerationStats:
     """What one call of ``generate`` did.
 
     Attributes:
-        tokens: tokens generated, all rows.
+        tokens: tokens generated, all rows; 0 where a call was left to plain ``generate`` before it began.
         rounds: verification passes, counted for each row that took part; the prefill does not count.
         drafted: drafting steps, all rows (siblings in a tree do not count).
         accepted: drafted tokens that were kept.
@@ -110,10 +110,8 @@ class GenerationStats:
 
     def __str__(self) -> str:
         if self.left_to_generate:
-            return (
-                f"left to plain generate, since {self.left_to_generate}: {self.tokens} tokens in "
-                f"{self.total_seconds:.2f} seconds"
-            )
+            tokens = f"{self.tokens} tokens in " if self.tokens else ""
+            return f"left to plain generate, since {self.left_to_generate}: {tokens}{self.total_seconds:.2f} seconds"
         seconds = (
             f"{self.total_seconds:.2f} = prefill {self.prefill_seconds:.2f} + draft {self.draft_seconds:.2f}"
             f" + verify {self.verify_seconds:.2f} + search {self.search_seconds:.2f} + rest {self.other_seconds:.2f}"

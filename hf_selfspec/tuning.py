@@ -20,7 +20,7 @@ from . import saving
 from .control.choice import fastest
 from .draft.skip_layers import SkipLayers
 from .errors import SettingError, SettingTypeError, UnsupportedModelError
-from .files import read_json, reported
+from .files import path_of, read_json, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.parallel import is_tensor_parallel
 from .model.partial import LayerPlan
@@ -112,7 +112,7 @@ def tune(
     if search is not None and not isinstance(search, OfflineSearch):
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
     runner = _Runner(inner, _rows(tokenizer, texts, inner.device, max_prompt_tokens), max_new_tokens, stop, tree)
-    return _Tuning(runner, search or OfflineSearch(), None if folder is None else Path(folder)).run()
+    return _Tuning(runner, search or OfflineSearch(), None if folder is None else path_of(folder)).run()
 
 
 def _rows(

@@ -39,7 +39,7 @@ class Text:
     def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int, fixed: list[int] | None = None) -> Text:
         """The text that starts with ``input_ids`` ``[b, s]``, with ``max_new`` more columns for what follows."""
         b, width = input_ids.shape
-        ids = input_ids.new_zeros(b, width + max_new)
+        ids = input_ids.new_zeros(b, width + max_new, dtype=torch.long)  # as those of plain generate
         ids[:, :width] = input_ids
         return cls(ids, [width] * b, list(base), width, fixed)
 

@@ -131,8 +131,8 @@ def new_spec() -> SelfSpec:
 
 
 def calls(spec: SelfSpec) -> int:
-    """Returns how many calls ``spec`` has served."""
-    return len(spec._knowledge.calls)
+    """Returns how many calls ``spec`` has served, without those that were left to plain generate."""
+    return sum(not call.left_to_generate for call in spec._knowledge.calls)
 
 
 def assert_mixed(spec: SelfSpec) -> None:

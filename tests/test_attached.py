@@ -266,6 +266,8 @@ def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any]
             warnings.simplefilter("always")
             found = [model.generate(**inputs, **options) for _ in range(2)]
         assert calls(spec) == 0
+        assert spec.stats is not None
+        assert words in spec.stats.left_to_generate
     messages = [str(one.message) for one in caught if "SelfSpec" in str(one.message)]
     assert len(messages) == 1
     assert f"attached to this {type(model).__name__} cannot serve a call, so plain generate serves it" in messages[0]
@@ -340,6 +342,22 @@ def test_what_only_the_prepared_call_shows(fresh_llama: LlamaForCausalLM, spec: 
         generate(recorders[1])
     assert torch.equal(outputs[0], outputs[1])
     assert recorders[0].calls == recorders[1].calls
+
+
+def test_statistics_are_those_of_the_last_call(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """Also where plain generate has served it, whether that was known before the prompt was prepared or after."""
+    with attach(fresh_llama, spec):
+        for inputs, options, tokens in (({}, {"num_beams": 2}, 0), (own_positions(), {}, 4)):
+            fresh_llama.generate(**ROW, max_new_tokens=8)
+            assert spec.stats is not None
+            assert (spec.stats.left_to_generate, spec.stats.tokens) == ("", 8)
+            with pytest.warns(UserWarning, match="plain generate serves it"):
+                fresh_llama.generate(**ROW | inputs, **options, max_new_tokens=4)
+            told = spec.stats
+            assert told.left_to_generate.startswith("this SelfSpec cannot serve it (")
+            assert (told.tokens, told.drafted, told.from_draft) == (tokens, 0, [[False] * tokens] if tokens else [])
+            assert told.total_seconds > 0
+            assert str(told).startswith("left to plain generate, since this SelfSpec cannot serve it (")
 
 
 def test_a_cache_that_cannot_take_tokens_back(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:

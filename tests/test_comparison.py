@@ -237,6 +237,23 @@ def test_a_killed_run_goes_on_where_it_was(
         again()
 
 
+def test_modes_are_put_back_and_home_folders_found(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each module, whichever of the others are in training mode."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tiny_llama(vocabulary=4096)
+    model.train()
+    for layer in model.model.layers[::2]:
+        layer.eval()
+    modes = [module.training for module in model.modules()]
+    found = compare(model, tokenizer, TEXTS[:1], [], max_new_tokens=2, out="~/out", progress=False)
+    assert [module.training for module in model.modules()] == modes
+    found.save("~/saved")
+    assert (tmp_path / "out" / "calls.jsonl").exists()
+    assert (tmp_path / "saved" / "results.json").read_text() == (tmp_path / "out" / "results.json").read_text()
+
+
 def test_a_run_that_goes_on_knows_what_was_learned(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, killed_after: Any
 ) -> None:

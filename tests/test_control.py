@@ -217,6 +217,16 @@ def test_a_clock_for_each_kind_of_round() -> None:
     assert again.state()["clocks"] == found.state()["clocks"] | again.state()["clocks"]
 
 
+def test_a_service_with_batches_of_all_sizes_has_few_clocks() -> None:
+    """The times of the others stay, as those in a file do."""
+    found = LookupFindings(0, 100)
+    fed(found.clock("cpu", 1, 100, True, False), {0: 0.02}, 20)
+    for rows in range(2, 500):
+        found.clock("cpu", rows, 100, True, False)
+    assert len(found._clocks) <= 64
+    assert found.clock("cpu", 1, 100, True, False).costs.seconds[0] == pytest.approx(0.02, rel=0.05)
+
+
 # Rates of sources ----------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,9 @@ from hf_selfspec import (
 )
 from hf_selfspec.files import check_folder, read_json
 from hf_selfspec.parts.part import Part
+from hf_selfspec.spec_text import read_spec
 from hf_selfspec.train.backbone import Backbone
+from hf_selfspec.train.texts import texts
 from hf_selfspec.tuning import PROGRESS_NAME, tune
 
 FILE = "selfspec.json"
@@ -176,6 +178,28 @@ def test_everything_that_is_written_can_be_read(tmp_path: Path) -> None:
     ):
         spec.save_pretrained(tmp_path)
         assert SelfSpec.from_pretrained(tmp_path) == spec
+
+
+def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` is the user's home in all that is written and read, and no folder of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    spec = SelfSpec(EarlyExit(3), FixedLength(3))
+    spec.save_pretrained("~/spec")
+    assert SelfSpec.from_pretrained("~/spec") == read_spec("~/spec") == spec
+    Adapter(2, 64, 4).save_pretrained("~/adapter")
+    assert Adapter.from_pretrained("~/adapter").exit_layer == 2
+    draft = EarlyExitAdapter("~/adapter")
+    assert draft.adapter == str(tmp_path / "home" / "adapter")
+    Backbone(tiny_llama(), (2,), "~/states")
+    (tmp_path / "home" / "text.txt").write_text("text")
+    assert texts("~/text.txt") == ["text"]
+    check_folder("--out", "~/spec", ["a.json"])
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"spec", "adapter", "states", "text.txt"}
+    assert not list((tmp_path / "here").iterdir())
+    with pytest.raises(SettingError, match=r"~nobody-of-this-name/spec: .*home directory. Give the whole path"):
+        spec.save_pretrained("~nobody-of-this-name/spec")
 
 
 # What cannot be written -----------------------------------------------------------------------------------------------

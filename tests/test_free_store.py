@@ -349,7 +349,7 @@ def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> No
     for knowledge, start in ((mine, 0), (theirs, 500)):
         for text in range(6):
             tokens = list(range(start + 10 * text, start + 10 * text + 10))
-            knowledge.add_text(tokens)
+            knowledge.add_texts([tokens])
             knowledge.successors.see((tokens[0], tokens[1]), [tokens[2]], [0.9], text)
     mine.merge(theirs.state())
     kept = [list(text) for text in texts_of(mine.store.tokens)]
@@ -362,16 +362,6 @@ def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> No
     trimmed["store"] = np.array([SEPARATOR, *range(5, 10), SEPARATOR, *range(10, 20)], np.int32)
     mine.merge(trimmed)
     assert mine.store.tokens == before
-
-
-def test_a_file_that_another_process_has_damaged_is_left_alone(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
-    call(llama, spec)
-    (file,) = tmp_path.rglob("*-lookup.json")
-    file.write_text("{")
-    with pytest.warns(UserWarning, match="not kept on disk.*was cut short or changed"):
-        call(llama, spec)
-    assert file.read_text() == "{"
 
 
 def _changed(content: Any, *path: Any, value: Any) -> None:
@@ -418,25 +408,35 @@ def _successors(state: Any, token: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(llama: LlamaForCausalLM, tmp_path: Path, damage: str) -> None:
-    """One clear error before anything is generated, which names the file."""
-    spec = SelfSpec(Lookup(), cache_dir=tmp_path / "cache")
-    llama.generate(**PROMPT, max_new_tokens=8, do_sample=False, assistant=spec)
-    spec.save_pretrained(tmp_path / "saved")
-    (cached,) = tmp_path.rglob("*-lookup.json")
-    forwards: list[Any] = []
-    hook = llama.register_forward_pre_hook(lambda *args: forwards.append(args))
-    for path, make in (
-        (cached, lambda: SelfSpec(Lookup(), cache_dir=tmp_path / "cache")),
-        (tmp_path / "saved" / "selfspec.json", lambda: SelfSpec.from_pretrained(tmp_path / "saved")),
-    ):
+    """A saved file is one clear error before anything is generated; a cache begins anew."""
+
+    def generate(spec: SelfSpec) -> torch.Tensor:
+        found: torch.Tensor = llama.generate(**PROMPT, max_new_tokens=8, do_sample=False, assistant=spec)
+        return found
+
+    def damaged(path: Path) -> str:
         content = json.loads(path.read_text())
         DAMAGES[damage](content["findings"][0]["state"])
         path.write_text(json.dumps(content))
-        with pytest.raises(SettingError) as raised:
-            llama.generate(**PROMPT, max_new_tokens=8, do_sample=False, assistant=make())
-        assert f"{path} is not a saved SelfSpec, or was cut short or changed" in str(raised.value)
+        return f"{path} is not a saved SelfSpec, or was cut short or changed"
+
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path / "cache")
+    ids = generate(spec)
+    spec.save_pretrained(tmp_path / "saved")
+    (cached,) = tmp_path.rglob("*-lookup.json")
+    why = damaged(tmp_path / "saved" / "selfspec.json")
+    forwards: list[Any] = []
+    hook = llama.register_forward_pre_hook(lambda *args: forwards.append(args))
+    with pytest.raises(SettingError) as raised:
+        generate(SelfSpec.from_pretrained(tmp_path / "saved"))
+    assert why in str(raised.value)
     hook.remove()
     assert not forwards
+    why = damaged(cached)
+    with pytest.warns(UserWarning, match="findings begin anew") as told:
+        assert torch.equal(generate(SelfSpec(Lookup(), cache_dir=tmp_path / "cache")), ids)
+    assert why in str(told[0].message)
+    assert generate(SelfSpec(Lookup(), cache_dir=tmp_path / "cache")) is not None
 
 
 # Threads -------------------------------------------------------------------------------------------------------------

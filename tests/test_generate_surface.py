@@ -298,6 +298,30 @@ def test_stop_strings_in_a_config(
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM, batch: str) -> None:
+    """64 bits, also after a prompt of 32."""
+    inputs = PROMPTS[batch] | {"input_ids": PROMPTS[batch]["input_ids"].int()}
+    for returned in (False, True):
+        streamed: list[Any] = []
+        outputs: list[torch.Tensor] = []
+        for assistant in (False, EXIT):
+            streamer = Recorder() if batch == "one row" else None
+            output = llama.generate(
+                **inputs,
+                max_new_tokens=6,
+                return_dict_in_generate=returned,
+                streamer=streamer,
+                assistant=assistant,
+            )
+            outputs.append(output.sequences if returned else output)
+            streamed.append(streamer and [(name, str(getattr(value, "dtype", ""))) for name, value in streamer.calls])
+        plain, ours = outputs
+        assert plain.dtype == ours.dtype == torch.int64
+        assert torch.equal(plain, ours)
+        assert streamed[0] == streamed[1]
+
+
 # Streamers -----------------------------------------------------------------------------------------------------------
 
 

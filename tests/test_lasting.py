@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,16 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_selfspec import (
+    Cascade,
     FixedLength,
+    GenerationStats,
+    Lookup,
     OnTheFlySearch,
     SelfSpec,
     SettingError,
     SettingTypeError,
     SkipLayers,
+    notices,
 )
 from hf_selfspec.control.shared import _write_rest
 
@@ -271,17 +277,87 @@ def test_bad_cache_folders() -> None:
         SelfSpec(cache_dir=3)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format": 1, "settings": {}, "fingerprint": null, "findings": [3]}'])
-def test_a_corrupt_cache_file(content: str, llama: PreTrainedModel, tmp_path: Path) -> None:
-    generate(llama, prompt(), 40, assistant=fresh(SEARCHES["clasp, over"], cache_dir=tmp_path))
+def replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Puts something else in the place of a file."""
+
+    def replace(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return replace
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda file: file.write_text(""),
+    "no object of ours": lambda file: file.write_text("{}"),
+    "other findings": lambda file: file.write_text(
+        file.read_text().replace('"state": {', '"state": {"phase": 3}, "": {')
+    ),
+    "newer": lambda file: file.write_text(file.read_text().replace('"format": 1', '"format": 2')),
+    "folder": replaced(Path.mkdir),
+}
+if hasattr(os, "mkfifo"):
+    DAMAGES["pipe"] = replaced(os.mkfifo)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_a_cache_file_that_cannot_be_used(damage: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Findings begin anew, those of searches and those of texts; the file is kept, and there is one warning for it."""
+    draft = Cascade((Lookup(), SEARCHES["clasp, over"].draft))
+
+    def used() -> SelfSpec:
+        spec = SelfSpec(draft, cache_dir=tmp_path)
+        assert torch.equal(generate(llama, prompt(), 40, assistant=spec), generate(llama, prompt(), 40))
+        _write_rest()
+        return spec
+
+    used()
+    files = sorted(tmp_path.rglob("*.json"))
+    assert len(files) == 2
+    for file in files:
+        DAMAGES[damage](file)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        used()
+    kept = [file.with_name(f"{file.name}.aside") for file in files]
+    assert sorted(str(one.message).partition(", cannot be used")[0] for one in told) == sorted(
+        f"findings begin anew, since their file, which is kept as {file}" for file in kept
+    )
+    assert all(file.exists() for file in kept)
+    spec = used()
+    assert len(spec._knowledge.latest(llama, lambda found: hasattr(found, "trials")).trials) == 3
+    spec.forget()
+    assert [file.exists() for file in kept] == ["lookup" not in file.name or file.is_dir() for file in kept]
+
+
+def test_a_file_is_damaged_while_it_is_used(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """What this process knows is written to a new file."""
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    generate(llama, prompt(), 8, assistant=spec)
     (file,) = tmp_path.rglob("*.json")
-    file.write_text(content)
-    spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path)
-    with pytest.raises(SettingError, match="Save it again, or delete it") as error:
-        generate(llama, prompt(), 5, assistant=spec)
-    assert str(file) in str(error.value)
-    file.unlink()
-    assert_lossless(llama, spec)
+    file.write_text("{")
+    generate(llama, prompt(), 8, assistant=spec)
+    with pytest.warns(UserWarning, match="findings begin anew.*cut short or changed"):
+        _write_rest()
+    assert json.loads(file.read_text())["findings"]
+
+
+@pytest.mark.parametrize("name", ["clasp", "swift"])
+def test_a_call_writes_a_file_once(
+    name: str, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    replace, sync = os.replace, os.fsync
+    monkeypatch.setattr(os, "replace", lambda *paths: [written.append("replaced"), replace(*paths)])
+    monkeypatch.setattr(os, "fsync", lambda file: [written.append("synced"), sync(file)])
+    spec = fresh(SEARCHES[name], cache_dir=tmp_path)
+    for count in (1, 2):
+        generate(llama, prompt(), 40, assistant=spec)
+        # What a power failure must not leave empty is on the disk before it takes the old one's place.
+        assert written == ["synced", "replaced"] * count
+    (kept,) = json.loads(next(tmp_path.rglob("*.json")).read_text())["findings"]
+    assert len(kept["state"]["tries"]) == len(spec._knowledge.latest(llama).trials) > 3
 
 
 def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -309,6 +385,65 @@ def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+# Long-lived processes ------------------------------------------------------------------------------------------------
+
+
+SERVICE = """
+import os, sys, warnings
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+from conftest import ragged_batch, tiny_llama
+from pathlib import Path
+from hf_selfspec import SelfSpec, attach
+model, spec = tiny_llama(2), SelfSpec(cache_dir=sys.argv[2])
+attach(model, spec)
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+with torch.no_grad():
+    for call in range(3000):
+        if call == 300:
+            begun = resident()
+        lengths = [4 + (call + row) % 9 for row in range(1 + call % 7 // 6)]
+        options = {"num_beams": 2 + call % 5} if call % 9 == 8 else {"do_sample": call % 5 == 4}
+        model.generate(**ragged_batch(tuple(lengths), seed=call), max_new_tokens=2 + call % 3, **options)
+print(begun, resident())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the file system of processes")
+def test_the_memory_of_a_service_stays(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SERVICE, str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    begun, now = map(int, done.stdout.split())
+    assert now - begun < 20, "MiB"
+
+
+def test_many_long_calls_are_kept_as_few_points() -> None:
+    """Each has a point of its timeline every 30 ms or so, of which a plot shows few."""
+    spec = SelfSpec()
+    timeline = [(3 * place, 0.03 * place) for place in range(1, 1001)]
+    for _ in range(3000):
+        spec._knowledge.add_call(GenerationStats(tokens=3000, total_seconds=30.0, timeline=timeline))
+    assert spec.stats is not None
+    assert spec.stats.timeline == timeline
+    kept = [len(call.timeline) for call in spec._knowledge.calls]
+    assert len(kept) >= 300
+    assert min(kept) >= 32
+    assert sum(kept) <= 40_000
+
+
+def test_warnings_that_differ_are_remembered_up_to_a_number(no_warnings_yet: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(5000):
+            notices.warn_once(f"warning {number}")
+    assert len(notices._warned) <= 1024
+    notices.warn_once("warning 4999")  # would be an error
 
 
 # Models in training --------------------------------------------------------------------------------------------------

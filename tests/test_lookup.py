@@ -21,7 +21,7 @@ from hf_selfspec.lookup import (
     suffix,
 )
 from hf_selfspec.lookup.rates import own_key, view_of
-from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR
+from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of
 
 FREE = VerifyCosts.of(lambda drafted: 1.0, 31)
 STEEP = VerifyCosts.of(lambda drafted: 1.0 + drafted, 31)
@@ -47,7 +47,7 @@ def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupKnowledge, 
         row.extend(text[:100])
         play(row, text[100:])
         if number < texts:
-            row.end()
+            knowledge.add_texts([row.own.tokens])
     return knowledge, row
 
 
@@ -158,8 +158,7 @@ def test_nothing_matches_or_goes_on_across_texts() -> None:
     assert match is not None
     assert match.length == 2
     knowledge = LookupKnowledge()
-    knowledge.add_text([1, 2, 3, 4, 5])
-    knowledge.add_text([6, 7])
+    knowledge.add_texts([[1, 2, 3, 4, 5], [6, 7]])
     row = LookupRow(knowledge)
     row.extend([1, 2, 3, 4, 5])
     assert row.propose(FREE, 1.0, 8).tokens == ()
@@ -176,7 +175,37 @@ def test_a_store_is_bounded_and_keeps_the_latest() -> None:
     assert index.match([1, 2, 3]) is None
     index.extend(range(5_000))
     assert len(index) <= 100
-    assert LookupKnowledge(most_stored=0).store.tokens == []
+    nothing = LookupKnowledge(most_stored=0)
+    nothing.add_texts([text])
+    assert nothing.store.tokens == []
+
+
+def test_of_many_texts_only_those_that_stay_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed: list[int] = []
+    extend = SuffixIndex.extend
+
+    def counting(self: SuffixIndex, tokens: Sequence[int]) -> None:
+        indexed.append(len(tokens))
+        extend(self, tokens)
+
+    knowledge = LookupKnowledge(most_stored=1_000)
+    knowledge.add_texts([range(400)])
+    monkeypatch.setattr(SuffixIndex, "extend", counting)
+    knowledge.add_texts([range(10_000 * row, 10_000 * row + 400) for row in range(1, 33)])
+    assert sum(indexed) <= 1_000
+    assert [text[-1] for text in texts_of(knowledge.store.tokens)] == [300_399, 310_399, 320_399]
+
+
+def test_texts_are_stored_without_what_is_known_of_them() -> None:
+    knowledge, prompt, turn = LookupKnowledge(), list(range(1_000, 1_100)), list(range(2_000, 2_050))
+    answers = [list(range(start, start + 40)) for start in (10, 50, 90)]
+    knowledge.add_texts([prompt + answer for answer in answers])
+    # The first 96 tokens of the prompt are the same; the last 32 of these come before what is new.
+    *others, whole = texts_of(knowledge.store.tokens)
+    assert whole == prompt + answers[2]
+    assert others == [prompt[64:] + answer for answer in answers[:2]]
+    knowledge.add_texts([prompt + answers[2] + turn])
+    assert texts_of(knowledge.store.tokens)[-1] == (prompt + answers[2] + turn)[96:]
 
 
 def test_a_continuation_repeats_where_the_text_ends() -> None:
@@ -428,7 +457,7 @@ def test_earlier_texts_are_drafted() -> None:
     first = LookupRow(knowledge)
     first.extend(text[:50])
     assert play(first, text[50:], FREE) == 150  # no token comes twice
-    first.end()
+    knowledge.add_texts([first.own.tokens])
     again = LookupRow(knowledge)
     again.extend(text[:50])
     assert play(again, text[50:], FREE) < 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ from conftest import tiny_llama
 from transformers import AutoTokenizer
 
 from hf_selfspec.bench import resident
+from hf_selfspec.bench.comparison import memory
 from hf_selfspec.bench.comparison.compare import Asked
 from hf_selfspec.bench.comparison.memory import peaks
 from hf_selfspec.bench.comparison.prompts import Batch, Prompt
 from hf_selfspec.bench.comparison.settings import Settings
 from hf_selfspec.bench.comparison.ways import KNOWN, PLAIN
+from hf_selfspec.draft.source import Session
 
 MIB = 2**20
 
@@ -37,6 +40,26 @@ def test_a_failed_measurement_is_told(tmp_path: Path) -> None:
     batch = Batch.of([Prompt("a", [1, 2])], 0, torch.device("cpu"))
     with pytest.warns(UserWarning, match=r"peak memory of plain was not measured \(.*such folder"):
         assert peaks(str(tmp_path / "nothing"), "auto")(KNOWN[PLAIN], batch, {"max_new_tokens": 2}) is None
+
+
+def test_memory_is_that_of_the_parts_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of its own leaves out what this one does."""
+    takes_trees: list[Any] = []
+
+    def run(command: list[str], input: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(input))
+        monkeypatch.setattr("sys.stdout", io.StringIO())
+        memory._main()
+        return subprocess.CompletedProcess(command, 0, stdout=f"{5 * MIB}\n", stderr="")
+
+    monkeypatch.setattr(memory.subprocess, "run", run)
+    monkeypatch.setattr(memory.Caller, "call", lambda *args: takes_trees.append(Session.takes_trees))
+    batch = Batch.of([Prompt("a", [1, 2])], 0, torch.device("cpu"))
+    for without in ((), ("trees",)):
+        assert peaks(str(DEMO), "auto", without)(KNOWN[PLAIN], batch, {"max_new_tokens": 2}) == 5 * MIB
+    whole, left = takes_trees
+    assert whole is not False
+    assert left is False
 
 
 def test_a_failed_measurement_is_made_again(tmp_path: Path) -> None:

@@ -191,5 +191,4 @@ def test_parts_run_in_the_mixed_precision_of_the_whole(kind: str, inputs: dict[s
     expected = model.generate(**inputs, **OPTIONS)
     ids = model.generate(**inputs, **OPTIONS, assistant=spec)
     for difference in first_differences(model, expected, ids, inputs["attention_mask"]):
-        assert difference.are_top_two
         assert difference.margin < 8 * torch.finfo(torch.bfloat16).eps

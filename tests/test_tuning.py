@@ -103,11 +103,14 @@ def assert_lossless(model: PreTrainedModel, spec: SelfSpec) -> None:
 # What is found -------------------------------------------------------------------------------------------------------
 
 
-def test_tuning_with_real_timings(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_tuning_with_real_timings(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "tune: no set of blocks", UserWarning)
         spec = tune(
-            llama, tokenizer, TEXTS[:1], search=OfflineSearch(3, 1), max_new_tokens=4, tree=CostTree(), folder=tmp_path
+            llama, tokenizer, TEXTS[:1], search=OfflineSearch(3, 1), max_new_tokens=4, tree=CostTree(), folder="~"
         )
     assert isinstance(spec.draft, SkipLayers)
     assert spec.draft.search is None

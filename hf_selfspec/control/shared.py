@@ -20,6 +20,8 @@ from .clock import RoundClock
 
 # Contexts that share a clock: up to 1,024, 4,096, 16,384, ... slots.
 _FIRST_RANGE, _RANGE = 10, 2
+# How many clocks run; of others, as of those in a file, only the usual times are kept.
+_RUNNING = 64
 # Seconds between two writes to disk; the last write is at the end of the process.
 _WRITTEN = 10.0
 
@@ -62,15 +64,18 @@ class LookupFindings:
         """The clock for a device and dtype, a batch size and a context of ``context`` slots."""
         reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
         name = f"{device} {rows} {reach}"
-        if name not in self._clocks:
-            with self.lock:
+        with self.lock:
+            if name not in self._clocks:
                 clock = RoundClock(on_cpu, rows, is_frozen)
                 if name in self._restored:
                     clock.restore(self._restored[name])
                 elif (nearest := self._nearest(device, rows, reach)) is not None:
                     clock.begin_like(nearest)
+                if len(self._clocks) >= _RUNNING:
+                    oldest = next(iter(self._clocks))
+                    self._restored[oldest] = self._clocks.pop(oldest).state()
                 self._clocks[name] = clock
-        return self._clocks[name]
+            return self._clocks[name]
 
     def _nearest(self, device: str, rows: int, reach: int) -> RoundClock | None:
         """The clock of the same device with the most similar number of rows, then context."""
@@ -84,8 +89,7 @@ class LookupFindings:
     def end(self, rows: Iterable[LookupRow]) -> None:
         """Puts finished texts into the store."""
         with self.lock:
-            for row in rows:
-                row.end()
+            self.known.add_texts([row.own.tokens for row in rows])
         if monotonic() - self._written >= _WRITTEN:
             self.write()
         else:

@@ -13,7 +13,7 @@ from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
 from ..model.target import Target
-from ..notices import warn_once
+from ..notices import warn_once, warn_once_ignoring_numbers
 from ..search.budget import Budget
 from ..search.clasp import closest_layers
 from ..search.costs import MANY
@@ -94,7 +94,7 @@ def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
             "Give a shorter window; 32 is usual."
         )
     if isinstance(search, OnTheFlySearch) and max_new is not None and max_new <= window:
-        warn_once(
+        warn_once_ignoring_numbers(
             f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
             "more, or give a shorter window."
         )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..draft.blocks import DraftBlocks
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
+from ..model.checkpointing import evaluating
 from ..model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 
 # Tokens of the text on which the two are compared.
@@ -68,15 +65,3 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks
     assert part.head is not None
     found: torch.Tensor = part.head(part(current.exit_state))
     return found
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts the model into evaluation mode, and restores its mode afterwards."""
-    was_training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in was_training:
-            module.training = True

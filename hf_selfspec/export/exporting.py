@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import saving
 from ..draft.blocks import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
-from ..files import check_folder, folder_written_whole, reported
+from ..files import check_folder, folder_written_whole, path_of, reported
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
@@ -65,7 +65,7 @@ def export_draft(
     inner = causal_lm(model, name)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise SettingTypeError(f"{name}(tokenizer) must be a tokenizer of transformers or None, got {tokenizer!r}.")
-    at = Path(folder).expanduser()
+    at = path_of(folder)
     _check_place(name, folder, at)
     _check_model(name, inner)
     anatomy = Anatomy.of(inner)

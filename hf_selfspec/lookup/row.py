@@ -42,10 +42,37 @@ class LookupKnowledge:
         self._texts += 1
         return self._texts
 
-    def add_text(self, tokens: Sequence[int]) -> None:
-        """Adds a text to the store."""
-        if self.store.most:
-            self.store.extend([SEPARATOR, *tokens[-(self.store.most // 2) :]])
+    def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
+        """Adds texts to the store, without their beginnings where it or a later text has these already (in chats).
+
+        Of more than it keeps, only the last ones are looked at.
+        """
+        most, known, kept = self.store.most or 0, set[tuple[int, ...]](), list[list[int]]()
+        for text in reversed(texts):
+            if sum(map(len, kept)) >= most:
+                break
+            if new := self._unknown_end(text, known):
+                kept.append([SEPARATOR, *new[-(most // 2) :]])
+        added = list(chain(*reversed(kept)))
+        if len(added) >= most:
+            added, self.store = added[len(added) - most :], SuffixIndex(most)
+        self.store.extend(added)
+
+    def _unknown_end(self, text: Sequence[int], known: set[tuple[int, ...]]) -> Sequence[int]:
+        """The end of a text that is neither in the store nor among ``known`` pieces, to which its own are added."""
+        new = None
+        for start in range(0, len(text), LONGEST_MATCH):
+            piece = tuple(text[start : start + LONGEST_MATCH])
+            if new is None and not (piece in known or self._is_stored(piece)):
+                # The rest is stored with the tokens before it, by which it is found.
+                new = max(0, start - LONGEST_MATCH)
+            if len(piece) == LONGEST_MATCH:
+                known.add(piece)
+        return () if new is None else text[new:]
+
+    def _is_stored(self, piece: Sequence[int]) -> bool:
+        found = self.store.match(piece)
+        return found is not None and found.length == LONGEST_MATCH
 
     def forget(self) -> None:
         """Forgets everything."""
@@ -187,16 +214,3 @@ class LookupRow:
                 self.knowledge.successors.see((before, token), *top, self._text)
             before = token
         self.own.extend(tokens)
-
-    def end(self) -> None:
-        """Adds the row's text to the store, without its beginning if the store has that already (in chats)."""
-        tokens, store = self.own.tokens, self.knowledge.store
-        known = 0
-        while known + LONGEST_MATCH <= len(tokens):
-            found = store.match(tokens[known : known + LONGEST_MATCH])
-            if found is None or found.length < LONGEST_MATCH:
-                break
-            known += LONGEST_MATCH
-        if known < len(tokens):
-            # The rest is stored with the tokens before it, by which it is found.
-            self.knowledge.add_text(tokens[max(0, known - LONGEST_MATCH) :])

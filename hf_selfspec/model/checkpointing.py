@@ -1,4 +1,4 @@
-"""Suspends gradient checkpointing during generation: layers that checkpoint drop the KV cache."""
+"""Training mode, and gradient checkpointing, which generation suspends: layers that checkpoint drop the KV cache."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
 
     with _suspended.of(model, suspend):
         yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts the model into evaluation mode, and restores the mode of each of its modules afterwards."""
+    was_training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in was_training:
+            module.training = True

@@ -38,6 +38,8 @@ _FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
 # the last draft of a text, which is cut by its end.
 _USES = 8
+# How many forwards are counted that are no graphs yet, the last ones that were seen.
+_COUNTED = 512
 # After this many choices against graphs, and none for them, no more graphs are made.
 _LOST = 2
 # Module attributes with values of these types are constants of a graph.
@@ -112,8 +114,10 @@ class Graphs:
         with self._lock:
             if key in self._graphs or self.refused:
                 return self._graphs.get(key)
-            self._uses[key] = self._uses.get(key, 0) + 1
-            if self._uses[key] < _USES or self._are_slower():
+            uses = self._uses[key] = self._uses.pop(key, 0) + 1
+            if len(self._uses) > _COUNTED:
+                del self._uses[next(iter(self._uses))]
+            if uses < _USES or self._are_slower():
                 return None
             return self._made(key, function, inputs, what)
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError
-from ..files import folder_written_whole, read_json, reported
+from ..files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import SHOWN, Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
@@ -170,7 +170,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
         Raises:
             SettingError: the folder cannot be written.
         """
-        folder = Path(save_directory)
+        folder = path_of(save_directory)
         push, repository = options.pop("push_to_hub", False), options.pop("repo_id", None) or folder.name
         card = options.pop("model_card_kwargs", None)
         config = options.pop("config", None)
@@ -215,10 +215,10 @@ def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
     Raises:
         SettingError: there is no such file.
     """
-    if os.path.isdir(name):
-        if not (Path(name) / file).is_file():
+    if os.path.isdir(folder := path_of(name)):
+        if not (folder / file).is_file():
             raise SettingError(f"{name} has no {file}: give a folder that holds a saved {kind}.")
-        return Path(name) / file
+        return folder / file
     try:
         return Path(hf_hub_download(name, file, **options))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
@@ -284,4 +284,5 @@ def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
 
 def _saved_at(path: str | os.PathLike[str]) -> str:
     """The absolute path of a folder, which is valid in any working directory; a name on the Hub as it is."""
-    return str(Path(path).resolve()) if os.path.isdir(path) else os.fspath(path)
+    folder = path_of(path)
+    return str(folder.resolve()) if os.path.isdir(folder) else os.fspath(path)

@@ -25,7 +25,7 @@ from .trials import Records, Trial
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
 _PHASES = ("optimization", "acceleration")
 # How many trials of a set are kept once the search is over, and how many are kept for plots.
-_KEPT, _LOGGED = 16, 4096
+_KEPT, _LOGGED = 16, 1024
 
 
 class SkipSearch:
@@ -52,7 +52,7 @@ class SkipSearch:
         timings: timings of forwards.
         pace: times of rounds and trials.
         found: for each change of the best set its step and the new set.
-        changed: called after each trial, or ``None``.
+        changed: called after each trial, or ``None``; what it writes is written at the end of the call.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
-from ..files import reported, written_whole
+from ..files import path_of, reported, written_whole
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
@@ -91,7 +91,7 @@ class Backbone:
         # Each of several processes writes its share of the rows.
         self._room = math.inf if cache_bytes is None else cache_bytes // PartialState().num_processes
         if cache_dir is not None:
-            self._folder = Path(cache_dir) / _name(model, Fingerprint.of_decoder(model))
+            self._folder = path_of(cache_dir) / _name(model, Fingerprint.of_decoder(model))
             with reported(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 held = sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from ..errors import SettingError, brief
-from ..files import read_text
+from ..files import path_of, read_text
 from ..hub import NO_ANSWER, is_name, trouble
 
 _LINES, _WHOLE = (".jsonl", ".json"), ".txt"
@@ -80,7 +80,7 @@ def content(data: str) -> str:
         SettingError: there is no such file, or it is not text in UTF-8.
     """
     try:
-        return read_text(Path(data))
+        return read_text(path_of(data))
     except FileNotFoundError as error:
         raise SettingError(f"--data {data}: there is no such file.") from error
     except ValueError as error:

@@ -234,15 +234,17 @@ def test_models_that_cannot_look_beside_their_text() -> None:
     assert spec._knowledge.latest(model) is None
 
 
+@pytest.mark.usefixtures("no_warnings_yet")
 def test_windows_longer_than_texts() -> None:
-    """No text of the model can have them, or this one does not."""
+    """No text of the model can have them, or this one does not, for which there is one warning whatever its length."""
     model = build("gpt2")
     with pytest.raises(SettingError, match=r"ClosestLayers\(context_window=128\) is longer .* has 128 positions"):
         generated(model, prompt(), 20, assistant=fixed_drafts(ClosestLayers(context_window=128)))
     spec = fixed_drafts(OnTheFlySearch(context_window=30, budget=1.0), 0.4)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        generated(model, prompt(), 30, assistant=spec)
+        for tokens in (30, 29, 28):
+            generated(model, prompt(), tokens, assistant=spec)
     assert [str(warning.message)[:50] for warning in told] == ["OnTheFlySearch(context_window=30) is longer than t"]
     assert search_of(spec, model).history == []
     generated(model, prompt(), 40, assistant=spec)

@@ -18,9 +18,10 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import SettingError, SettingTypeError, brief
-from ...files import check_folder, reported, written_whole
+from ...files import check_folder, path_of, reported, written_whole
 from ...model.anatomy import causal_lm, max_positions
 from ...model.attention import without_cudnn_attention
+from ...model.checkpointing import evaluating
 from ...notices import warn_once
 from ...pictures import save
 from ...selfspec import SelfSpec
@@ -102,7 +103,7 @@ class Comparison:
             SettingError: the folder cannot be written.
         """
         check_folder("the folder of results", folder)
-        place, figures = Path(folder), _figures(dict(self.results))
+        place, figures = path_of(folder), _figures(dict(self.results))
         files = {
             RESULTS: json.dumps(self.results, indent=1, allow_nan=False) + "\n",
             REPORT: markdown(dict(self.results)),
@@ -172,7 +173,7 @@ def compare(
         clock,
     )
     prompts, left_out = _encoded(inner, tokenizer, _checked(texts), settings)
-    asked = Asked(inner, tokenizer, prompts, settings, methods, left_out, out=None if out is None else Path(out))
+    asked = Asked(inner, tokenizer, prompts, settings, methods, left_out, out=None if out is None else path_of(out))
     return asked.measured(progress)
 
 
@@ -211,13 +212,8 @@ class Asked:
         """Measures what is missing and writes the report."""
         if not self.prompts:
             raise SettingError("no prompt fits the model. Give shorter ones, or fewer max_new_tokens.")
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with self.around, without_cudnn_attention():
-                found = Comparison(self._results(progress))
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model), self.around, without_cudnn_attention():
+            found = Comparison(self._results(progress))
         if self.out is not None:
             found.save(self.out)
         return found

@@ -29,7 +29,7 @@ class Parted:
     Attributes:
         condition, prompt, way: indices of the condition and the prompt, and the name of the way.
         row, position: the row, and the index of the new token.
-        margin: difference of the model's top two logits there.
+        margin: how far the logit of either token is at most below the model's highest there.
         is_near_tie: whether rounding explains it.
     """
 

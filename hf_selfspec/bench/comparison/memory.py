@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...notices import warn_once
 from ..resident import peak_resident_bytes
+from .ablations import changed
 from .calls import Caller
 from .prompts import Batch
 from .ways import Way, methods_of, ways_of
@@ -20,8 +21,13 @@ from .ways import Way, methods_of, ways_of
 Peaks = Callable[[Way, Batch, Mapping[str, Any]], int | None]
 
 
-def peaks(model: str, dtype: str) -> Peaks:
-    """Returns what measures the peak memory of a process with the named model and one way, weights included."""
+def peaks(model: str, dtype: str, without: Sequence[str] = (), free_verification: bool = False) -> Peaks:
+    """Returns what measures the peak memory of a process with the named model and one way, weights included.
+
+    Args:
+        model, dtype: see :class:`NamedModel`.
+        without, free_verification: see :func:`changed`.
+    """
 
     def peak(way: Way, batch: Batch, options: Mapping[str, Any]) -> int | None:
         job = {
@@ -32,6 +38,7 @@ def peaks(model: str, dtype: str) -> Peaks:
             "mask": batch.mask.tolist(),
             "options": options,
             "threads": torch.get_num_threads(),
+            "changed": [list(without), free_verification],
         }
         command = [sys.executable, "-m", "hf_selfspec.bench.comparison.memory"]
         done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
@@ -55,7 +62,8 @@ def _main() -> None:
     batch = Batch("", torch.tensor(job["ids"]), torch.tensor(job["mask"]))
     options = job["options"]
     caller = Caller(model, 0, batch.ids.shape[1] + options["max_new_tokens"])
-    caller.call(way, batch, (0, 0, 0), options, None if way.make is None else way.make())
+    with changed(*job["changed"]):
+        caller.call(way, batch, (0, 0, 0), options, None if way.make is None else way.make())
     sys.stdout.write(f"{peak_resident_bytes()}\n")
 
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import SettingError
-from ...files import check_folder
+from ...files import check_folder, path_of
 from ...loading import ModelRequest
 from ...prompts import has_chats
 from ...settings import check_count
@@ -112,7 +111,8 @@ class BenchRequest:
         if self.variants and not has_chats(tokenizer):
             raise SettingError("--variants are chats, but the model has no chat template. Leave it out.")
         prompts, left_out = self._stream(config, tokenizer)
-        model = asked.load(named)
+        model, changes = asked.load(named), (self.without, self.free_verification)
+        measures_memory = self.memory and model.device.type == "cpu"
         return Asked(
             model,
             tokenizer,
@@ -120,11 +120,11 @@ class BenchRequest:
             self.settings,
             methods,
             left_out,
-            Path(self.out),
+            path_of(self.out),
             self.trace,
             about=self._about(),
-            around=changed(self.without, self.free_verification),
-            peaks=peaks(self.model, self.dtype) if self.memory and model.device.type == "cpu" else None,
+            around=changed(*changes),
+            peaks=peaks(self.model, self.dtype, *changes) if measures_memory else None,
         ).measured(progress)
 
     def _stream(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], Mapping[str, int]]:

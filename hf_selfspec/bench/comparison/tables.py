@@ -140,7 +140,7 @@ def _ids_of(way: Json) -> str:
     said = f"The ids of {way['name']} are plain generate's in {equal['equal']} of {equal['texts']} texts"
     if not equal["parted"]:
         return f"{said}."
-    return f"{said}; where they differ, the model's top two logits are within rounding of each other."
+    return f"{said}; where they differ, both tokens' logits are within rounding of the model's highest."
 
 
 def _few(condition: Json) -> str:
@@ -263,8 +263,8 @@ def _parted(condition: Json) -> Table:
         for one in (way["equal_ids"] or {}).get("parted", ()):
             place = [str(one[name]) for name in ("prompt", "row", "position")]
             rows.append([way["name"], *place, f"{one['margin']:.2g}", "yes" if one["near_tie"] else "no"])
-    note = "Where ids differ from plain generate's, with the gap between the model's top two logits there."
-    head = ["way", "prompt", "row", "new token", "top-two gap", "within rounding"]
+    note = "Where ids differ from plain generate's, and how far the lower token's logit is below the model's highest."
+    head = ["way", "prompt", "row", "new token", "gap to the highest", "within rounding"]
     return Table("Texts that differ", note, head, rows)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
 from ...errors import SettingError
-from ...files import reported
+from ...files import path_of, reported
 from ...loading import NamedModel
 from ...pictures import new_figure, save
 from ...search.choice import ExitChoice
@@ -155,7 +154,7 @@ def plot(found: dict[str, tuple[float, list[Speed]]], exits: Sequence[int], path
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser, 20)
-    parser.add_argument("--output", type=Path, help="Markdown file for the tables")
+    parser.add_argument("--output", type=path_of, help="Markdown file for the tables")
     parser.add_argument("--twin", help="a second model to compare with; needs --plot")
     parser.add_argument("--plot", help="file for a plot of speed by exit layer, instead of the tables")
     parser.add_argument("--repeats", type=int, default=3)

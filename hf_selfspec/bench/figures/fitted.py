@@ -17,6 +17,7 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 from ...draft.early_exit import EarlyExit
 from ...draft.exit_heads import DynamicExit
+from ...files import path_of
 from ...loading import NamedModel
 from ...model.partial import LayerPlan
 from ...parts import Adapter, ExitHeads, LinearProbe
@@ -258,7 +259,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--rank", type=int, help="rank of the heads (heads)")
     parser.add_argument("--copied", action="store_true", help="heads start as copies of the model's own (heads)")
-    parser.add_argument("--out", type=Path, default=Path("fitted"), help="folder for the fitted parts")
+    parser.add_argument("--out", type=path_of, default=Path("fitted"), help="folder for the fitted parts")
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ...errors import SettingError
+from ...files import path_of
 from .shapes import SHAPES
 
 
@@ -81,5 +82,5 @@ def parsed(arguments: Sequence[str]) -> Options:
         SettingError: a value is not allowed.
     """
     given = vars(parser().parse_args(arguments))
-    given |= {"out": Path(given["out"]), "shapes": tuple(given["shapes"]), "rows": tuple(given["rows"])}
+    given |= {"out": path_of(given["out"]), "shapes": tuple(given["shapes"]), "rows": tuple(given["rows"])}
     return Options(**given)

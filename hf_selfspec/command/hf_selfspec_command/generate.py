@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,13 +66,13 @@ def generate(
 def _given(prompt: str | None, file: str | None) -> str | None:
     """The prompt, ``None`` for a chat."""
     from hf_selfspec import SettingError
-    from hf_selfspec.files import read_text
+    from hf_selfspec.files import path_of, read_text
 
     if prompt is not None and file is not None:
         raise SettingError("--prompt and --file are both given: give one of the two.")
     if file is not None:
         try:
-            return read_text(Path(file))
+            return read_text(path_of(file))
         except FileNotFoundError as error:
             raise SettingError(f"--file {file}: there is no such file.") from error
         except ValueError as error:
