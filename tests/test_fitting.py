@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, check_lossless, in_two_processes, ragged_batch, tiny_gpt2, tiny_llama
+from conftest import VOCABULARY, check_lossless, in_two_processes, interrupted_in, ragged_batch, tiny_gpt2, tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import (
     DynamicCache,
@@ -42,7 +42,7 @@ from hf_selfspec import (
     fit_adapter,
     fit_probe,
 )
-from hf_selfspec.train import backbone, checkpoints, fitting
+from hf_selfspec.train import backbone, checkpoints, fitting, speed
 from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.blocks import Blocks
 from hf_selfspec.train.costs import FitCosts
@@ -783,14 +783,56 @@ def test_a_fit_that_was_stopped_goes_on(at: int, tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "whole"]
 
 
-def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fit_in(folder: Path, exit_layer: int = EXIT, **changed: Any) -> Adapter:
+    """A short fit with arguments of the user's own, which keep checkpoints."""
+    kept: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    args = arguments(folder, **kept | changed)
     model = tiny_llama(factor=2.0)
-    args = arguments(tmp_path / "kept", max_steps=4, save_strategy="steps", save_steps=2)
-    given: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": args}
-    whole = fit_adapter(model, None, rows(40), **given)
+    return fit_adapter(model, None, rows(40), exit_layer=exit_layer, block_size=32, args=args)
+
+
+def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fit_in(tmp_path / "whole")
+    with interrupted_in(speed, "speeds_of"):
+        fit_in(tmp_path / "stopped")
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
-    again = fit_adapter(model, None, rows(40), **given)
+    again = fit_in(tmp_path / "stopped")
     for name, value in whole.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
     assert again.about["recipe"] == whole.about["recipe"]
     assert again.about["figures"].get("last loss") == whole.about["figures"].get("last loss")
+
+
+def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
+    """In the user's own folder, whose checkpoints stay; the next fit begins anew, also after it was stopped itself."""
+    expected = fit_in(tmp_path / "other", EXIT + 1)
+    fit_in(tmp_path / "kept")
+    with interrupted_in(fitting, "tell"):
+        fit_in(tmp_path / "kept", EXIT + 1)
+    assert {path.name for path in (tmp_path / "kept").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    found = fit_in(tmp_path / "kept", EXIT + 1)
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+    with pytest.raises(SettingError, match="the fit has diverged"):
+        fit_in(tmp_path / "kept", learning_rate=1e38)
+    fit_in(tmp_path / "kept")
+
+
+def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
+    """Where the user's arguments have it: the part's loss on the rows at the end, here before it has learned."""
+    adapter = fit_in(tmp_path, eval_strategy="steps", eval_steps=2, learning_rate=1e-9)
+    log = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    found = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    held_out = torch.tensor([row["input_ids"] for row in rows(40)[-2:]])
+    assert found == pytest.approx([loss_of(tiny_llama(factor=2.0), adapter, held_out)] * 2, rel=1e-4)
+    args = arguments(tmp_path, eval_strategy="epoch")
+    with pytest.raises(SettingError, match=r"fit_probe\(args\): eval_strategy='epoch' needs held-out rows.* 19 rows"):
+        fit_probe(tiny_llama(), None, rows(19), exit_layer=EXIT, block_size=32, args=args)
+
+
+def test_arguments_stay_as_they_were(tmp_path: Path) -> None:
+    """Also with several GPUs in one process, of which a fit takes one."""
+    args = arguments(tmp_path, max_steps=1)
+    args._n_gpu = 2
+    probe = fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args)
+    assert probe.about["recipe"]["steps"] == args.max_steps == 1
+    assert args.n_gpu == 2

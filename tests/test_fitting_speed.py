@@ -27,6 +27,7 @@ from hf_selfspec import (
     fit_probe,
 )
 from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.parts.part import Part
 from hf_selfspec.train import adapter as adapter_fit
 from hf_selfspec.train import speed
 from hf_selfspec.train.speed import HeldOutSpeed, greedily, speeds_of
@@ -115,9 +116,10 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(
     assert is_like(fit(), fastest)
 
 
-def test_all_kinds_of_parts_have_a_speed(tmp_path: Path) -> None:
-    """Found by generation with them, in the middle of a fit, too."""
-    model = tiny_llama(factor=0.05)
+def test_all_kinds_of_parts_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by generation with them, in the middle of a fit, too; they are written once, with all figures."""
+    model, written, save = tiny_llama(factor=0.05), list[Path](), Part.save_pretrained
+    monkeypatch.setattr(Part, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder))
     options: dict[str, Any] = {"block_size": 32, "patience": 1}
     for fit, chosen in (
         (fit_adapter, {"exit_layer": EXIT}),
@@ -125,9 +127,11 @@ def test_all_kinds_of_parts_have_a_speed(tmp_path: Path) -> None:
         (fit_exit_heads, {"layers": [EXIT], "copied": True, "epsilons": (0.1, 0.9)}),
         (fit_draft_lora, {"exit_layer": EXIT}),
     ):
-        args = arguments(tmp_path, max_steps=4, eval_steps=2)
-        part = fit(model, None, rows(), args=args, **options, **chosen)
+        args, out = arguments(tmp_path, max_steps=4, eval_steps=2), tmp_path / fit.__name__
+        part = fit(model, None, rows(), args=args, output_dir=out, **options, **chosen)
         assert part.about["figures"]["speed over plain generate"] > 0
+        assert written.count(out) == 1
+        assert type(part).load(out).about == part.about
     assert not any(module.training for module in model.modules())
 
 
@@ -195,15 +199,15 @@ def test_parts_are_compared_to_the_model_alone() -> None:
 def test_a_fit_that_was_stopped_in_its_last_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is not trained again."""
 
-    def fit() -> Adapter:
-        return fit_adapter(tiny_llama(), None, rows(40), exit_layer=EXIT, block_size=32, output_dir=tmp_path / "out")
+    def fit(name: str) -> Adapter:
+        return fit_adapter(tiny_llama(), None, rows(40), exit_layer=EXIT, block_size=32, output_dir=tmp_path / name)
 
+    whole = fit("whole")
     with interrupted_in(speed, "speeds_of"):
-        fit()
-    kept = Adapter.load(tmp_path / "out").state_dict()
+        fit("out")
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
-    assert is_like(fit(), kept)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert is_like(fit("out"), whole.state_dict())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -283,7 +287,8 @@ def test_fastest_weights_that_were_cut_short(damage: str, tmp_path: Path, monkey
     speeds(monkeypatch, 1.0, 2.0)
     given: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "patience": 9}
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, eval_steps=2, max_steps=4)
-    fit_adapter(tiny_llama(), None, rows(), args=args, **given)
+    with interrupted_in(speed, "speeds_of"):
+        fit_adapter(tiny_llama(), None, rows(), args=args, **given)
     file = tmp_path / "fastest.safetensors"
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:100])

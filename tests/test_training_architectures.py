@@ -23,12 +23,6 @@ from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_f
 # As many rows as heads, so that nothing can tell a dimension of heads from the batch by its length.
 ROWS, WIDTH, HEADS = 4, 7, 4
 SEED, STEPS = 5, 100
-# As much of a Trainer as callbacks look at.
-TRAINER: Any = SimpleNamespace(
-    model_accepts_loss_kwargs=True,
-    accelerator=SimpleNamespace(num_processes=1),
-    args=SimpleNamespace(average_tokens_across_devices=True),
-)
 
 
 @lru_cache(maxsize=1)
@@ -58,19 +52,10 @@ def batch() -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
 
 
-def plain_loss(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    return model(**inputs).loss
-
-
-def run(model: PreTrainedModel, callback: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
+def run(model: PreTrainedModel) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss on :func:`batch` and its gradients, by parameter name."""
     model.zero_grad()
-    # No number of tokens of the whole step, so that it is a mean over the batch.
-    loss = (
-        plain_loss(model, batch())
-        if callback is None
-        else callback.compute_loss(TRAINER, plain_loss, model, batch(), None)
-    )
+    loss = model(**batch()).loss  # without the number of tokens of the whole step, a mean over the batch
     loss.backward()
     return loss.item(), gradients(model)
 
@@ -126,7 +111,7 @@ def test_early_exit_loss(name: str) -> None:
     expected = total.item(), gradients(model)
 
     with training_step(callback, model):
-        found = run(model, callback)
+        found = run(model)
     assert_same(found, expected)
     plain = run(model)[1]
     assert any(not torch.allclose(found[1][name], gradient, atol=1e-4) for name, gradient in plain.items())
@@ -161,7 +146,7 @@ def test_layer_dropout(name: str) -> None:
         with rows_put_back(anatomy.layers, kept):
             expected = run(model)
         with training_step(callback, model, step):
-            found = run(model, callback)
+            found = run(model)
         assert_same(found, expected)
         assert abs(found[0] - plain) > 1e-5
 

@@ -57,8 +57,8 @@ def fit_adapter(
             bias, scale or soft-cap).
         block_size: tokens of a row.
         args: arguments of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by
-            default. With a ``save_strategy``, a fit that was stopped resumes from the last checkpoint in their
-            ``output_dir``.
+            default. With a ``save_strategy``, a fit that was stopped resumes from its last checkpoint in their
+            ``output_dir``. With an ``eval_strategy``, the loss of the held-out rows is logged.
         cache_dir: folder that keeps the model's states for further epochs and fits, which then run no layer (those of
             a draft LoRA run the layers that it changes), see :class:`Backbone`.
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
@@ -107,7 +107,7 @@ def fit_adapter(
         norm_like_the_models(adapter.norm, backbone, chosen)
         figures = {"agreement with the whole model": lambda observed: logits_of(agreement, observed)}
         fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
-    return ended(with_speeds(adapter, backbone, speed, output_dir), output_dir)
+    return ended(with_speeds(adapter, backbone, speed, output_dir), args, output_dir)
 
 
 def usual_exit(config: Any) -> int:

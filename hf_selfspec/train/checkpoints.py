@@ -14,7 +14,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..errors import SettingError
@@ -23,7 +23,8 @@ from ..parts.part import Part
 
 # Arguments of the Trainer: how often a checkpoint is saved; only the last one is kept.
 KEPT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
-_RECORD = "fit.json"
+# Which fit the checkpoints in a folder belong to, and the fastest weights of a fit that ends when it gets no faster.
+_RECORD, FASTEST = "fit.json", "fastest.safetensors"
 _P = TypeVar("_P", bound=Part)
 # Arguments of the Trainer that decide what is fitted.
 _DECIDING = (
@@ -37,10 +38,17 @@ def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
     return f"{os.path.normpath(os.fspath(output_dir))}-checkpoints"
 
 
-def ended(part: _P, output_dir: str | os.PathLike[str] | None) -> _P:
-    """Returns the part of a fit that has come to its end: the main process removes its checkpoints."""
-    if output_dir is not None and PartialState().is_main_process:
-        shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
+def ended(part: _P, args: TrainingArguments | None, output_dir: str | os.PathLike[str] | None) -> _P:
+    """Returns the part of a fit that has come to its end, which the next one in that folder will not resume.
+
+    The main process removes the checkpoints, but those that the user has asked for.
+    """
+    if PartialState().is_main_process:
+        if args is not None and args.output_dir is not None:
+            for name in (_RECORD, FASTEST):
+                Path(args.output_dir, name).unlink(missing_ok=True)
+        if output_dir is not None:
+            shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
     return part
 
 
@@ -73,7 +81,11 @@ def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> s
             f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to "
             "resume it, remove that folder to start again, or write to another folder."
         )
-    return get_last_checkpoint(str(folder))
+    times = {
+        path.parent: path.stat().st_mtime_ns for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    }
+    own = [path for path, time in times.items() if time >= record.stat().st_mtime_ns]  # of no earlier fit
+    return str(max(own, key=lambda path: times[path])) if own else None
 
 
 def weights_of_whole(checkpoint: str | None) -> dict[str, torch.Tensor] | None:

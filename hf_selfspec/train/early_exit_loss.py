@@ -16,7 +16,7 @@ from ..model.exits import Exits
 from ..settings import check_flag, check_share
 from .curriculum import Curriculum, Rotational
 from .exit_training import ExitTraining
-from .trainer import ComputeLoss, ModelCallback
+from .trainer import ModelCallback
 
 Scale = Callable[[int, int, float], float]
 
@@ -159,29 +159,6 @@ class EarlyExitLoss(ModelCallback):
         run, self._run = self._run, None
         if run is not None:
             run.detach()
-
-    def compute_loss(
-        self,
-        trainer: Trainer,
-        original: ComputeLoss,
-        model: Any,
-        inputs: dict[str, Any],
-        num_items: Any,
-        **options: Any,
-    ) -> Any:
-        """Returns ``Σ ẽ · CE`` in a training step, otherwise the Trainer's own loss of the last layer."""
-        run = self._run
-        if run is None or not run.in_step or not run.model.training:
-            return original(model, inputs, num_items_in_batch=num_items, **options)
-        # As in the Trainer: the mean over tokens of the whole step if the model gets their number, else of this batch.
-        whole_step = num_items is not None and trainer.model_accepts_loss_kwargs
-        processes = trainer.accelerator.num_processes
-        factor = processes if whole_step and trainer.args.average_tokens_across_devices else 1
-        run.begin_batch(inputs, num_items if whole_step else None)
-        result = original(model, inputs, num_items_in_batch=num_items, **options)
-        if isinstance(result, tuple):
-            return (run.total(result[0], factor), *result[1:])
-        return run.total(result, factor)
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import Exits
+from ..model.forwards import InstanceForwards
 from .losses import weighted_exit_losses
 
 # The label of positions without a target, as in transformers.
@@ -21,13 +25,16 @@ _IGNORED = -100
 class ExitTraining:
     """The exits of one model while they are trained: hooks, the losses of each step, sums between logs.
 
+    The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. Of
+    what the model itself returns, only the cross entropy gets the last layer's weight: a router's auxiliary loss stays
+    as it is.
+
     Args:
         model: a causal LM.
         exits: the model's exits.
         distils: whether exits learn the distribution of the last layer instead of the labels.
 
     Attributes:
-        in_step: whether a training step is running (evaluation is not one).
         table: ``[L, 2]`` for each exit the summed loss since the last log, and the number of its tokens.
     """
 
@@ -35,26 +42,35 @@ class ExitTraining:
         self.model = model
         self.exits = exits
         self._distils = distils
-        self.in_step = False
-        self._handle: RemovableHandle | None = None
+        self._in_step = False
+        self._thread = threading.get_ident()
+        self._handles: list[RemovableHandle] = []
+        self._forwards = InstanceForwards()
         precise = torch.float32 if model.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=precise, device=model.device)
         self._weights: list[float] = []
         self._last_weight = 1.0
         self._targets: torch.Tensor | None = None
-        self._count: torch.Tensor | int = 0
-        self._earlier: torch.Tensor | None = None
+        self._places: torch.Tensor | None = None
+        self._cross_entropy: torch.Tensor | None = None
+        self._has_effect = False
 
     def attach(self, outer: nn.Module) -> None:
         """Puts hooks on the causal LM and on what the Trainer calls (PEFT's wrapper, or the causal LM itself)."""
         self.exits.attach()
-        # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run.
-        self._handle = outer.register_forward_hook(self._give_out, prepend=True)
+        self._forwards.set(self.model, "_loss_function", self._noted(self.model.loss_function))
+        self._handles = [
+            outer.register_forward_pre_hook(self._begin_batch, with_kwargs=True),
+            # Before other hooks: sharded parameters of the head are available until FSDP2's hooks run, and are gathered
+            # again when the gradient of the returned loss arrives, which is before the exits' backward.
+            outer.register_forward_hook(self._add_exits, with_kwargs=True, prepend=True),
+        ]
 
     def detach(self) -> None:
         self.exits.detach()
-        if self._handle is not None:
-            self._handle.remove()
+        self._forwards.restore()
+        for handle in self._handles:
+            handle.remove()
 
     def begin_step(self, weights: dict[int, float]) -> None:
         last = self.exits.anatomy.num_layers - 1
@@ -62,32 +78,89 @@ class ExitTraining:
         earlier = {layer: weight for layer, weight in weights.items() if layer != last and weight > 0}
         self.exits.chosen = tuple(layer + 1 for layer in earlier)
         self._weights = list(earlier.values())
-        self.in_step = True
+        self._in_step, self._has_effect = True, not earlier
 
     def end_step(self) -> None:
+        """Ends a step before the weights change.
+
+        Raises:
+            UnsupportedModelError: the exits' losses have got no gradient.
+        """
         self.exits.chosen = ()
         self.exits.release()
-        self.in_step = False
-        self._targets = self._earlier = None
+        self._in_step = False
+        self._targets = self._places = self._cross_entropy = None
+        if not self._has_effect:
+            raise UnsupportedModelError(
+                f"EarlyExitLoss had no effect: no training forward went through the layers of "
+                f"{self.exits.anatomy.model_name}, or the Trainer did not train with the loss that the model returns. "
+                "The weights were not changed."
+            )
 
-    def begin_batch(self, inputs: dict[str, Any], num_items: torch.Tensor | int | None) -> None:
-        """Sets the targets of the exits, and the number of tokens over which the mean is taken."""
-        self._earlier = None
-        self._targets = _targets(inputs)
-        self._count = int((self._targets != _IGNORED).sum()) if num_items is None else num_items
+    def _trains(self) -> bool:
+        """Whether a forward is one of this training: evaluation, references without gradients and others are not."""
+        is_here = threading.get_ident() == self._thread
+        return self._in_step and is_here and self.model.training and torch.is_grad_enabled()
 
-    def _add_exits(self) -> None:
-        states, targets = self.exits.states, self._targets
-        if targets is None or states is None:
+    def _noted(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The model's loss function, which keeps the cross entropy apart from what the model adds to it."""
+
+        @torch.compiler.disable(recursive=False)
+        @functools.wraps(original)
+        def loss_function(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = original(*args, **kwargs)
+            if not self._trains():
+                return loss
+            self._cross_entropy = loss
+            return loss.clone()  # models add to it in place
+
+        return loss_function
+
+    @torch.compiler.disable
+    def _begin_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._trains():
             return
+        self._cross_entropy = None
+        self._targets = _targets(kwargs)
+        if self._weights:
+            # A GPU's host waits for their number: here, where the Trainer has just waited for the last batch's loss.
+            self._places = (self._targets != _IGNORED).flatten().nonzero().flatten()
+
+    @torch.compiler.disable
+    def _add_exits(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Makes the loss of the model's output ``Σ ẽ · CE``, plus what the model has added to its cross entropy."""
+        if not self._trains():
+            return output
+        assert self._targets is not None
+        loss = output[0] if isinstance(output, tuple) else output["loss"]
+        last = loss if self._cross_entropy is None else self._cross_entropy
+        tokens = (self._targets != _IGNORED).sum()
+        # As in the Trainer: the tokens of the whole step if the model gets their number, else those of this batch.
+        given = kwargs.get("num_items_in_batch")
+        count = (tokens if given is None else given).to(last.device)
+        self.table[-1, 0] += (last.detach() * count).to(self.table)
+        self.table[-1, 1] += tokens.to(self.table)
+        if not self._weights or self.exits.states is None:
+            return output
+        earlier = self._earlier(self.exits.states).to(last.device)
+        total = self._last_weight * last + (loss - last) + earlier / count
+        if isinstance(output, tuple):
+            return (total, *output[1:])
+        output["loss"] = total
+        return output
+
+    def _earlier(self, states: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the losses of the earlier exits, from what goes into the head, ``[k, b, s, d]``."""
+        targets, places = self._targets, self._places
+        assert targets is not None
+        assert places is not None
         if states.shape[1:3] != targets.shape:
             raise UnsupportedModelError(
                 f"EarlyExitLoss needs a label for each hidden state, but {self.exits.anatomy.model_name} has states "
                 f"for {list(states.shape[1:3])} tokens and labels for {list(targets.shape)} (virtual tokens of a "
                 "prompt-learning method, or images?). Train without EarlyExitLoss."
             )
-        targets = targets.to(states.device).flatten()
-        places = (targets != _IGNORED).nonzero().flatten()
+        targets, places = targets.to(states.device).flatten(), places.to(states.device)
         teacher = self.exits.final.detach().flatten(0, 1) if self._distils and self.exits.final is not None else None
         total, sums = weighted_exit_losses(
             self.exits.head,
@@ -98,44 +171,14 @@ class ExitTraining:
             self.model.config.get_text_config(decoder=True).vocab_size,
             None if teacher is None else teacher.index_select(0, places),
         )
-        self._earlier = total if self._earlier is None else self._earlier + total
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
             self.table[layer - 1, 0] += loss.to(self.table.device)
             self.table[layer - 1, 1] += len(places)
+        total.register_hook(self._note_effect)
+        return total
 
-    @torch.compiler.disable
-    def _give_out(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Computes the exits' losses at the end of the model's forward and ties them to its output.
-
-        FSDP2 gathers sharded parameters when the gradient of a forward's output arrives: the exits' backward must come
-        after that.
-        """
-        if not self.in_step:
-            return output
-        self._add_exits()
-        if self._earlier is not None and not isinstance(output, tuple):
-            name = next(n for n, v in output.items() if isinstance(v, torch.Tensor) and v.requires_grad)
-            output[name] = _Tied.apply(output[name], self._earlier)
-        return output
-
-    def total(self, last_loss: torch.Tensor, factor: int) -> torch.Tensor:
-        """``Σ ẽ · CE`` of the batch, scaled as ``last_loss`` is.
-
-        Raises:
-            UnsupportedModelError: the model's layers did not run.
-        """
-        assert self._targets is not None
-        tokens = int((self._targets != _IGNORED).sum())
-        self.table[-1, 0] += (last_loss.detach() * self._count / factor).to(self.table.device)
-        self.table[-1, 1] += tokens
-        if not self._weights:
-            return last_loss
-        if self._earlier is None:
-            raise UnsupportedModelError(
-                f"EarlyExitLoss had no effect: no training forward went through the layers of "
-                f"{self.exits.anatomy.model_name}. The weights were not changed."
-            )
-        return self._last_weight * last_loss + self._earlier.to(last_loss.device) * factor / self._count
+    def _note_effect(self, gradient: torch.Tensor) -> None:
+        self._has_effect = True
 
 
 def _targets(inputs: dict[str, Any]) -> torch.Tensor:
@@ -149,15 +192,3 @@ def _targets(inputs: dict[str, Any]) -> torch.Tensor:
             "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
         )
     return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
-
-
-class _Tied(torch.autograd.Function):
-    """Returns the first tensor unchanged; the backward pass reaches the second one only after this node."""
-
-    @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return first.view_as(first) if first.dim() else first.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, gradient.new_zeros(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import tempfile
@@ -32,8 +33,8 @@ from ..parts.part import Part, about
 from ..settings import check_positive
 from ..transfer import wait_for
 from .backbone import Backbone, Observed
-from .blocks import Blocks
-from .checkpoints import KEPT, checkpoints_of, last_checkpoint, weights_of_whole
+from .blocks import HELD_OUT, Blocks
+from .checkpoints import KEPT, checkpoints_of, ended, last_checkpoint, weights_of_whole
 from .costs import FitCosts, tell
 
 _P = TypeVar("_P", bound=Part)
@@ -66,8 +67,8 @@ class Fitting(nn.Module):
         """The frozen model."""
         return self._seen[0]
 
-    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns ``{"loss": ...}`` for ids ``[b, s]``."""
+    def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
+        """Returns ``{"loss": ...}`` for ids ``[b, s]``; ``return_loss`` tells the Trainer that this needs no labels."""
         return {"loss": self._loss(self.backbone.observe(input_ids))}
 
     def seconds(self, input_ids: torch.Tensor, runs_model: bool) -> tuple[float, float]:
@@ -134,26 +135,26 @@ def fit(
     output_dir: str | os.PathLike[str] | None,
     callbacks: Sequence[TrainerCallback],
 ) -> None:
-    """Trains the part, measures it and saves it; the model has to be frozen.
+    """Trains the part and measures it; the model has to be frozen.
 
     Args:
-        fitting, rows, args, output_dir, callbacks: see :func:`train`.
-        held_out: ``[n, s]`` rows to measure on.
-        figures: names of figures, and what returns a value for each token.
+        fitting, rows, held_out, args, output_dir, callbacks: see :func:`train`.
+        figures: names of figures, and what returns a value for each token of the held-out rows.
 
     Raises:
         SettingError: the checkpoints are of another fit, or the fit has diverged.
     """
-    fitted = train(fitting, rows, args, output_dir, callbacks)
+    fitted = train(fitting, rows, held_out, args, output_dir, callbacks)
     fitting.part.eval()
     with seeded(args):
         found = measured(fitting.backbone, held_out, figures)
-    finished(fitting, fitted, found, output_dir)
+    finished(fitting, fitted, found, args, output_dir)
 
 
 def train(
     fitting: Fitting,
     blocks: Blocks,
+    held_out: torch.Tensor,
     args: TrainingArguments | None,
     output_dir: str | os.PathLike[str] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
@@ -163,6 +164,7 @@ def train(
     Args:
         fitting: the module to train.
         blocks: the text.
+        held_out: ``[n, s]`` rows for the Trainer's evaluation, if its arguments have one.
         args: arguments of the Trainer, ``None`` for the usual ones.
         output_dir: where the part will be saved; with the usual arguments, checkpoints are kept beside it until then.
         callbacks: further callbacks of the Trainer.
@@ -178,11 +180,13 @@ def train(
             args = training_arguments(checkpoints_of(cast(str, output_dir)), device, **KEPT)
         checkpoint = last_checkpoint(args, fitting.name, blocks.rows)
         if args.n_gpu > 1:
+            args = copy.copy(args)  # the user's
             args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them
         trainer = Trainer(
             model=fitting,
             args=args,
             train_dataset=blocks,
+            eval_dataset=[{"input_ids": row} for row in held_out],
             data_collator=default_data_collator,
             callbacks=list(callbacks),
         )
@@ -254,7 +258,13 @@ def prepared(
     if args is not None:
         _check_arguments(f"{name}(args)", args)
     check_length(name, block_size, Anatomy.of(inner).max_positions)
-    return inner, Blocks(tokenizer, dataset, block_size, name)
+    blocks = Blocks(tokenizer, dataset, block_size, name)
+    if args is not None and args.eval_strategy != "no" and len(blocks) < HELD_OUT:
+        raise SettingError(
+            f"{name}(args): eval_strategy={args.eval_strategy.value!r} needs held-out rows, and of {len(blocks)} rows "
+            f"none is held out. Give at least {HELD_OUT} rows, or eval_strategy='no'."
+        )
+    return inner, blocks
 
 
 def _check_arguments(name: str, args: TrainingArguments) -> None:
@@ -300,8 +310,10 @@ def measured(
     return {name: round(torch.cat(values).mean().item(), 4) for name, values in found.items() if values}
 
 
-def finished(fitting: Fitting, fitted: Fitted, figures: dict[str, float], folder: Any) -> None:
-    """Gives the part its recipe and figures, and saves it if there is a folder.
+def finished(
+    fitting: Fitting, fitted: Fitted, figures: dict[str, float], args: TrainingArguments | None, output_dir: Any
+) -> None:
+    """Gives the part its recipe and figures.
 
     Raises:
         SettingError: the fit has diverged.
@@ -309,6 +321,7 @@ def finished(fitting: Fitting, fitted: Fitted, figures: dict[str, float], folder
     part = fitting.part
     wrong = [key for key, value in part.state_dict().items() if not torch.isfinite(value).all()]
     if wrong:
+        ended(part, args, output_dir)
         raise SettingError(
             f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning rate, or "
             "text and a model whose states are finite."
@@ -317,7 +330,7 @@ def finished(fitting: Fitting, fitted: Fitted, figures: dict[str, float], folder
     if fitted.losses:
         figures = {"first loss": fitted.losses[0], "last loss": fitted.losses[-1], **figures}
     figures["seconds of training"] = round(fitted.seconds, 1)
-    keep(part, about(fitting.backbone.model, recipe, figures), folder)
+    part.about = about(fitting.backbone.model, recipe, figures)
 
 
 def keep(part: _P, known: dict[str, Any], folder: Any) -> _P:

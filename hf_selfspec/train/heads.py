@@ -143,7 +143,7 @@ def fit_exit_heads(
             for head, layer in enumerate(chosen)
         }
         fit(Fitting(heads, backbone, loss, recipe), rows, held_out, figures, args, output_dir, callbacks)
-    return ended(_calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir), output_dir)
+    return ended(_calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir), args, output_dir)
 
 
 def calibrate_exit_heads(
@@ -250,11 +250,11 @@ def _calibrated(
     with backbone.frozen():
         calibration = calibrate(_predictions(backbone, heads, _written(backbone, rows)), epsilons, metric)
     figures = (heads.about.get("figures") or {}) | figures_of(calibration)
-    kept = keep(heads, {**heads.about, "figures": figures, "calibration": calibration}, folder)
+    heads.about = {**heads.about, "figures": figures, "calibration": calibration}
     if reached(calibration) < epsilons[0]:
         warnings.warn(_unreached(name, epsilons[0], reached(calibration)), stacklevel=3)
-        return kept
-    return with_speeds(kept, backbone, HeldOutSpeed(backbone.model, rows, _dssd), folder)
+        return keep(heads, heads.about, folder)
+    return with_speeds(heads, backbone, HeldOutSpeed(backbone.model, rows, _dssd), folder)
 
 
 def _dssd(heads: ExitHeads) -> SelfSpec:

@@ -18,6 +18,7 @@ from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
 from ..model.forwards import Forward, InstanceForwards
 from ..settings import check_share
+from ..transfer import upload
 from .trainer import ModelCallback
 
 # Inputs of layers that have no row for each sample, although their first dimension (heads) can equal the batch size.
@@ -45,9 +46,11 @@ class LayerDropout(ModelCallback):
     """Drops layers for single samples while training, with the stock ``Trainer``.
 
     ``x_{l+1} = x_l + M(p_{l,t}) f_l(x_l)`` with ``p_{l,t} = S(t) D(l) p_max``: a dropped sample leaves the batch before
-    the layer and comes back after it, so steps get faster. Nothing is dropped in evaluation. All ranks draw the same
-    random numbers, which depend only on the seed, the step and the sample's place in the step, so a resumed run draws
-    the same ones as an uninterrupted run.
+    the layer and comes back after it, so steps get faster. Where a row is packed with several sequences without padding
+    (``position_ids`` that start again, or ``cu_seq_lens_q``), each of them is a sample; layers then run on all tokens,
+    and dropped sequences get their inputs back. Nothing is dropped in evaluation and in forwards without gradients. All
+    ranks draw the same random numbers, which depend only on the seed, the step and the sample's place in the step, so a
+    resumed run draws the same ones as an uninterrupted run.
 
     Args:
         p_max: dropout rate of the last layer, at least 0 and less than 1. The paper uses 0.1, and 0.2 for fine-tuning
@@ -128,9 +131,10 @@ class _Run:
         self._step = 0
         self._rates: np.ndarray | None = None
         self._samples = 0
+        # For each layer ``[n]`` the rows that stay, or ``[b, s, 1]`` whether a token of packed rows does; None: all do.
         self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
         self._thread = threading.get_ident()
-        self._others = threading.local()
+        self._plain = threading.local()
 
     def attach(self) -> None:
         self._forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack.forward))
@@ -150,34 +154,48 @@ class _Run:
     def _stack_forward(self, original: Forward) -> Forward:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._thread and torch.is_grad_enabled():
                 self._draw(args, kwargs)
                 return original(*args, **kwargs)
-            self._others.running = True
+            self._plain.running = True
             try:
                 return original(*args, **kwargs)
             finally:
-                self._others.running = False
+                self._plain.running = False
 
         return forward
 
-    def _is_elsewhere(self) -> bool:
-        """Whether another thread's forward calls the layer; threads of a backward recompute layers on their own."""
-        return getattr(self._others, "running", False)
+    def _is_plain(self) -> bool:
+        """Whether a forward without gradients or of another thread calls the layer, and no backward that recomputes it.
+
+        Layers cannot tell: in checkpointing they run without gradients at first, and in threads of a backward later.
+        """
+        return getattr(self._plain, "running", False)
 
     def _draw(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """Decides for each layer which rows of this batch stay in it."""
+        """Decides for each layer which rows or packed sequences of this batch stay in it."""
         if self._rates is None:
             return
         named = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         first = next(value for value in named if isinstance(value, torch.Tensor))
-        b = first.shape[0]
-        uniform = np.random.default_rng([self.seed, self._step]).random((self._samples + b, len(self._rates)))
+        packed = _packed(first, kwargs)
+        samples, of_tokens = (first.shape[0], None) if packed is None else packed
+        uniform = np.random.default_rng([self.seed, self._step]).random((self._samples + samples, len(self._rates)))
         stays = uniform[self._samples :] >= self._rates
-        self._samples += b
-        self._kept = [
-            None if column.all() else torch.from_numpy(column.nonzero()[0]).to(first.device) for column in stays.T
-        ]
+        self._samples += samples
+        self._kept = [None] * len(self._rates)
+        dropping = [layer for layer, column in enumerate(stays.T) if not column.all()]
+        if not dropping:
+            return
+        if of_tokens is not None:
+            tokens = upload(stays, first.device)[of_tokens]
+            for layer in dropping:
+                self._kept[layer] = tokens[..., layer, None]
+            return
+        rows = [stays[:, layer].nonzero()[0] for layer in dropping]
+        together = upload(np.concatenate(rows), first.device)
+        for layer, kept in zip(dropping, together.split([len(some) for some in rows]), strict=True):
+            self._kept[layer] = kept
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
         own, kind = layer.forward, type(layer)
@@ -192,9 +210,14 @@ class _Run:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             rows = self._kept[index]
-            if rows is None or not layer.training or self._is_elsewhere():
+            if rows is None or not layer.training or self._is_plain():
                 return original(*args, **kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
+            if rows.dtype is torch.bool:
+                output = original(*args, **kwargs)
+                changed = output[0] if isinstance(output, tuple) else output
+                merged = torch.where(rows.to(hidden.device), changed.to(hidden.dtype), hidden)
+                return (merged, *output[1:]) if isinstance(output, tuple) else merged
             if not len(rows):
                 if kind not in self._arity:
                     with torch.no_grad():
@@ -211,6 +234,28 @@ class _Run:
             return (merged, *output[1:]) if isinstance(output, tuple) else merged
 
         return forward
+
+
+def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Tensor] | None:
+    """The number of sequences in packed rows, and ``[b, s]`` that of each token; ``None`` where each row is one.
+
+    Attention finds them alike: by their ends, or by their positions where no mask shows the padding of rows.
+    """
+    b, s = first.shape[:2]
+    ends, positions, mask = (kwargs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
+    if ends is not None:
+        count, of_tokens = (
+            len(ends) - 1,
+            torch.searchsorted(ends[1:], torch.arange(s, device=ends.device), right=True)[None],
+        )
+    elif positions is not None and positions.dim() == 2 and (mask is None or mask.dim() != 2):
+        positions = positions.expand(b, -1)
+        begins = positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+        of_tokens = begins.flatten().cumsum(0).view(b, s) - 1
+        count = int(of_tokens[-1, -1]) + 1
+    else:
+        return None
+    return None if count == b else (count, of_tokens)
 
 
 def _select(name: str, value: Any, rows: torch.Tensor, b: int) -> Any:

@@ -119,7 +119,7 @@ def fit_draft_lora(
     }
     with backbone.frozen(), drafting.prepared():
         fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
-    return ended(with_speeds(lora, backbone, speed, output_dir), output_dir)
+    return ended(with_speeds(lora, backbone, speed, output_dir), args, output_dir)
 
 
 def quarter(num_layers: int) -> int:

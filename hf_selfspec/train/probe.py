@@ -103,7 +103,7 @@ def fit_probe(
     fitting = Fitting(probe, backbone, lambda o: F.binary_cross_entropy_with_logits(scores(o), labels(o)), recipe)
     with backbone.frozen():
         fit(fitting, rows, held_out, {"accuracy": right, "accepted": labels}, args, output_dir, callbacks)
-    return ended(with_speeds(probe, backbone, speed, output_dir), output_dir)
+    return ended(with_speeds(probe, backbone, speed, output_dir), args, output_dir)
 
 
 def check_warping(name: Callable[[str], str], temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -35,6 +35,7 @@ from ..parts.part import Part
 from ..selfspec import SelfSpec
 from ..settings import check_count
 from .backbone import Backbone
+from .checkpoints import FASTEST
 from .fitting import keep
 
 # Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
@@ -43,7 +44,6 @@ _ROWS, _TOKENS, _FEW = 4, 32, 8
 _EVERY, _LOOKS = 100, 10
 # A smaller gain may be chance.
 _GAIN = 1.02
-_FASTEST = "fastest.safetensors"
 
 SpecOf = Callable[[Any], SelfSpec]
 _P = TypeVar("_P", bound=Part)
@@ -225,7 +225,7 @@ def _steps_between(args: TrainingArguments, steps: int) -> int:
 
 def _file(args: TrainingArguments) -> Path | None:
     """Where the fastest weights are kept, ``None`` where the Trainer saves nothing."""
-    return None if args.save_strategy == "no" or args.output_dir is None else Path(args.output_dir) / _FASTEST
+    return None if args.save_strategy == "no" or args.output_dir is None else Path(args.output_dir) / FASTEST
 
 
 def early_stop(name: str, part: Part, speed: HeldOutSpeed, patience: int | None) -> list[TrainerCallback]:
@@ -279,7 +279,7 @@ def speeds_of(part: Part, speed: HeldOutSpeed) -> dict[str, float]:
 
 
 def with_speeds(part: _P, backbone: Backbone, speed: HeldOutSpeed, folder: Any) -> _P:
-    """Returns a fitted part with the figures of its speed, saved again if there is a folder."""
+    """Returns a fitted part with the figures of its speed, saved if there is a folder."""
     with backbone.frozen():
         figures = speeds_of(part, speed)
     return keep(part, {**part.about, "figures": {**part.about["figures"], **figures}}, folder)

@@ -11,8 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import SettingError, UnsupportedOptionError
-
-ComputeLoss = Callable[..., Any]
+from ..model.forwards import InstanceForwards
 
 
 class ModelCallback(TrainerCallback):
@@ -33,18 +32,6 @@ class ModelCallback(TrainerCallback):
     def detach(self) -> None:
         """Undoes :meth:`attach`; does nothing if nothing is attached."""
         raise NotImplementedError
-
-    def compute_loss(
-        self,
-        trainer: Trainer,
-        original: ComputeLoss,
-        model: Any,
-        inputs: dict[str, Any],
-        num_items: Any,
-        **options: Any,
-    ) -> Any:
-        """Computes the loss of a batch instead of ``Trainer.compute_loss``, which is ``original``."""
-        return original(model, inputs, num_items_in_batch=num_items, **options)
 
     def logs(self, trainer: Trainer) -> dict[str, float]:
         """Returns what goes into the Trainer's log besides the loss; called on all ranks."""
@@ -85,7 +72,7 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
         for callback in callbacks:
             callback._served = True
         try:
-            with _overridden(self, callbacks):
+            with _logging(self, callbacks):
                 return original(self, *args, **kwargs)
         finally:
             for callback in reversed(callbacks):
@@ -96,38 +83,22 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _overridden(trainer: Trainer, callbacks: list[ModelCallback]) -> Iterator[None]:
-    """Lets the callbacks take part in the loss and the log of one trainer."""
-    log, compute_loss = trainer.log, trainer.compute_loss
-    for callback in callbacks:
-        compute_loss = _through(trainer, callback, compute_loss)
+def _logging(trainer: Trainer, callbacks: list[ModelCallback]) -> Iterator[None]:
+    """Lets the callbacks take part in the log of one trainer."""
 
-    @functools.wraps(log)
-    def log_with_exits(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(trainer.log)
+    def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             for callback in callbacks:
                 logs.update(callback.logs(trainer))
-        log(logs, *args, **kwargs)
+        original(logs, *args, **kwargs)
 
-    before = {name: trainer.__dict__[name] for name in ("log", "compute_loss") if name in trainer.__dict__}
-    trainer.log, trainer.compute_loss = log_with_exits, compute_loss
+    original, forwards = trainer.log, InstanceForwards()
+    forwards.set(trainer, "log", log)
     try:
         yield
     finally:
-        del trainer.log, trainer.compute_loss
-        trainer.__dict__.update(before)
-
-
-def _through(trainer: Trainer, callback: ModelCallback, original: ComputeLoss) -> ComputeLoss:
-    @functools.wraps(original)
-    def compute_loss(
-        model: Any, inputs: dict[str, Any], *args: Any, num_items_in_batch: Any = None, **options: Any
-    ) -> Any:
-        options |= dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False))
-        num_items = options.pop("num_items_in_batch", num_items_in_batch)
-        return callback.compute_loss(trainer, original, model, inputs, num_items, **options)
-
-    return compute_loss
+        forwards.restore()
 
 
 def _check_training(trainer: Trainer) -> None:

@@ -25,10 +25,10 @@ from by_hand import (
     train,
 )
 from distributed_training import LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_selfspec import EarlyExitLoss, Rotational
+from hf_selfspec import EarlyExitLoss, Rotational, UnsupportedModelError
 from hf_selfspec.train import losses
 
 
@@ -113,6 +113,62 @@ def test_gradients(tmp_path: Path) -> None:
     shares = {2: 0.5 / 6.5, 3: 1.5 / 6.5, 4: 4.5 / 6.5}
     sum(share * exit_loss(model, samples, layer) / targets(samples) for layer, share in shares.items()).backward()
     assert_close(found, {name: value.grad for name, value in model.named_parameters()})
+
+
+def routers_loss(router_logits: tuple[torch.Tensor, ...], chosen: int) -> torch.Tensor:
+    """Of all layers together: for each expert, its share of the choices times its mean probability (Switch, eq. 4)."""
+    logits = torch.cat(router_logits)
+    choices = F.one_hot(logits.topk(chosen).indices, logits.shape[-1]).float().sum(1)
+    return logits.shape[-1] * (choices.mean(0) * logits.softmax(-1).mean(0)).sum()
+
+
+def test_a_routers_loss_is_added_once(tmp_path: Path) -> None:
+    """As in plain training: with its own coefficient, whatever the last exit weighs, and not as a cross entropy."""
+    model = build("mixtral")
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.3
+    model.train()
+    samples = stacked(rows(4))
+    exits = {layer: exit_loss(model, samples, layer) / targets(samples) for layer in ALL}
+    router = model.model(**{k: samples[k] for k in ("input_ids", "attention_mask")}, output_router_logits=True)
+    expected = sum(weight * exits[layer] for layer, weight in ALL.items())
+    expected = expected + 0.3 * routers_loss(router.router_logits, model.num_experts_per_tok)
+    expected.backward()
+    gradients = {name: 0.05 * value.grad for name, value in model.named_parameters() if value.grad is not None}
+    before = weights(model)
+    model.zero_grad()
+    run = train(tmp_path, [EarlyExitLoss(1.0, None)], model, max_steps=1)
+    assert history(run) == pytest.approx([expected.item()], rel=1e-5)
+    assert history(run, "loss/exit_4") == pytest.approx([exits[4].item()], rel=1e-5)
+    assert_close(weights(run.model), {name: value - gradients.get(name, 0.0) for name, value in before.items()})
+
+
+def test_tensor_parallel_processes_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer scales by processes that have rows of their own, and exits weigh as much as in one process."""
+    expected = ByHand(tiny(), lambda step: ALL, steps=1)
+    run = trainer(tiny(), [EarlyExitLoss(1.0, None)], tmp_path, max_steps=1)
+    monkeypatch.setattr(type(run.accelerator), "num_processes", 2)
+    monkeypatch.setattr(run, "get_tp_size", lambda: 2)
+    one = run.get_batch_samples
+    # Both processes have the same rows, whose tokens are counted twice.
+    monkeypatch.setattr(run, "get_batch_samples", lambda *given: (found := one(*given)) and (found[0], 2 * found[1]))
+    run.train()
+    assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+    assert_close(weights(run.model), expected.weights)
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
+    """One that leaves out the loss that the model returns would train no exit."""
+
+    class FromLogits(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return model(**inputs).logits.square().mean()
+
+    usual = trainer(tiny(), [], tmp_path)
+    run = FromLogits(usual.model, usual.args, train_dataset=rows(4), callbacks=[EarlyExitLoss(1.0, None)])
+    before = weights(run.model)
+    with pytest.raises(UnsupportedModelError, match="had no effect"):
+        run.train()
+    assert_equal(weights(run.model), before)
 
 
 def test_chosen_layers_and_no_weight_at_all(tmp_path: Path) -> None:

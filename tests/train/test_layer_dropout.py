@@ -11,6 +11,7 @@ import pytest
 import torch
 from by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stacked, stays, train
 from distributed_training import LAYERS, WIDTH, Row, rows, tiny, trainer, weights
+from transformers import DataCollatorWithFlattening, Trainer
 from watching import RowsSeen
 
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
@@ -78,6 +79,44 @@ def test_seed(tmp_path: Path) -> None:
     """Another seed draws other rows."""
     one, other = train(tmp_path, [LayerDropout(0.6)]), train(tmp_path, [LayerDropout(0.6)], seed=SEED + 1)
     assert history(one)[0] != history(other)[0]
+
+
+@pytest.mark.parametrize("given", [{}, {"return_flash_attn_kwargs": True}], ids=["positions", "ends"])
+def test_packed_sequences_are_samples(tmp_path: Path, given: dict[str, bool]) -> None:
+    """One row of four sequences, which drop layers as four rows do; beside exits and alone."""
+    data = [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
+    for callbacks, shares in (
+        ([LayerDropout(0.6)], lambda step: {4: 1.0}),
+        ([LayerDropout(0.6), EarlyExitLoss(1.0, Rotational(2))], rotational_shares),
+    ):
+        expected = ByHand(tiny(), shares, p_max=0.6)
+        settings = {"data_collator": DataCollatorWithFlattening(**given)}
+        run = trainer(tiny(), callbacks, tmp_path, data, settings)
+        run.train()
+        assert history(run) == pytest.approx(expected.losses, rel=1e-5)
+        assert_close(weights(run.model), expected.weights)
+
+
+def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:
+    """Such as those of a reference between the forward and the backward of a step, which they leave alone."""
+
+    class WithReference(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            with torch.no_grad():
+                model(**inputs)
+            return loss
+
+    expected = train(tmp_path, [LayerDropout(0.6), EarlyExitLoss()])
+    model = tiny()
+    seen = RowsSeen(model)
+    callbacks = [LayerDropout(0.6), EarlyExitLoss()]
+    run = WithReference(model, expected.args, train_dataset=rows(16), callbacks=callbacks)
+    run.train()
+    assert_equal(weights(model), weights(expected.model))
+    assert history(run) == history(expected)
+    assert seen.steps[1::2] == [[4] * LAYERS] * 3
+    assert seen.steps[::2] == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
 
 
 def test_embeddings_and_positions_as_inputs(tmp_path: Path) -> None:
