@@ -28,16 +28,21 @@ OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_
 
 
 class Calls(TorchFunctionMode):
-    """Records each call of scaled dot-product attention: its queries, its mask, and whether cuDNN may serve it."""
+    """Records each call of scaled dot-product attention: its queries, its mask, and whether cuDNN may serve it.
+
+    And the strides of its keys, with which a kernel's plans are kept.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[int, torch.Tensor | None, bool]] = []
+        self.strides: set[tuple[int, ...]] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             mask = kwargs.get("attn_mask")
+            self.strides.add(args[1].stride())
             self.found.append((args[0].shape[-2], mask, torch.backends.cuda.cudnn_sdp_enabled()))
         return func(*args, **kwargs)
 
@@ -94,6 +99,16 @@ def test_cudnn_comes_back_with_the_last_of_several_threads() -> None:
         leave.set()
         thread.join()
         assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_keys_have_the_same_strides_after_prompts_of_similar_lengths(llama: LlamaForCausalLM, name: str) -> None:
+    strides = []
+    for width in (40, 90):
+        with Calls() as calls:
+            llama.generate(**ragged(width=width), **OPTIONS, assistant=SPECS[name]())
+        strides.append(calls.strides)
+    assert strides[0] == strides[1]
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -24,7 +24,8 @@ from .recurrences.recurrence import Recurrence
 from .states import Feed, StateLayer
 from .tracing import ChangingNumber
 
-_GROWTH = 1.25
+# Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
+_GROWTH, _GRAIN = 1.25, 256
 
 
 class _SpeculativeLayer(CacheLayerMixin):
@@ -196,8 +197,8 @@ class SpeculativeCache(Cache):
         needed = self.max_cursor + new_slots
         if needed > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
-        if self.has_few_sizes:
-            self.capacity = step_above(self.capacity)
+        grains = -(-self.capacity // _GRAIN)
+        self.capacity = step_above(self.capacity) if self.has_few_sizes else grains * _GRAIN
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity."""
