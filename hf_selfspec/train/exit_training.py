@@ -97,6 +97,7 @@ class ExitTraining:
                 "The weights were not changed."
             )
 
+    @torch.compiler.disable
     def _trains(self) -> bool:
         """Whether a forward is one of this training: evaluation, references without gradients and others are not."""
         is_here = threading.get_ident() == self._thread
@@ -133,7 +134,7 @@ class ExitTraining:
             return output
         assert self._targets is not None
         loss = output[0] if isinstance(output, tuple) else output["loss"]
-        last = loss if self._cross_entropy is None else self._cross_entropy
+        last, self._cross_entropy = loss if self._cross_entropy is None else self._cross_entropy, None
         tokens = (self._targets != _IGNORED).sum()
         # As in the Trainer: the tokens of the whole step if the model gets their number, else those of this batch.
         given = kwargs.get("num_items_in_batch")
