@@ -28,7 +28,7 @@ from .stats import GenerationStats
 from .stop.rules import Memory
 from .text_file import TextFile
 
-# How many calls are kept for plots, and points of the timeline of each: 4 MB of both.
+# How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
 
 
@@ -330,7 +330,7 @@ def _beginning_anew(path: Path) -> Iterator[None]:
     """Moves a file of ``cache_dir`` that cannot be used aside, and warns."""
     try:
         yield
-    except SettingError as error:
+    except (SettingError, OSError) as error:
         kept = _aside(path)
         try:
             os.replace(path, kept)

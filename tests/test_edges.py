@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
 from conftest import VOCABULARY, new_spec, ragged_batch, tiny_gpt2, tiny_llama
-from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 from transformers.generation import stopping_criteria
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -175,53 +173,6 @@ def test_reminder_of_texts_that_are_too_long(monkeypatch: pytest.MonkeyPatch) ->
         told.clear()
         model.generate(**ragged_batch((120,)), **options, assistant=spec)
         assert len(told) == times
-
-
-# Decoding as transformers' own loop does it ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_decoding_is_optimized_as_in_plain_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill runs before, all other forwards inside; the model is left as it was."""
-    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
-    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
-    events: list[str] = []
-
-    @contextmanager
-    def optimized(self: PreTrainedModel) -> Iterator[None]:
-        events.append("enter")
-        try:
-            yield
-        finally:
-            events.append("leave")
-
-    monkeypatch.setattr(type(model), "_optimize_model_for_decode", optimized, raising=False)
-    first = model.model.layers[0].register_forward_pre_hook(lambda *args: events.append("forward"))
-    ids = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec)
-    assert torch.equal(ids, expected)
-    assert events[:2] == ["forward", "enter"]
-    assert events[-1] == "leave"
-    assert events.count("enter") == 1
-    assert set(events[2:-1]) == {"forward"}
-    first.remove()
-    events.clear()
-    calls = iter(range(100))
-
-    def failing(*args: Any) -> None:
-        if next(calls) == 2:
-            raise RuntimeError("broken")
-
-    broken = model.model.layers[0].register_forward_pre_hook(failing)
-    with pytest.raises(RuntimeError, match="broken"):
-        model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec)
-    broken.remove()
-    assert events == ["enter", "leave"]
-
-
-def test_versions_without_an_optimized_decoding(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = llama.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
-    monkeypatch.delattr(GenerationMixin, "_optimize_model_for_decode", raising=False)
-    assert torch.equal(llama.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=SPEC), expected)
 
 
 def test_padding_does_not_count_as_prompt() -> None:

@@ -13,6 +13,7 @@ from transformers import CompileConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3Mo
 from transformers.integrations.moe import ExpertsInterface
 
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.model import experts
 from hf_selfspec.model.graphs import graphs_of
 
 QUICK = CompileConfig(backend="eager", mode="default")
@@ -42,9 +43,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(experts: Any, states: torch.Tensor, *given: Any) -> Any:
+        def call(module: Any, states: torch.Tensor, *given: Any) -> Any:
             found.append((name, len(states)))
-            return original(experts, states, *given)
+            return original(module, states, *given)
 
         return call
 
@@ -58,7 +59,7 @@ def same_ids(model: PreTrainedModel, spec: SelfSpec, lengths: tuple[int, ...] = 
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**ragged_batch(lengths), **options)
     assert torch.equal(model.generate(**ragged_batch(lengths), **options, assistant=spec), expected)
-    assert model.get_experts_implementation() == {"": "grouped_mm"}
+    assert model.config._experts_implementation == "grouped_mm"
 
 
 @pytest.mark.parametrize("lengths", [(9,), (9, 5, 7)], ids=["row", "batch"])
@@ -70,13 +71,34 @@ def test_off_a_cpu_weights_are_gathered_for_few_tokens(
     calls: list[tuple[str, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hf_selfspec.model.experts.GROUPED_ALWAYS", ())
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
     spec, few = SelfSpec(EarlyExit(2), FixedLength(drafted)), range(EXPERTS // CHOSEN)
     same_ids(moe, spec, lengths)
     batched, grouped = ({tokens for name, tokens in calls if name == which} for which in ("batched_mm", "grouped_mm"))
     assert set() < batched <= set(few)  # draft steps
     verified = len(lengths) * (drafted + 1)
     assert verified in (batched if verified in few else grouped)
+    assert len(lengths) * max(lengths) in grouped  # the prefill
+
+
+def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error, and while another thread goes on."""
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
+    spec, seen = SelfSpec(EarlyExit(2), FixedLength(3)), list[str | None]()
+
+    def failing(*_: Any) -> None:
+        seen.append(moe.config._experts_implementation)
+        if len(seen) == 20:  # of 4 layers in the prefill, and 2 or 4 in each forward after it
+            raise RuntimeError("broken")
+
+    hooks = [layer.register_forward_pre_hook(failing) for layer in moe.model.layers]
+    with experts.experts_by_size(moe):
+        with pytest.raises(RuntimeError, match="broken"):
+            moe.generate(**ragged_batch((9,)), max_new_tokens=40, assistant=spec)
+        assert moe.config._experts_implementation == seen[-1]
+    assert moe.config._experts_implementation == "grouped_mm" != seen[-1]
+    for hook in hooks:
+        hook.remove()
 
 
 def test_a_cpu_groups_always(moe: PreTrainedModel, calls: list[tuple[str, int]]) -> None:
@@ -100,7 +122,7 @@ def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: list[
 def test_the_choice_of_a_user_stays(
     moe: PreTrainedModel, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_selfspec.model.experts.GROUPED_ALWAYS", ())
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
     moe.set_experts_implementation("batched_mm")
     try:
         moe.generate(

@@ -64,10 +64,9 @@ class FixedShapes:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
-        graphs, place = self.graphs, None
-        if _needs_addresses(self.target.model.device):
-            place = self.target.cache.place = graphs.places.take()
-            self._is_served = place is not None
+        graphs, needs_place = self.graphs, _needs_addresses(self.target.model.device)
+        place = self.target.cache.place = graphs.places.take() if needs_place else None
+        self._is_served = not needs_place or place is not None
         if not self._is_served:
             warn_once(
                 f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. The "
