@@ -12,7 +12,7 @@ from .model.anatomy import Anatomy
 from .model.given_cache import check_cache, given_cache
 from .model.hooks import hooks_of
 from .model.kernels import check_kernels
-from .model.masks import SERVED_ATTENTION
+from .model.masks import served_attention
 from .model.prompt import Prompt
 from .settings import check_count
 
@@ -73,10 +73,10 @@ def check_call(
     check_cache(given_cache(model_kwargs), model)
     check_kernels(model)
     implementation = model.config._attn_implementation
-    if implementation is not None and implementation.partition("|")[0] not in SERVED_ATTENTION:
+    if implementation is not None and implementation not in served_attention():
         raise UnsupportedOptionError(
             f"the attention implementation {implementation!r} cannot be combined with self-speculative decoding. Load "
-            f"the model with attn_implementation set to one of {', '.join(SERVED_ATTENTION)}."
+            f"the model with attn_implementation set to one of {', '.join(served_attention())}."
         )
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise SettingError(
