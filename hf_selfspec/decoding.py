@@ -287,7 +287,7 @@ class Decoder:
 
     def _column(self, row: int, index: int) -> torch.Tensor:
         if index >= self.generated(row):
-            return torch.tensor(self.pad_token)
+            return torch.tensor(self.pad_token, device="cpu")
         return self.text.ids[row, self.text.prompt_width + index].cpu()
 
     def _stream(self) -> None:

@@ -278,7 +278,7 @@ class _Numbers:
 
     def filled(self, count: int) -> torch.Tensor:
         """The numbers ``[count, b, v]``; those of steps that are not needed are 1."""
-        ones = [torch.ones(self._shape, device=self._device)] * (count - len(self._drawn))
+        ones = [torch.ones(self._shape, device=self._device, dtype=torch.float32)] * (count - len(self._drawn))
         return torch.stack([*self._drawn, *ones])
 
     def keep(self, count: int) -> None:
@@ -288,7 +288,7 @@ class _Numbers:
             unused.exponential_()
 
     def _empty(self) -> torch.Tensor:
-        return torch.empty(self._shape, device=self._device)
+        return torch.empty(self._shape, device=self._device, dtype=torch.float32)
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:

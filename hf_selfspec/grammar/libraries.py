@@ -30,7 +30,7 @@ def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tenso
     found = torch.from_numpy(bits.view(np.bool_))
     if len(found) == vocabulary:
         return found
-    return torch.cat([found, torch.full((vocabulary - len(found),), beyond)])
+    return torch.cat([found, torch.full((vocabulary - len(found),), beyond, device="cpu")])
 
 
 class _Matching:
@@ -157,7 +157,7 @@ class OutlinesCore(_Matching):
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """The mask as the processor of outlines-core applies it."""
-        words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32)
+        words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32, device="cpu")
         self.guide.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
         return _unpacked(words, vocabulary, beyond=False)
 

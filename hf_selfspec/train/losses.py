@@ -84,7 +84,7 @@ class _ExitLosses(torch.autograd.Function):
                         known.add_(gradient)
         ctx.gradients = (state_gradient, *gradients)
         ctx.mark_non_differentiable(sums)
-        return sums @ torch.tensor(weights, device=sums.device), sums
+        return sums @ torch.tensor(weights, device=sums.device, dtype=sums.dtype), sums
 
     @staticmethod
     @once_differentiable
