@@ -10,8 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.given_cache import check_cache, given_cache
+from .model.hooks import hooks_of
 from .model.kernels import check_kernels
-from .model.masks import SERVED_ATTENTION
+from .model.masks import served_attention
 from .model.prompt import Prompt
 from .settings import check_count
 
@@ -68,14 +69,14 @@ def check_call(
         UnsupportedOptionError, UnsupportedModelError, SettingError: see the message.
     """
     check_options(model, config)
-    _check_prompt_learning(model)
+    _check_adapters(model)
     check_cache(given_cache(model_kwargs), model)
     check_kernels(model)
     implementation = model.config._attn_implementation
-    if implementation is not None and implementation.partition("|")[0] not in SERVED_ATTENTION:
+    if implementation is not None and implementation not in served_attention():
         raise UnsupportedOptionError(
             f"the attention implementation {implementation!r} cannot be combined with self-speculative decoding. Load "
-            f"the model with attn_implementation set to one of {', '.join(SERVED_ATTENTION)}."
+            f"the model with attn_implementation set to one of {', '.join(served_attention())}."
         )
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise SettingError(
@@ -118,11 +119,20 @@ def check_length(model: PreTrainedModel, anatomy: Anatomy, prompt: Prompt, max_l
             )
 
 
-def _check_prompt_learning(model: PreTrainedModel) -> None:
+def _check_adapters(model: PreTrainedModel) -> None:
     prepare = getattr(model, "prepare_inputs_for_generation", None)
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
     if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
         raise UnsupportedOptionError(
             f"PEFT's {peft_config.peft_type} puts virtual tokens in front of the prompt, which self-speculative "
             "decoding does not know about. LoRA and other adapters inside the layers work."
+        )
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters) and any(
+        "alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks_of(model)
+    ):
+        raise UnsupportedOptionError(
+            "PEFT's aLoRA (alora_invocation_tokens) adapts a number of tokens at the end of each forward, but a "
+            "forward of self-speculative decoding ends with drafts. Call generate without `assistant`; LoRA and "
+            "other adapters that apply to all tokens work."
         )

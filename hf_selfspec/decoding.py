@@ -234,7 +234,7 @@ class Decoder:
         self.target.commit(self.text.last_slots())
         self._stream()
         keeps = self.keeps_rows or self._in_step or getattr(self.draft, "needs_ended_rows", False)
-        if not keeps and self.target.can_leave:
+        if not keeps:
             self.target.leave(self._is_done)
 
     def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:

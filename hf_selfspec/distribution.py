@@ -59,7 +59,7 @@ class ChiSquared:
             return 0.0
         if not self.freedom:
             return 1.0
-        half = torch.tensor([self.freedom, self.statistic], dtype=torch.float64) / 2
+        half = torch.tensor([self.freedom, self.statistic], dtype=torch.float64, device="cpu") / 2
         return float(torch.special.gammaincc(half[0], half[1]))
 
 

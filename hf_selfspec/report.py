@@ -127,7 +127,7 @@ def exit_report(
     # Offloaded weights are on another device; accelerate's hooks then move the inputs.
     device = torch.device("cpu") if embeddings.is_meta else embeddings.device
     chunk = max(1, LOGIT_ELEMENTS // inner.config.get_text_config(decoder=True).vocab_size)
-    sums = torch.zeros(exits.anatomy.num_layers, 3, dtype=torch.float64)
+    sums = torch.zeros(exits.anatomy.num_layers, 3, dtype=torch.float64, device="cpu")
     # Not inference_mode: tensors that a module keeps from this forward must be usable in later training.
     with torch.no_grad(), _measuring(inner, exits):
         for row in rows:
@@ -157,17 +157,17 @@ def _text_sums(
         ``[L, 3]`` on the CPU: cross entropy in nats, number of tokens that are the exit's first choice, and number of
         tokens for which the exit and the last layer have the same first choice.
     """
-    sums = torch.zeros(len(states), 3, dtype=torch.float64)
+    sums = torch.zeros(len(states), 3, dtype=torch.float64, device="cpu")
     for start in range(0, len(targets), chunk):
         piece = slice(start, start + chunk)
         right = targets[piece]
         last_loss, last_choice = _predict(head, states[-1, piece], right)
         right = right.to(last_choice.device)
-        sums[-1] += torch.tensor([last_loss, int((last_choice == right).sum()), len(right)], dtype=torch.float64)
+        sums[-1] += sums.new_tensor([last_loss, int((last_choice == right).sum()), len(right)])
         for layer in range(len(states) - 1):
             loss, choice = _predict(head, states[layer, piece], right)
             hits, agreed = int((choice == right).sum()), int((choice == last_choice).sum())
-            sums[layer] += torch.tensor([loss, hits, agreed], dtype=torch.float64)
+            sums[layer] += sums.new_tensor([loss, hits, agreed])
     return sums
 
 

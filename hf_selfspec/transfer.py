@@ -11,7 +11,7 @@ import torch
 
 def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
     """Puts an array, or nested sequences of equal lengths, on a device, without waiting for a GPU's queue to empty."""
-    tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else torch.tensor(numbers)
+    tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else torch.tensor(numbers, device="cpu")
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

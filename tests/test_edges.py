@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, new_spec, ragged_batch, tiny_gpt2, tiny_llama
+from conftest import VOCABULARY, Recorder, check_lossless, new_spec, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import LlamaForCausalLM
 from transformers.generation import stopping_criteria
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_selfspec import (
@@ -223,6 +224,54 @@ def test_unknown_attention_is_refused_and_registrations_stay() -> None:
             model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
     finally:
         del ALL_ATTENTION_FUNCTIONS["mine"]
+
+
+FLASH = "kernels-community/flash-attn2"
+
+
+def flash_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """Takes no mask but that of padding, as flash kernels do."""
+    s, n = query.shape[2], key.shape[2]
+    seen = torch.ones(1, 1, s, n, dtype=torch.bool).tril(n - s)
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None, :n].bool()
+    return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, query, key, value, seen, **kwargs)
+
+
+def flash_model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """A model with a kernel of the hub, which is registered as transformers registers it."""
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, FLASH, flash_attention)
+    monkeypatch.setitem(masks, FLASH, masks["flash_attention_2"])
+    model = tiny_llama()
+    model.config._attn_implementation = FLASH
+    return model
+
+
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))])
+def test_flash_kernels_of_the_hub(tree: TopKTree | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = flash_model(monkeypatch)
+    check_lossless(model, SelfSpec(EarlyExit(3), FixedLength(4), tree))
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    model.config._attn_implementation = "paged|" + FLASH
+    with pytest.raises(UnsupportedOptionError, match=rf"'paged.{FLASH}'.*eager.*, {FLASH}"):
+        model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+
+
+def test_a_kernel_that_comes_while_another_model_generates(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Beside(Recorder):
+        def end(self) -> None:
+            check_lossless(flash_model(monkeypatch), SPEC)
+            super().end()
+
+    recorder = Beside()
+    llama.generate(**ragged_batch((12,)), max_new_tokens=4, do_sample=False, streamer=recorder, assistant=SPEC)
+    assert recorder.calls[-1] == "end"
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
 
 
 def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

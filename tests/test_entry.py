@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from conftest import (
     BATCH,
     ROW,
@@ -230,6 +232,89 @@ def test_virtual_tokens_are_refused(config: peft.PeftConfig) -> None:
     assert not forwards
     model(**ROW)
     assert forwards
+
+
+def test_activated_lora_is_refused() -> None:
+    """It counts the tokens that it adapts from the end of a forward."""
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False, alora_invocation_tokens=[5, 6]
+    )
+    model = peft.get_peft_model(tiny_llama(), config).eval()
+    invoked = ROW["input_ids"].clone()
+    invoked[:, -4:-2] = torch.tensor([5, 6])
+    with pytest.raises(UnsupportedOptionError, match=r"aLoRA .* LoRA and other adapters that apply to all tokens work"):
+        model.generate(input_ids=invoked, max_new_tokens=4, assistant=SelfSpec())
+
+
+# Hooks ---------------------------------------------------------------------------------------------------------------
+
+
+def assert_serves_until_each_end(model: Any, spec: SelfSpec, **options: Any) -> None:
+    """As plain ``model`` where the rows of a batch end one after another."""
+    options |= {"max_new_tokens": 32, "pad_token_id": 96}
+    width = BATCH["input_ids"].shape[1]
+    options["eos_token_id"] = int(model.generate(**BATCH, **options)[0, width + 8])
+    plain = model.generate(**BATCH, **options)
+    assert len({int((row != 96).sum()) for row in plain[:, width:]}) > 1
+    assert torch.equal(model.generate(**BATCH, **options, assistant=spec), plain)
+
+
+@pytest.mark.parametrize("spec", [*SPECS.values(), SelfSpec()], ids=[*SPECS, "default"])
+def test_an_adapter_for_each_row(spec: SelfSpec) -> None:
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    model = peft.get_peft_model(tiny_llama(), config, "first").eval()
+    model.add_adapter("second", config)
+    assert_serves_until_each_end(model, spec, adapter_names=["first", "second", "__base__"])
+
+
+def scaled(module: torch.nn.Module, args: Any, states: torch.Tensor) -> torch.Tensor:
+    """Scales the states of each row of a batch of three."""
+    return states * torch.tensor([1.0, 0.8, 1.3])[:, None, None]
+
+
+class Scaling(ModelHook):
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        return scaled(module, (), output)
+
+
+HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "output": lambda module: module.register_forward_hook(scaled),
+    "partial": lambda module: module.register_forward_hook(partial(scaled)),
+    "input": lambda module: module.register_forward_pre_hook(lambda module, args: scaled(module, (), *args)),
+    "accelerate": lambda module: add_hook_to_module(module, SequentialHook(AlignDevicesHook(), Scaling())),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_with_a_value_for_each_row(hook: str) -> None:
+    model = tiny_llama()
+    HOOKS[hook](model.model.layers[2].mlp)
+    assert_serves_until_each_end(model, new_spec())
+
+
+def test_global_hooks_with_a_value_for_each_row() -> None:
+    model = tiny_llama()
+    norm = model.model.norm
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: scaled(module, args, output) if module is norm else None
+    )
+    with handle:
+        assert_serves_until_each_end(model, new_spec())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_that_have_ended_leave_the_forwards(own: bool) -> None:
+    """Hooks of transformers and accelerate do not keep them there; those of others do."""
+    model, sizes = tiny_llama(), set()
+    model(**BATCH, output_hidden_states=True)
+    add_hook_to_module(model.model.layers[2], AlignDevicesHook())
+    head = model.lm_head.forward
+    model.lm_head.forward = lambda states: [sizes.add(len(states)), head(states)][1]
+    if own:
+        model.model.norm.register_forward_hook(lambda *_: None)
+    assert_serves_until_each_end(model, new_spec())
+    assert sizes == ({3} if own else {3, 2, 1})
 
 
 # Compiled, dispatched, quantised -------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from conftest import VOCABULARY, library, ragged_batch, tiny_llama
 from test_sampling import SPECS as SAMPLED
 from test_sampling import VOCABULARY as FEW
@@ -37,7 +36,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.lookup import LookupDrafter
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.grammar import FormatEnforcer, XGrammar, protocol
+from hf_selfspec.grammar import XGrammar, protocol
 from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
 from hf_selfspec.lookup import TokenTree
 from hf_selfspec.model.prefill import TextPrefill
@@ -128,25 +127,11 @@ def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | 
     return {"logits_processor": [kind(grammar, made.llg_tokenizer, "torch")]}
 
 
-def of_lm_format_enforcer(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
-    enforcer = library("lmformatenforcer")
-    with pytest.MonkeyPatch.context() as patch:
-        # Where it is imported from is a place that transformers 5 has no more.
-        name = "PreTrainedTokenizerBase"
-        patch.setattr(transformers.tokenization_utils, name, transformers.PreTrainedTokenizerBase, raising=False)
-        made = importlib.import_module("lmformatenforcer.integrations.transformers")
-    data = made.build_token_enforcer_tokenizer_data(tokenizer, vocab_size=VOCABULARY)
-    config = enforcer.CharacterLevelParserConfig(max_consecutive_whitespaces=0)
-    parser = enforcer.RegexParser(regex) if regex else enforcer.JsonSchemaParser(schema, config)
-    return {"prefix_allowed_tokens_fn": made.build_transformers_prefix_allowed_tokens_fn(data, parser)}
-
-
 LIBRARIES = {
     "xgrammar": of_xgrammar,
     "xgrammar in outlines": of_xgrammar_in_outlines,
     "outlines-core": of_outlines_core,
     "llguidance": of_llguidance,
-    "lm-format-enforcer": of_lm_format_enforcer,
 }
 GRAMMARS = {"json": (SCHEMA, None), "regex": (None, REGEX)}
 libraries_warn = pytest.mark.filterwarnings(
@@ -239,7 +224,7 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
     )
 
     def begun() -> Any:
-        (processor,) = with_grammars(_processors(LIBRARIES[library](tokenizer, None, regex)))
+        (processor,) = with_grammars(LIBRARIES[library](tokenizer, None, regex)["logits_processor"])
         processor.begin(ragged_batch((12,), seed=3)["input_ids"], VOCABULARY)
         return processor
 
@@ -255,13 +240,6 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
     for one, other in product(range(len(texts)), repeat=2):
         for place in (one, other):
             assert mask_of(walker, texts[place]) == expected[place]
-
-
-def _processors(options: dict[str, Any]) -> Any:
-    if "logits_processor" in options:
-        return options["logits_processor"]
-    function = options["prefix_allowed_tokens_fn"]
-    return [transformers.PrefixConstrainedLogitsProcessor(function, num_beams=1)]
 
 
 @libraries_warn
@@ -290,51 +268,6 @@ def test_drawn_tokens_have_the_distribution_of_the_masked_model(
     assert kept.sum() > 10
     assert statistic < 3 * kept.sum()
     assert 0 < spec.stats.acceptance_rate < 1
-
-
-@libraries_warn
-@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
-def test_a_prefix_function_wins_where_all_that_it_allows_is_forbidden(
-    lengths: tuple[int, ...], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
-    inputs = ragged_batch(lengths, seed=3)
-    options = {"min_new_tokens": 20, "max_new_tokens": 30}
-    found = []
-    for spec in (None, SPECS["default"](), SPECS["exit"]()):
-        grammar = of_lm_format_enforcer(tokenizer, None, "(ab|ba){3,4}")
-        found.append(generated(tokenizer, inputs, spec, **grammar, **options).tolist())
-    assert found[0] == found[1] == found[2]
-    assert len(found[0][0]) - inputs["input_ids"].shape[1] < 20
-
-
-@libraries_warn
-def test_rows_with_the_same_text_do_not_take_it_from_each_other(tokenizer: PreTrainedTokenizerFast) -> None:
-    """A ``TokenEnforcer`` keeps a state for each text, whatever row it is of."""
-    a, b, c, e = tokenizer.convert_tokens_to_ids(list("abce"))
-    enforcer = of_lm_format_enforcer(tokenizer, None, "ab[cd]e")["prefix_allowed_tokens_fn"].token_enforcer
-    one, other = FormatEnforcer(enforcer, [5, 6]), FormatEnforcer(enforcer, [5, 6])
-    for token in (a, b):
-        one.advance(token)
-        other.advance(token)
-    one.rollback(1)
-    other.advance(c)
-    assert other.mask(VOCABULARY).nonzero()[:, 0].tolist() == [e]
-    other.rollback(2)
-    assert set(enforcer.prefix_states) == {(5, 6), (5, 6, a)}, "what was drafted leaves nothing behind"
-
-
-@libraries_warn
-def test_texts_that_were_taken_back_are_not_kept_for_ever(tokenizer: PreTrainedTokenizerFast) -> None:
-    enforcer = of_lm_format_enforcer(tokenizer, None, "[a-z0-9]{200}")["prefix_allowed_tokens_fn"].token_enforcer
-    row = FormatEnforcer(enforcer, [5])
-    tokens = tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
-    for first in tokens[:10]:
-        row.advance(first)
-        for token in tokens:
-            row.advance(token)
-            row.rollback(1)
-    assert len(row.taken_back) < 100
 
 
 def test_forced_text_may_end_within_a_character() -> None:
@@ -419,6 +352,42 @@ def test_a_grammar_of_ones_own(spec: str, lengths: tuple[int, ...], registered: 
     assert processor.calls == 1
     assert ours.stats.together_for == ""
     assert ours.stats.accepted > 0
+
+
+class Steps(Automaton):
+    """Allows by the number of tokens so far, in the end what the last entry of its table allows."""
+
+    def advance(self, token: int) -> None:
+        self.states.append(min(self.states[-1] + 1, len(self.table) - 1))
+
+
+@dataclass(frozen=True)
+class PrefixFunction:
+    """A user's function for ``prefix_allowed_tokens_fn``, which allows as :class:`Steps` does."""
+
+    table: list[list[int]]
+    width: int
+
+    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        return self.table[min(len(input_ids) - self.width, len(self.table) - 1)]
+
+
+@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
+def test_a_prefix_function_wins_where_all_that_it_allows_is_forbidden(
+    lengths: tuple[int, ...], tokenizer: PreTrainedTokenizerFast, registered: None
+) -> None:
+    """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
+    hf_selfspec.register_grammar(PrefixFunction, lambda function, ids: [Steps(function.table) for _ in ids])
+    inputs = ragged_batch(lengths, seed=3)
+    table = [TABLE[0], TABLE[1], [7], *[TABLE[3]] * 5, [tokenizer.eos_token_id]]
+    function = PrefixFunction(table, max(lengths))
+    found = []
+    for spec in (None, SPECS["default"](), SPECS["exit"]()):
+        ids = generated(tokenizer, inputs, spec, prefix_allowed_tokens_fn=function, min_new_tokens=20)
+        found.append(ids.tolist())
+        assert spec is None or spec.stats.accepted > 0
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][0]) - max(lengths) == len(table)
 
 
 class DeadEnd(LogitsProcessor):
@@ -749,7 +718,7 @@ def test_masks_are_as_wide_as_logits(registered: None) -> None:
 @libraries_warn
 @pytest.mark.parametrize("library", ["xgrammar", "outlines-core", "llguidance"])
 def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    (mask,) = with_grammars(_processors(LIBRARIES[library](tokenizer, None, "ab")))
+    (mask,) = with_grammars(LIBRARIES[library](tokenizer, None, "ab")["logits_processor"])
     mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
     with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
         mask.allowed(0, [], (50,))

@@ -31,8 +31,9 @@ def forward_seconds(
     Returns:
         Median seconds by number of tokens, of transformers' forwards with a ``DynamicCache`` and of ours.
     """
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, context + max(counts)), generator=generator).to(model.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = 1, context + max(counts)
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu").to(model.device)
     theirs: dict[int, list[float]] = {count: [] for count in counts}
     ours: dict[int, list[float]] = {count: [] for count in counts}
     with torch.inference_mode():

@@ -175,6 +175,7 @@ def acceptance(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 96) -> flo
 
 def random_prompt(model: LlamaForCausalLM, rows: int, length: int, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random token ids ``[rows, length]`` and a mask of ones."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, model.config.vocab_size, (rows, length), generator=generator).to(model.device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    size = model.config.vocab_size
+    ids = torch.randint(2, size, (rows, length), generator=generator, device="cpu").to(model.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

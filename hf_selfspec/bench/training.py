@@ -61,8 +61,8 @@ class TrainingShape:
 
 class _RandomTokens(Dataset[dict[str, torch.Tensor]]):
     def __init__(self, shape: TrainingShape, length: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(shape.vocabulary, (length, shape.tokens), generator=generator)
+        generator = torch.Generator("cpu").manual_seed(1)
+        self.ids = torch.randint(shape.vocabulary, (length, shape.tokens), generator=generator, device="cpu")
 
     def __len__(self) -> int:
         return len(self.ids)

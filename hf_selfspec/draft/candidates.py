@@ -187,7 +187,8 @@ class CandidateDraft(FixedDrafter):
         known = [scores for scores in logits if scores is not None]
         if not self.scorer.do_sample or not known:
             return None
-        q = torch.zeros(len(logits), max(lengths), known[0].shape[-1], device=known[0].device)
+        shape = len(logits), max(lengths), known[0].shape[-1]
+        q = torch.zeros(shape, device=known[0].device, dtype=torch.float32)
         for row, scores in enumerate(logits):
             if scores is not None and lengths[row]:
                 q[row, : lengths[row]] = scores[: lengths[row]].float().softmax(-1)

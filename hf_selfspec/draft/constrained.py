@@ -26,7 +26,7 @@ class ConstrainedDrafter:
 
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self._drafter, self._constraint = drafter, constraint
-        self._own = Draft(torch.zeros(0, 0), [])
+        self._own = Draft(torch.zeros(0, 0, dtype=torch.long, device="cpu"), [])
         self._adds_forced = not getattr(drafter, "knows_grammars", False)
         self.needs_ended_rows: bool = getattr(drafter, "needs_ended_rows", False)
         self.look = getattr(drafter, "look", None)

@@ -165,7 +165,7 @@ class LookupDrafter:
         if not size:
             return Draft.none(text)
         listed = [[*tree.tokens, *[0] * (size - len(tree))] for tree in trees]
-        tokens = torch.tensor(listed)
+        tokens = torch.tensor(listed, device="cpu")
         if all(tree.parents == tuple(range(len(tree))) for tree in trees):
             return Draft(tokens, [len(tree) for tree in trees], listed=listed)
         parents = [[*tree.parents, *[-1] * (size - len(tree))] for tree in trees]

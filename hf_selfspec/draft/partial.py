@@ -232,7 +232,7 @@ class PartialDraft:
         forced = upload(tokens, text.ids.device)[:, None]
         if not self.scorer.do_sample:
             return forced, None
-        q = torch.zeros(len(tokens), self.constraint.vocabulary, device=forced.device)
+        q = torch.zeros(len(tokens), self.constraint.vocabulary, device=forced.device, dtype=torch.float32)
         return forced, q.scatter_(1, forced, 1.0)
 
     def _pick(self, scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:

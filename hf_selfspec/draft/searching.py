@@ -300,8 +300,8 @@ class SearchingDraft(PartialDraft):
     @torch.no_grad()
     def _traces(self, text: Text, plan: LayerPlan, window: int) -> list[Trace]:
         """What ``plan`` would have predicted after each of the last tokens (SWIFT §4.1)."""
-        ends = torch.tensor(text.lengths)[:, None]
-        columns = (ends - 1 - window + torch.arange(window + 1)).clamp(min=0).to(text.ids.device)
+        ends = torch.tensor(text.lengths, device="cpu")[:, None]
+        columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
         logits = self.target.step(tokens[:, :-1], text.last_slots(), plan, nodes=TreeLayout.replay(window)).logits
         assert logits is not None

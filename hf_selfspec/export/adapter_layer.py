@@ -155,9 +155,9 @@ def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch
     """
     twin = copy.deepcopy(module).float().cpu()
     weights = [parameter for _, parameter in twin.named_parameters()]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     wanted = norm.weight.detach().float().cpu()
-    states = _SMALL * torch.randn(4, len(wanted), generator=generator)
+    states = _SMALL * torch.randn(4, len(wanted), generator=generator, device="cpu", dtype=torch.float32)
     if len(weights) == 1 and weights[0].shape == wanted.shape:
         reference = copy.deepcopy(norm).float().cpu()
         with torch.no_grad():

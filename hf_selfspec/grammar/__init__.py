@@ -1,12 +1,11 @@
 """Grammars that can be rolled back: their masks apply to drafts, too, and tokens that they force are drafted free."""
 
-from .libraries import FormatEnforcer, LLGuidance, OutlinesCore, XGrammar
+from .libraries import LLGuidance, OutlinesCore, XGrammar
 from .protocol import Grammar, register_grammar
 from .rows import Constraint, GrammarMask
 
 __all__ = [
     "Constraint",
-    "FormatEnforcer",
     "Grammar",
     "GrammarMask",
     "LLGuidance",

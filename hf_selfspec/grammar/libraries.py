@@ -6,7 +6,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,11 +14,6 @@ from ..errors import UnsupportedOptionError
 
 # The most allowed tokens of an outlines-core state whose next states are looked up, which takes 0.3 µs each.
 _MOST_LEADS = 1024
-# The most rolled-back texts whose states a row of lm-format-enforcer keeps, in case they occur again.
-_KEPT_BACK = 64
-
-# For each enforcer, the number of rows that contain each text that was new to it.
-_rows_behind: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def _refusal(library: str, token: int) -> UnsupportedOptionError:
@@ -36,14 +30,7 @@ def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tenso
     found = torch.from_numpy(bits.view(np.bool_))
     if len(found) == vocabulary:
         return found
-    return torch.cat([found, torch.full((vocabulary - len(found),), beyond)])
-
-
-def _longest(tokens: Sequence[int], texts: Sequence[Any]) -> int | None:
-    """The token with the longest text, ``None`` unless the texts of all the others are prefixes of it."""
-    longest = max(tokens, key=lambda token: len(texts[token]))
-    text = texts[longest]
-    return longest if all(text.startswith(texts[token]) for token in tokens) else None
+    return torch.cat([found, torch.full((vocabulary - len(found),), beyond, device="cpu")])
 
 
 class _Matching:
@@ -170,7 +157,7 @@ class OutlinesCore(_Matching):
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """The mask as the processor of outlines-core applies it."""
-        words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32)
+        words = torch.zeros((vocabulary + 31) // 32, dtype=torch.int32, device="cpu")
         self.guide.write_mask_into(words.data_ptr(), words.numel(), words.element_size())
         return _unpacked(words, vocabulary, beyond=False)
 
@@ -208,59 +195,6 @@ class OutlinesCore(_Matching):
             self.guides[self.row] = copy.copy(self.begun)
         for token in self.taken[:-count]:
             self.guide.advance(token, return_tokens=False)
-
-
-class FormatEnforcer:
-    """A row of a ``TokenEnforcer`` of lm-format-enforcer, which keeps a state for each text that it has seen."""
-
-    def __init__(self, enforcer: Any, ids: list[int]) -> None:
-        self.enforcer, self.ids = enforcer, ids
-        self.allowed = enforcer.get_allowed_tokens(ids)
-        # For each consumed token, what was allowed before it, and whether its text was new.
-        self.before: list[tuple[Any, bool]] = []
-        self.taken_back: dict[tuple[int, ...], Any] = {}
-        self.rows_behind = _rows_behind.setdefault(enforcer, Counter())
-
-    def mask(self, vocabulary: int) -> torch.Tensor:
-        """The mask as ``prefix_allowed_tokens_fn`` applies it."""
-        found = torch.zeros(vocabulary, dtype=torch.bool)
-        found[self.allowed.allowed_tokens] = True
-        return found
-
-    def expected(self) -> int | None:
-        """The longest allowed token, if all allowed tokens are beginnings of the same text."""
-        texts, tokens = self.enforcer.tokenizer_tree.tokens_to_strs, self.allowed.allowed_tokens
-        return _longest(tokens, texts) if all(token in texts for token in tokens) else None
-
-    def advance(self, token: int) -> None:
-        """Advances by the next token."""
-        self.ids.append(token)
-        text, states = tuple(self.ids), self.enforcer.prefix_states
-        is_new = text not in states or text in self.rows_behind
-        if is_new:
-            self.rows_behind[text] += 1
-        self.before.append((self.allowed, is_new))
-        if text in self.taken_back:
-            states.setdefault(text, self.taken_back.pop(text))
-        self.allowed = self.enforcer.get_allowed_tokens(self.ids)
-
-    def rollback(self, count: int) -> None:
-        """Rolls back the last ``count`` tokens; the enforcer keeps no texts that were only drafted."""
-        for _ in range(count):
-            self.allowed, was_new = self.before.pop()
-            if was_new:
-                self._leave(tuple(self.ids))
-            self.ids.pop()
-
-    def _leave(self, text: tuple[int, ...]) -> None:
-        """Takes a text from the enforcer if no other row contains it: rows with the same text share its state."""
-        self.rows_behind[text] -= 1
-        if self.rows_behind[text]:
-            return
-        del self.rows_behind[text]
-        if len(self.taken_back) >= _KEPT_BACK:
-            self.taken_back.clear()
-        self.taken_back[text] = self.enforcer.prefix_states.pop(text)
 
 
 def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> Sequence[XGrammar]:
@@ -301,14 +235,9 @@ def _outlines_core(processor: Any, input_ids: torch.Tensor) -> Sequence[Outlines
     return [OutlinesCore(guides, row, index) for row in range(len(input_ids))]
 
 
-def _lm_format_enforcer(function: Any, input_ids: torch.Tensor) -> Sequence[FormatEnforcer]:
-    return [FormatEnforcer(function.token_enforcer, ids) for ids in input_ids.tolist()]
-
-
 LIBRARIES: dict[str, Callable[[Any, torch.Tensor], Sequence[Any]]] = {
     "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": _xgrammar_of_outlines,
     "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _llguidance_of_outlines,
     "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": _outlines_core,
-    "lmformatenforcer.integrations.transformers.TransformersPrefixAllowedTokensFn": _lm_format_enforcer,
 }

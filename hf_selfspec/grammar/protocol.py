@@ -46,8 +46,7 @@ def register_grammar(kind: type, adapter: Adapter) -> None:
     for each row an object with ``mask(vocabulary)``, ``advance(token)`` and ``rollback(count)``, see :class:`Grammar`.
     These work on the state of the processor itself: at the end of the generation they have consumed all new tokens
     of their rows but the last one of the batch, and no padding, so that the processor is as plain ``generate`` leaves
-    it, except for padding. Processors of xgrammar, outlines (with outlines-core, llguidance or xgrammar) and
-    lm-format-enforcer are known.
+    it, except for padding. Processors of xgrammar and outlines (with outlines-core, llguidance or xgrammar) are known.
 
     Args:
         kind: the class itself; subclasses are registered on their own. Also the class of a function that is passed as

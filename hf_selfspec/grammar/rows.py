@@ -137,7 +137,8 @@ class GrammarMask:
 
         Since it does nothing but forbid tokens, it does not need to wait for logits.
         """
-        self._processor(input_ids, torch.zeros(len(input_ids), vocabulary, device=input_ids.device))
+        scores = torch.zeros(len(input_ids), vocabulary, device=input_ids.device, dtype=torch.float32)
+        self._processor(input_ids, scores)
         self._rows = [_Row(grammar, vocabulary, self.name) for grammar in self._adapt(input_ids)]
         self._start = input_ids.shape[1]
 

@@ -20,6 +20,7 @@ from .compiled import is_compiled
 from .eager import EagerForwards, Forward
 from .experts import experts_by_size
 from .graphs import Graphs, graphs_of, size_for
+from .hooks import has_hooks
 from .layout import TreeLayout
 from .masks import Geometry, at_positions
 from .parallel import is_tensor_parallel
@@ -198,9 +199,7 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
         return "it is spread over several devices"
     if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, _ADAPTED) for m in model.modules()):
         return "its adapters can be switched from call to call; merge them first"
-    if torch.nn.modules.module._has_any_global_hook():
-        return "global module hooks are registered, which graphs would not run"
-    if any(map(_has_hooks, model.modules())):
+    if has_hooks(model, but_of=("transformers",)):
         return "its modules have hooks, which graphs would not run; remove them first"
     return ""
 
@@ -208,16 +207,6 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
 def _needs_addresses(device: torch.device) -> bool:
     """Whether graphs write where they were recorded, as CUDA graphs do."""
     return device.type != "cpu"
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether other code's hooks see or change what goes through a module (transformers' own are not active here)."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return hasattr(module, "_hf_hook") or any(not _is_of_transformers(hook) for hook in hooks)
-
-
-def _is_of_transformers(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _modes(device: torch.device) -> Hashable:

@@ -171,12 +171,22 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-# The attention implementations that are served, as far as this version of transformers has them.
-SERVED_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-
 _lock = threading.Lock()
 _users = 0
-_registered: list[tuple[Any, dict[str, Any]]] = []
+# Each interface, with what it had of its own by the names that were replaced; ``None`` where it had nothing.
+_replaced: tuple[tuple[Any, dict[str, Any]], ...] = ((ALL_MASK_ATTENTION_FUNCTIONS, {}), (ALL_ATTENTION_FUNCTIONS, {}))
+
+
+def served_attention() -> list[str]:
+    """Returns the names of the attention implementations that are served, all flash kernels among them.
+
+    Those of the kernels hub are registered by the names of their repositories once a model uses them.
+    """
+    names = list(ALL_MASK_ATTENTION_FUNCTIONS)
+    # "paged|..." needs a paged cache.
+    return [
+        name for name in names if name in ("eager", "sdpa", "flex_attention") or ("flash" in name and "|" not in name)
+    ]
 
 
 @contextmanager
@@ -188,15 +198,7 @@ def speculative_attention() -> Iterator[None]:
     """
     global _users
     with _lock:
-        if _users == 0:
-            for interface in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS):
-                _registered.append((interface, dict(interface._local_mapping)))
-            for name in SERVED_ATTENTION:
-                if name in ALL_MASK_ATTENTION_FUNCTIONS:
-                    build = ALL_MASK_ATTENTION_FUNCTIONS[name]
-                    ALL_MASK_ATTENTION_FUNCTIONS[name] = _speculative_mask(build, additive=name == "eager")
-                if name in ALL_ATTENTION_FUNCTIONS:
-                    ALL_ATTENTION_FUNCTIONS[name] = _speculative_attention(ALL_ATTENTION_FUNCTIONS[name])
+        _replace()
         _users += 1
     try:
         yield
@@ -204,10 +206,27 @@ def speculative_attention() -> Iterator[None]:
         with _lock:
             _users -= 1
             if _users == 0:
-                for interface, mapping in _registered:
-                    for name in SERVED_ATTENTION:
-                        if name in mapping:
-                            interface[name] = mapping[name]
-                        elif name in interface._local_mapping:
-                            del interface[name]
-                _registered.clear()
+                _restore()
+
+
+def _replace() -> None:
+    """Replaces what was not yet: a kernel may have been registered since another thread's generation began."""
+    for interface, before in _replaced:
+        for name in served_attention():
+            if name in before or name not in interface:
+                continue
+            before[name], original = interface._local_mapping.get(name), interface[name]
+            if interface is ALL_ATTENTION_FUNCTIONS:
+                interface[name] = _speculative_attention(original)
+            else:
+                interface[name] = _speculative_mask(original, additive=name == "eager")
+
+
+def _restore() -> None:
+    for interface, before in _replaced:
+        for name, own in before.items():
+            if own is not None:
+                interface[name] = own
+            else:
+                interface._local_mapping.pop(name, None)
+        before.clear()

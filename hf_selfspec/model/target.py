@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -25,6 +26,7 @@ from .fixed import FixedShapes
 from .following import Following
 from .given_cache import cache_name
 from .head_rows import HeadRows
+from .hooks import ROW_BLIND, has_hooks
 from .kernels import served_kernels
 from .layout import TreeLayout
 from .masks import speculative_attention
@@ -120,10 +122,13 @@ class Target:
         """Time that this generation has waited for graphs to be compiled."""
         return 0.0 if self.fixed is None else self.fixed.waited_seconds
 
-    @property
-    def can_leave(self) -> bool:
-        """Whether rows can leave the forwards, since nothing outside of this class depends on them."""
-        return self.fixed is None and self.takes_any_rows
+    @cached_property
+    def _can_leave(self) -> bool:
+        """Whether rows can leave the forwards: no graph, input or hook that could have a value for each row needs them.
+
+        An example of such a hook: PEFT's for ``adapter_names``.
+        """
+        return self.fixed is None and self.takes_any_rows and not has_hooks(self.model, but_of=ROW_BLIND)
 
     @property
     def takes_any_rows(self) -> bool:
@@ -146,11 +151,11 @@ class Target:
         self.prefill_observer = observer
 
     def leave(self, ended: Callable[[int], bool]) -> None:
-        """Removes rows that have ended from all further forwards, and their keys and values from the cache."""
+        """Removes rows that have ended from further forwards and from the cache, where they can leave."""
         total = len(self.last_slots)
         before = list(range(total)) if self.active_rows is None else self.active_rows.kept
         kept = [row for row in before if not ended(row)]
-        if kept and len(kept) < len(before):
+        if kept and len(kept) < len(before) and self._can_leave:
             self.cache.keep_rows([before.index(row) for row in kept])
             self.active_rows = ActiveRows(kept, total)
 

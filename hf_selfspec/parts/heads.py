@@ -292,7 +292,8 @@ def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metri
 
 def _acceptance(texts: Sequence[HeadPredictions], metric: str, limits: Sequence[float | None]) -> float | None:
     """Acceptance rate, had the texts been drafted with these thresholds; ``None`` where nothing would be."""
-    bounds = torch.tensor([math.inf if limit is None else limit for limit in limits])[:, None]
+    known = [math.inf if limit is None else limit for limit in limits]
+    bounds = torch.tensor(known, device="cpu", dtype=torch.float32)[:, None]
     drafted = accepted = 0
     for text in texts:
         sure = text.sure[metric] >= bounds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,10 +51,10 @@ class DraftLora(Part):
         self.shapes = tuple(_shape(found, exit_layer) for found in shapes)
         if not self.shapes:
             raise SettingError("DraftLora(shapes) names no linear layer: give at least one.")
-        self.down = nn.ParameterList([torch.empty(rank, width) for _, width, _ in self.shapes])
-        self.up = nn.ParameterList([torch.zeros(out, rank) for _, _, out in self.shapes])  # it starts as the plain exit
-        for down in self.down:
-            nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+        self.down = nn.ParameterList([nn.Linear(width, rank, bias=False).weight for _, width, _ in self.shapes])
+        self.up = nn.ParameterList([nn.Linear(rank, out, bias=False).weight for _, _, out in self.shapes])
+        for up in self.up:
+            nn.init.zeros_(up)  # it starts as the plain exit
 
     def __repr__(self) -> str:
         layers = f"{len(self.shapes)} linear layers"

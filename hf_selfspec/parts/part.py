@@ -150,9 +150,9 @@ class Part(nn.Module, PyTorchModelHubMixin):
         try:
             tensors = load_file(weights_file)
             with torch.device("meta"):
-                _check_shapes(cls(**config), tensors)
-            part = cls(**config)
-            part.load_state_dict(tensors)
+                part = cls(**config)
+            _check_shapes(part, tensors)
+            part.float().to_empty(device="cpu").load_state_dict(tensors)
         except SelfSpecError as error:
             raise SettingError(f"{config_file}: {error}") from error
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:

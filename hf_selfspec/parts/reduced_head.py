@@ -40,7 +40,7 @@ class ReducedHead(Part):
         check_count("ReducedHead(size)", size, most=vocabulary)
         self.vocabulary = vocabulary
         self.about = about
-        self.tokens = nn.Parameter(torch.arange(size), requires_grad=False)
+        self.tokens = nn.Parameter(torch.arange(size, device="cpu"), requires_grad=False)
 
     @classmethod
     def of(cls, tokens: Iterable[int], vocabulary: int) -> ReducedHead:
@@ -53,7 +53,7 @@ class ReducedHead(Part):
         Raises:
             SettingError, SettingTypeError: they are not distinct ids of the vocabulary.
         """
-        chosen = torch.as_tensor(sorted(tokens))
+        chosen = torch.as_tensor(sorted(tokens), device="cpu")
         head = cls(len(chosen), vocabulary)
         head.load_state_dict({"tokens": chosen})
         return head

@@ -77,6 +77,7 @@ class _Calibrating:
         known = list(self._memory.value)
         if len(known) < _LEAST:
             return float("inf")
-        entropies, right = (torch.tensor(column, dtype=torch.float64) for column in zip(*known, strict=True))
+        columns = zip(*known, strict=True)
+        entropies, right = (torch.tensor(column, dtype=torch.float64, device="cpu") for column in columns)
         found = threshold(-entropies, right, self._epsilon)
         return -1.0 if found is None else -found

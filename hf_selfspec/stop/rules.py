@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from ..errors import SettingTypeError
@@ -229,7 +230,11 @@ class Comparing:
         if known is None or known[0] is not self.thresholds or known[1].device != device:
             first, are_equal = self.thresholds[0], len(set(self.thresholds)) == 1
             rows = len(self.thresholds)
-            bounds = torch.full((rows,), first, device=device) if are_equal else upload(self.thresholds, device)
+            bounds = (
+                torch.full((rows,), first, device=device, dtype=torch.float32)
+                if are_equal
+                else upload(np.array(self.thresholds, np.float32), device)
+            )
             known = self._bounds = self.thresholds, bounds
         return known[1]
 

@@ -88,7 +88,7 @@ def fit_adapter(
     with seeded(args):
         vocabulary = config.vocab_size if own_head else None
         settings = (usual_theta(config), usual_eps(config))
-        adapter = Adapter(chosen, width, heads, tuple(blocks), vocabulary, *settings).to(backbone.device)
+        adapter = Adapter(chosen, width, heads, tuple(blocks), vocabulary, *settings).to(backbone.device, torch.float32)
     if adapter.head is not None:
         copy_head(adapter.head, backbone)
 

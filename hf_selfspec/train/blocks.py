@@ -52,7 +52,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
                 "a smaller block_size."
             )
         count = len(tokens) // length
-        self.rows = torch.tensor(tokens[: count * length]).view(count, length)
+        self.rows = torch.tensor(tokens[: count * length], device="cpu").view(count, length)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -173,7 +173,8 @@ def train(
         SettingError: the checkpoints are of another fit.
     """
     device = fitting.backbone.device
-    with tempfile.TemporaryDirectory() as folder:
+    # With another default device the Trainer would shuffle on that one.
+    with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
         if args is None and output_dir is None:
             args = training_arguments(folder, device)
         elif args is None:
@@ -291,8 +292,8 @@ def check_length(name: str, block_size: object, positions: int | None) -> None:
 
 @contextmanager
 def seeded(args: TrainingArguments | None) -> Iterator[None]:
-    """Applies the Trainer's seed to random numbers that are drawn before it runs."""
-    with torch.random.fork_rng(devices=[]):
+    """Applies the Trainer's seed to random numbers that are drawn before it runs, on the CPU unless told otherwise."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(42 if args is None else args.seed)
         yield
 

@@ -107,7 +107,7 @@ def fit_exit_heads(
     chosen = chosen_layers(name, config.num_hidden_layers, num_heads, layers)
     backbone = Backbone(inner, chosen, cache_dir, cache_bytes)
     with seeded(args):
-        heads = ExitHeads(chosen, backbone.width, config.vocab_size, rank).to(backbone.device)
+        heads = ExitHeads(chosen, backbone.width, config.vocab_size, rank).to(backbone.device, torch.float32)
 
     def divergence(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return F.kl_div(drafted.log_softmax(-1), whole.log_softmax(-1), log_target=True, reduction="none").sum(-1)
@@ -115,7 +115,7 @@ def fit_exit_heads(
     def loss(observed: Observed) -> torch.Tensor:
         losses = []
         for head, layer in enumerate(chosen):
-            found = torch.zeros((), device=observed.final.device)
+            found = torch.zeros((), device=observed.final.device, dtype=torch.float32)
             if labels < 1:
                 found = (1 - labels) * _of_head(divergence, backbone, heads, head, observed).mean()
             if labels:

@@ -96,7 +96,7 @@ def fit_draft_lora(
             "library with layers of its own?). Fit to the model as it was before, or fit an adapter: fit_adapter."
         )
     with seeded(args):
-        lora = DraftLora(chosen, rank, shapes).to(backbone.device)
+        lora = DraftLora(chosen, rank, shapes).to(backbone.device, torch.float32)
     vocabulary = inner.config.get_text_config(decoder=True).vocab_size
     drafting = _Drafting(backbone, lora)
 
@@ -155,7 +155,7 @@ def _check(anatomy: Anatomy) -> None:
 
 def _offset() -> int:
     """Where the windows of a call begin."""
-    return int(torch.randint(_WINDOW, ()))
+    return int(torch.randint(_WINDOW, (), device="cpu"))
 
 
 class _Drafting:

@@ -23,7 +23,7 @@ from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit, check_positive, check_share
 from .backbone import Backbone, Observed
 from .checkpoints import ended
-from .fitting import Fitting, agreement, fit, per_token, prepared
+from .fitting import Fitting, agreement, fit, per_token, prepared, seeded
 from .speed import HeldOutSpeed, early_stop, with_speeds
 
 
@@ -73,7 +73,8 @@ def fit_probe(
     config = inner.config.get_text_config(decoder=True)
     check_exit(name, "exit_layer", exit_layer, config.num_hidden_layers)
     backbone = Backbone(inner, (exit_layer,), cache_dir, cache_bytes)
-    probe = LinearProbe(exit_layer, backbone.width, do_sample).to(backbone.device)
+    with seeded(args):
+        probe = LinearProbe(exit_layer, backbone.width, do_sample).to(backbone.device, torch.float32)
     warpers = _warpers(temperature, top_k, top_p)
 
     def accepted(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def verify_in_step(
     verdicts = [Verdict([], [], False, []) for _ in rows]
     nodes = [0 for _ in rows]
     for ahead in count():
-        at_nodes = logits[torch.arange(len(nodes)), nodes]
+        at_nodes = logits[torch.arange(len(nodes), device=logits.device), nodes]
         scores = scorer.in_step(text.with_draft(ahead).clone(), at_nodes)
         if steps is not None:
             steps.append(scores)

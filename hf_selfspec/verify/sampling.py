@@ -38,7 +38,7 @@ def choose_sampled(
         at_token = float(q[token])
         if at_token <= 0.0:
             break
-        if float(torch.rand((), device=p.device)) < float(p[token]) / at_token:
+        if float(torch.rand((), device=p.device, dtype=p.dtype)) < float(p[token]) / at_token:
             return token, index
         residual = (p - q).clamp_(min=0.0)
         q = q.clone()

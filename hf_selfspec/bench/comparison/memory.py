@@ -59,7 +59,7 @@ def _main() -> None:
     torch.set_num_threads(job["threads"])
     model = NamedModel.find(job["model"]).model(job["dtype"])
     way = ways_of(methods_of([job["way"]]))[-1]
-    batch = Batch("", torch.tensor(job["ids"]), torch.tensor(job["mask"]))
+    batch = Batch("", *(torch.tensor(job[name], device="cpu") for name in ("ids", "mask")))
     options = job["options"]
     caller = Caller(model, 0, batch.ids.shape[1] + options["max_new_tokens"])
     with changed(*job["changed"]):

@@ -195,8 +195,8 @@ class _Turns:
         longest = max(len(row) for text in texts for row in text)
 
         def padded(text: list[list[int]]) -> torch.Tensor:
-            rows = torch.tensor([[*row, *[self.stream.pad] * (longest - len(row))] for row in text])
-            return torch.cat([batch.ids, rows.to(batch.ids.device)], dim=1)
+            rows = [[*row, *[self.stream.pad] * (longest - len(row))] for row in text]
+            return torch.cat([batch.ids, torch.tensor(rows, device=batch.ids.device)], dim=1)
 
         return [padded(text) for text in texts]
 

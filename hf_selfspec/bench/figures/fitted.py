@@ -129,7 +129,8 @@ def _probed(trace: Trace, model: PreTrainedModel, ids: torch.Tensor, probe: Line
 
 
 def _seconds_of(warpers: LogitsProcessorList, vocabulary: int) -> float:
-    logits, ids, found = 3 * torch.randn(1, vocabulary), torch.zeros(1, 0, dtype=torch.long), []
+    logits, found = 3 * torch.randn(1, vocabulary, device="cpu", dtype=torch.float32), []
+    ids = torch.zeros(1, 0, dtype=torch.long, device="cpu")
     for _ in range(100):
         begun = perf_counter()
         warpers(ids, logits)

@@ -43,13 +43,13 @@ def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: 
         SettingError: there are too few such texts.
     """
     found = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-    long_enough = list(islice((torch.tensor([ids[:PROMPT]]) for ids in found if len(ids) >= PROMPT), count))
+    long_enough = list(islice((ids[:PROMPT] for ids in found if len(ids) >= PROMPT), count))
     if len(long_enough) < count:
         raise SettingError(
             f"{count} prompts of {PROMPT} tokens are needed, but the texts have {len(long_enough)}. Give fewer "
             "--prompts, or another file."
         )
-    return long_enough
+    return [torch.tensor([ids], device="cpu") for ids in long_enough]
 
 
 def standard_library() -> Corpus:

@@ -98,7 +98,8 @@ def _without_need(work: Callable[[], Result], _: Result) -> Result:
 
 def _batch(shape: DeviceLlama, rows: int) -> dict[str, torch.Tensor]:
     """Prompts of different lengths, padded on the left."""
-    ids = torch.randint(2, shape.vocabulary, (rows, _PROMPT), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator("cpu").manual_seed(1)
+    ids = torch.randint(2, shape.vocabulary, (rows, _PROMPT), generator=generator, device="cpu")
     mask = torch.ones_like(ids)
     for row in range(1, rows):
         mask[row, : 3 * row] = 0

@@ -53,7 +53,7 @@ def _serve(arguments: Sequence[str]) -> int:
 
 def _check_device(options: Options) -> None:
     try:
-        torch.zeros(1, device=options.place)
+        torch.tensor(1, device=options.place)
     except (RuntimeError, AssertionError) as error:
         raise SettingError(
             f"--device {options.device}: torch cannot use it here ({brief(error)}). Use --device cpu --shapes tiny "
@@ -155,7 +155,7 @@ def _free() -> None:
 def _is_usable(device: torch.device) -> bool:
     """Whether the device still works: after some errors of CUDA nothing does in the same process."""
     try:
-        return bool(torch.ones(1, device=device).item() == 1)
+        return bool(torch.tensor(1, device=device).item() == 1)
     except RuntimeError:
         return False
 

@@ -26,7 +26,7 @@ class SelectiveScan:
     token_dim = 2
 
     def __init__(self) -> None:
-        self._a = torch.empty(0)
+        self._a = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def prefill(
         self,
