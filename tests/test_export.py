@@ -341,6 +341,7 @@ def test_what_another_process_has_found_is_exported(llama: LlamaForCausalLM, tmp
     found = spec._knowledge.latest(llama)
     found.choice = SkipChoice(LayerPlan(6, frozenset({2, 3}), frozenset({3})), True, None, 1.5, 0.9, 0.9)
     found.changed()
+    spec._knowledge.write()
     SelfSpec(spec.draft, cache_dir=tmp_path / "cache").export_draft(tmp_path / "draft", llama)
     assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
 

@@ -298,28 +298,27 @@ def test_stop_strings_in_a_config(
     assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("batch", PROMPTS)
-def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM, batch: str) -> None:
+class Types(Recorder):
+    """Keeps the types of what a streamer receives."""
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(value.dtype)
+
+
+def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM, inputs: Inputs) -> None:
     """64 bits, also after a prompt of 32."""
-    inputs = PROMPTS[batch] | {"input_ids": PROMPTS[batch]["input_ids"].int()}
+    inputs = inputs | {"input_ids": inputs["input_ids"].int()}
+    streamers = Types(), Types()
     for returned in (False, True):
-        streamed: list[Any] = []
-        outputs: list[torch.Tensor] = []
-        for assistant in (False, EXIT):
-            streamer = Recorder() if batch == "one row" else None
-            output = llama.generate(
-                **inputs,
-                max_new_tokens=6,
-                return_dict_in_generate=returned,
-                streamer=streamer,
-                assistant=assistant,
-            )
-            outputs.append(output.sequences if returned else output)
-            streamed.append(streamer and [(name, str(getattr(value, "dtype", ""))) for name, value in streamer.calls])
-        plain, ours = outputs
+        found = []
+        for assistant, streamer in zip((False, EXIT), streamers, strict=True):
+            options = {"return_dict_in_generate": returned, "streamer": streamer, "assistant": assistant}
+            output = llama.generate(**inputs, max_new_tokens=6, **options)
+            found.append(output.sequences if returned else output)
+        plain, ours = found
         assert plain.dtype == ours.dtype == torch.int64
         assert torch.equal(plain, ours)
-        assert streamed[0] == streamed[1]
+    assert streamers[0].calls == streamers[1].calls
 
 
 # Streamers -----------------------------------------------------------------------------------------------------------
