@@ -12,6 +12,7 @@ from .control.shared import LookupFindings
 from .draft.lookup import likeliest, tops_of
 from .errors import SettingTypeError, UnsupportedModelError
 from .lookup import LookupRow
+from .model.checkpointing import evaluating
 
 # Tokens of a text whose logits are in memory at a time.
 _CHUNK = 256
@@ -52,9 +53,7 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
     Raises:
         UnsupportedModelError: the model keeps no key-value cache between chunks of a text.
     """
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluating(model):
         for ids in rows:
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             tops = []
@@ -72,6 +71,3 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                 row.read(ids, tops)
             findings.end([row])
         findings.write()
-    finally:
-        for module in was_training:
-            module.training = True

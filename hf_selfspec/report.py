@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .errors import SettingError, SettingTypeError, UnsupportedModelError
 from .model.anatomy import causal_lm
+from .model.checkpointing import evaluating
 from .model.exits import LOGIT_ELEMENTS, Exits
 from .pictures import new_figure, save
 from .settings import check_count
@@ -183,16 +184,13 @@ def _predict(
 @contextmanager
 def _measuring(model: PreTrainedModel, exits: Exits) -> Iterator[None]:
     """Puts the model in evaluation mode with all exits on, and restores it afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        exits.attach()
-        model.eval()
-        exits.chosen = tuple(range(1, exits.anatomy.num_layers + 1))
-        yield
-    finally:
-        exits.detach()
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(model):
+        try:
+            exits.attach()
+            exits.chosen = tuple(range(1, exits.anatomy.num_layers + 1))
+            yield
+        finally:
+            exits.detach()
 
 
 def _causal_lm(model: Any) -> PreTrainedModel:

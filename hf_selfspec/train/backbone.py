@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 from ..files import path_of, reported, written_whole
+from ..model.checkpointing import evaluating
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
@@ -143,20 +144,17 @@ class Backbone:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Sets eval mode, stops gradients and hooks the exits; restores everything afterwards."""
-        training = [module for module in self.model.modules() if module.training]
         learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        try:
-            self.model.eval()
-            for parameter in learning:
-                parameter.requires_grad_(False)
-            self.exits.attach()
-            yield
-        finally:
-            self.exits.detach()
-            for parameter in learning:
-                parameter.requires_grad_(True)
-            for module in training:
-                module.training = True
+        with evaluating(self.model):
+            try:
+                for parameter in learning:
+                    parameter.requires_grad_(False)
+                self.exits.attach()
+                yield
+            finally:
+                self.exits.detach()
+                for parameter in learning:
+                    parameter.requires_grad_(True)
 
     @torch.no_grad()
     def observe(self, ids: torch.Tensor) -> Observed:
