@@ -329,6 +329,10 @@ def _leave(*_: Any) -> None:
     counts.depth -= 1
 
 
+# Beside hooks of torch rows that have ended leave the batch, which is to be counted, too.
+_enter.__module__ = _leave.__module__ = "torch"
+
+
 def leave_out(layers: Any) -> None:
     """Does not count what layers launch."""
     for layer in layers:
