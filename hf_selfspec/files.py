@@ -54,8 +54,10 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
     inside.mkdir(parents=True)
     try:
         yield inside
+        for file in inside.rglob("*"):
+            if file.is_file():
+                _sync(file)
         for file in sorted(inside.iterdir()):
-            _sync(file)
             os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(inside, ignore_errors=True)

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -327,15 +327,16 @@ def _restored(saved: saving.Saved, key: Key, make: Callable[[Any], _F], found: _
 
 @contextmanager
 def _beginning_anew(path: Path) -> Iterator[None]:
-    """Moves a file of ``cache_dir`` that cannot be used aside, and warns."""
+    """Warns of a file of ``cache_dir`` that cannot be used, and moves it aside unless it could only not be read now."""
     try:
         yield
     except (SettingError, OSError) as error:
-        kept = _aside(path)
-        try:
-            os.replace(path, kept)
-        except OSError:  # in a folder that cannot be written
-            kept = path
+        kept, cause = path, error.__cause__
+        if not any(isinstance(one, OSError) for one in (error, cause, getattr(cause, "__cause__", None))):
+            # In a folder that cannot be written it stays.
+            with suppress(OSError):
+                os.replace(path, _aside(path))
+                kept = _aside(path)
         warn_once(f"findings begin anew, since their file, which is kept as {kept}, cannot be used: {error}")
 
 

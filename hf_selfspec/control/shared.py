@@ -75,7 +75,8 @@ class LookupFindings:
                     oldest = next(iter(self._clocks))
                     self._restored[oldest] = self._clocks.pop(oldest).state()
                 self._clocks[name] = clock
-            return self._clocks[name]
+            found = self._clocks[name] = self._clocks.pop(name)  # the last one in use
+            return found
 
     def _nearest(self, device: str, rows: int, reach: int) -> RoundClock | None:
         """The clock of the same device with the most similar number of rows, then context."""

@@ -33,7 +33,7 @@ def without_cudnn_attention() -> Iterator[None]:
     with _CuDNN.lock:
         if _CuDNN.users == 0:
             _CuDNN.was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-            torch.backends.cuda.enable_cudnn_sdp(False)
+            torch.backends.cuda.enable_cudnn_sdp(_CuDNN.was_enabled and not _others_enabled())
         _CuDNN.users += 1
     try:
         yield
@@ -42,6 +42,12 @@ def without_cudnn_attention() -> Iterator[None]:
             _CuDNN.users -= 1
             if _CuDNN.users == 0:
                 torch.backends.cuda.enable_cudnn_sdp(_CuDNN.was_enabled)
+
+
+def _others_enabled() -> bool:
+    """Whether attention has another kernel than cuDNN's: a caller may have chosen that one alone."""
+    of = torch.backends.cuda
+    return of.flash_sdp_enabled() or of.mem_efficient_sdp_enabled() or of.math_sdp_enabled()
 
 
 def grouped_attention(

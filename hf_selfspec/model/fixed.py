@@ -89,10 +89,10 @@ class FixedShapes:
         target = self.target
         device, (b, s) = tokens.device, tokens.shape[:2]
         changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows, run.plan.additions)
-        has_hooks = any(change is not None for change in changes)
+        is_changed = any(change is not None for change in changes)
         is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
-        if size is None or tokens.dim() != 2 or has_hooks or is_part or self.graphs.refused or not self._is_served:
+        if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:
             return eager.call(forward)
         target.cache.seek(forward.starts, size)
         buffers = target.cache.buffers()

@@ -158,6 +158,7 @@ class Graphs:
     def refuse(self, error: Exception) -> None:
         """Makes and uses no more graphs after an error of torch's compiler."""
         self.refused = _first_line(error)
+        self._graphs.clear()
         warn_once(
             f"{self.whose} runs without compiled graphs, since torch could not make or run one of its forward: "
             f"{self.refused} The output is the same."

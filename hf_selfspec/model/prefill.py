@@ -67,7 +67,7 @@ class TextPrefill:
 def _piece(target: Target, prompt: Prompt, start: int) -> int:
     """The number of tokens that may go through together from ``start`` on, for the mask of texts that continue."""
     width = prompt.tokens.shape[1]
-    if target.needs_no_mask([cursor + start for cursor in prompt.cursors]):
+    if target.needs_no_mask([cursor + start for cursor in prompt.cursors], prompt.lengths):
         return width
     return max(_LEAST, _MASK // (len(prompt.cursors) * (max(prompt.cursors) + width)))
 

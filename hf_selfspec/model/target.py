@@ -178,12 +178,13 @@ class Target:
         rows = dict(zip(self.active_rows.kept, known, strict=True))
         return [rows.get(row, 0) for row in range(self.active_rows.total)]
 
-    def needs_no_mask(self, cursors: Sequence[int]) -> bool:
-        """Whether a prompt from these slots on takes the masks of ``generate`` without padding, often none at all.
+    def needs_no_mask(self, cursors: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether prompts from these slots on take the masks of ``generate`` without padding, often none at all.
 
         Rows start on the left, so that the causal rule alone hides what stands after them.
         """
-        return max(cursors) == 0 and self.holes is None
+        is_causal = all(getattr(attention, "is_causal", True) for attention in self.anatomy.attention)
+        return max(cursors) == 0 and self.holes is None and (is_causal or min(lengths) == max(lengths))
 
     def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
@@ -199,7 +200,7 @@ class Target:
         width, counts = tokens.shape[1], lengths
         lengths = [max(length, 1) for length in lengths]
         ends = None if min(lengths) == width else [length - 1 for length in lengths]
-        simple = self.needs_no_mask(cursors)
+        simple = self.needs_no_mask(cursors, counts)
         observer = self.prefill_observer
         run = ForwardPass(self.full_plan, capture=-1 if observer is None else observer.layer, ends=ends)
         logits, run = self._call(

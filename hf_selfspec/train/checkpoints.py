@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..errors import SettingError
-from ..files import reported, written_whole
+from ..files import path_of, reported, written_whole
 from ..parts.part import Part
 
 # Arguments of the Trainer: how often a checkpoint is saved; only the last one is kept.
@@ -35,7 +35,7 @@ _DECIDING = (
 
 def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
     """The folder for the checkpoints of a fit, until its result is written to ``output_dir``."""
-    return f"{os.path.normpath(os.fspath(output_dir))}-checkpoints"
+    return f"{os.path.normpath(path_of(output_dir))}-checkpoints"
 
 
 def ended(part: _P, args: TrainingArguments | None, output_dir: str | os.PathLike[str] | None) -> _P:
@@ -44,7 +44,7 @@ def ended(part: _P, args: TrainingArguments | None, output_dir: str | os.PathLik
     The main process removes the checkpoints, but those that the user has asked for.
     """
     if PartialState().is_main_process:
-        if args is not None and args.output_dir is not None:
+        if args is not None and args.output_dir is not None and args.save_strategy != "no":
             for name in (_RECORD, FASTEST):
                 Path(args.output_dir, name).unlink(missing_ok=True)
         if output_dir is not None:
@@ -72,20 +72,24 @@ def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> s
     with reported(folder), PartialState().main_process_first():
         if not record.exists():
             with written_whole(record) as beside:
-                beside.write_text(json.dumps(wanted), encoding="utf-8")
+                beside.write_text(json.dumps(wanted | {"earlier": _states(folder)}), encoding="utf-8")
             return None
     found = json.loads(record.read_text(encoding="utf-8"))
+    earlier = found.pop("earlier", {})
     other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if other:
         raise SettingError(
             f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to "
             "resume it, remove that folder to start again, or write to another folder."
         )
-    times = {
-        path.parent: path.stat().st_mtime_ns for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    }
-    own = [path for path, time in times.items() if time >= record.stat().st_mtime_ns]  # of no earlier fit
-    return str(max(own, key=lambda path: times[path])) if own else None
+    own = [folder / name for name, state in _states(folder).items() if earlier.get(name) != state]
+    return str(max(own, key=lambda path: (path / TRAINER_STATE_NAME).stat().st_mtime_ns)) if own else None
+
+
+def _states(folder: Path) -> dict[str, str]:
+    """The checkpoints in a folder, each with what its state hashes to."""
+    states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    return {state.parent.name: hashlib.sha256(state.read_bytes()).hexdigest() for state in states}
 
 
 def weights_of_whole(checkpoint: str | None) -> dict[str, torch.Tensor] | None:

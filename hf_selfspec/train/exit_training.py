@@ -138,7 +138,7 @@ class ExitTraining:
         tokens = (self._targets != _IGNORED).sum()
         # As in the Trainer: the tokens of the whole step if the model gets their number, else those of this batch.
         given = kwargs.get("num_items_in_batch")
-        count = (tokens if given is None else given).to(last.device)
+        count = torch.as_tensor(tokens if given is None else given, device=last.device)
         self.table[-1, 0] += (last.detach() * count).to(self.table)
         self.table[-1, 1] += tokens.to(self.table)
         if not self._weights or self.exits.states is None:

@@ -244,11 +244,10 @@ def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Ten
     b, s = first.shape[:2]
     ends, positions, mask = (kwargs.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
     if ends is not None:
-        count, of_tokens = (
-            len(ends) - 1,
-            torch.searchsorted(ends[1:], torch.arange(s, device=ends.device), right=True)[None],
-        )
-    elif positions is not None and positions.dim() == 2 and (mask is None or mask.dim() != 2):
+        count, places = len(ends) - 1, torch.arange(s, device=ends.device)
+        # Tokens after the last end are padding.
+        of_tokens = torch.searchsorted(ends[1:], places, right=True).clamp(max=count - 1)[None]
+    elif positions is not None and positions.dim() == 2 and not (torch.is_tensor(mask) and mask.dim() == 2):
         positions = positions.expand(b, -1)
         begins = positions.diff(dim=-1, prepend=positions[:, :1]) != 1
         of_tokens = begins.flatten().cumsum(0).view(b, s) - 1
