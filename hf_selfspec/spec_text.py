@@ -51,7 +51,7 @@ def read_spec(text: str, option: str = "--spec") -> SelfSpec:
     try:
         if text in PRESETS:
             return PRESETS[text]()
-        if os.path.isdir(path_of(text)):
+        if text and os.path.isdir(path_of(text)):
             return _of_folder(text)
         return _of_expression(text)
     except SelfSpecError as error:

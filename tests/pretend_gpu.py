@@ -77,6 +77,7 @@ class Counts:
         launches: operations outside of layers, by phase and operation.
         phase: what launches are counted for.
         depth: how many layers are running, one within another.
+        attention: shapes and strides of what attention has got, by which kernels keep their plans.
         handed, waited_for: all launches so far, and how many of them the host knows to be done.
     """
 
@@ -86,6 +87,7 @@ class Counts:
     phase: str = ""
     depth: int = 0
     is_on: bool = False
+    attention: set[Any] = field(default_factory=set)
     handed: int = 0
     waited_for: int = 0
 
@@ -94,6 +96,7 @@ class Counts:
         for counter in (self.reads, self.uploads, self.launches):
             counter.clear()
         self.phase, self.depth, self.is_on = phase, 0, False
+        self.attention.clear()
 
     def read(self, name: str) -> None:
         self.reads[name] += self.is_on
@@ -216,6 +219,8 @@ class _Called(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
             counts.launch("attention")
             here = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Pretended)]
+            if counts.is_on:
+                counts.attention.add(tuple((value.shape, value.stride()) for value in here))
             place = _place_of("attention", args, here)
             return Pretended(func(*tree_map(_raw, args), **tree_map(_raw, kwargs)), place)
         if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):

@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import pretend_gpu
 import torch
-from conftest import tiny_llama
+from conftest import VOCABULARY, tiny_llama
 from pretend_gpu import counts, move, on_device, pretended, spread
+from test_exit_heads import heads_of
 from transformers.generation.streamers import BaseStreamer
 
 from hf_selfspec import (
@@ -19,10 +20,13 @@ from hf_selfspec import (
     Cascade,
     ClosestLayers,
     ConfidenceThreshold,
+    CostTree,
     EarlyExit,
     EarlyExitAdapter,
+    EarlyExitLora,
     FixedLength,
     Lookup,
+    ReducedHead,
     SelfSpec,
     SkipLayers,
     TopKTree,
@@ -30,7 +34,7 @@ from hf_selfspec import (
 from hf_selfspec.control import moments
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.parts.adapter import Adapter
+from hf_selfspec.parts import Adapter, DraftLora, LinearProbe
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
@@ -58,6 +62,10 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "swift": SelfSpec.swift,
     "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
     "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), _THREE),
+    "lora": lambda: SelfSpec(EarlyExitLora(DraftLora(2, 4, [("0.mlp.up_proj", 64, 128)])), _THREE),
+    "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
+    "heads": lambda: SelfSpec.dssd(heads_of(tiny_llama(layers=4, factor=0.1), 0.5, (1, 3))),
+    "reduced": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), _THREE, CostTree()),
     "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
 }
 CALLS: dict[str, dict[str, Any]] = {
@@ -129,6 +137,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
         "transfers": (counts.reads.total() + counts.uploads.total()) / rounds,
         "launches a step": launches["draft"] / max(taken, 1),
         "launches a round": launches["round"] / rounds,
+        "attention keys": len(counts.attention) / rounds,
         "same": float(options["do_sample"] or torch.equal(output.raw, plain)),
     }
 

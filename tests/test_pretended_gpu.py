@@ -53,7 +53,10 @@ OTHERS = [
     for call, rows in (("greedy", 1), ("drawn", 3))
 ] + [("tree", "drawn", 3), ("rule", "penalty", 3)]
 # Spread over two devices: one row, and rows of different lengths.
-SPECS = ("fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "closest", "adapter", "cascade")
+SPECS = (
+    "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "closest", "adapter", "lora", "probe",
+    "heads", "reduced", "cascade",
+)  # fmt: skip
 SPREAD = [
     (spec, call, rows, "two devices")
     for spec in SPECS
@@ -96,6 +99,14 @@ def test_a_round_waits_once(spec: str, call: str, rows: int) -> None:
 def test_phases_take_the_time_of_the_device(case: tuple[str, str, int]) -> None:
     """Each launch takes a millisecond of the device, however long the host needs for it."""
     assert measured()[case]["seconds"] == pytest.approx(measured()[case]["of the device"])
+
+
+@pytest.mark.parametrize("case", [case for case in BOUNDS if case[1] == "greedy"], ids=str)
+def test_attention_gets_new_shapes_once_a_forward(case: tuple[str, str, int]) -> None:
+    """All layers of a forward have the same ones, so that a kernel makes one plan."""
+    found = measured()[case]
+    # What was drafted last goes through the exact prefix in a forward of its own.
+    assert found["attention keys"] <= found["steps"] + (1 if case[0] == "lookup" else 2)
 
 
 @pytest.mark.parametrize("spec", ["fixed", "rule", "adaptive"])

@@ -129,16 +129,27 @@ class ExitTraining:
 
     @torch.compiler.disable
     def _add_exits(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Makes the loss of the model's output ``Σ ẽ · CE``, plus what the model has added to its cross entropy."""
+        """Makes the loss of the model's output ``Σ ẽ · CE``, plus what the model has added to its cross entropy.
+
+        TRL's trainers compute it as minus the sum of the tokens' ``log_probs``, if their models return these.
+        """
         if not self._trains():
             return output
         assert self._targets is not None
+        if (known := getattr(output, "log_probs", None)) is not None:
+            self.table[-1, 0] -= known.detach().sum().to(self.table)
+            self.table[-1, 1] += (self._targets != _IGNORED).sum().to(self.table)
+            if self._weights and self.exits.states is not None:
+                earlier = self._earlier(self.exits.states).to(known.device)
+                output["log_probs"] = self._last_weight * known - earlier / known.numel()
+            return output
         loss = output[0] if isinstance(output, tuple) else output["loss"]
         last, self._cross_entropy = loss if self._cross_entropy is None else self._cross_entropy, None
         tokens = (self._targets != _IGNORED).sum()
         # As in the Trainer: the tokens of the whole step if the model gets their number, else those of this batch.
         given = kwargs.get("num_items_in_batch")
-        count = torch.as_tensor(tokens if given is None else given, device=last.device)
+        count = tokens if given is None else given
+        count = count.to(last.device) if isinstance(count, torch.Tensor) else count
         self.table[-1, 0] += (last.detach() * count).to(self.table)
         self.table[-1, 1] += tokens.to(self.table)
         if not self._weights or self.exits.states is None:
