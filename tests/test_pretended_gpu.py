@@ -106,7 +106,8 @@ def test_attention_gets_new_shapes_once_a_forward(case: tuple[str, str, int]) ->
     """All layers of a forward have the same ones, so that a kernel makes one plan."""
     found = measured()[case]
     # What was drafted last goes through the exact prefix in a forward of its own.
-    assert found["attention keys"] <= found["steps"] + (1 if case[0] == "lookup" else 2)
+    most = found["steps"] + (1 if case[0] == "lookup" else 2)
+    assert found["attention keys"] <= most + 1e-9
 
 
 @pytest.mark.parametrize("spec", ["fixed", "rule", "adaptive"])
