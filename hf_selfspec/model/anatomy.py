@@ -49,6 +49,8 @@ class Architecture:
             go through it together.
         endless: whether positions are computed for any index although they are not rotary, so that texts may be longer
             than the config says.
+        causal: whether attention that gets no mask is causal. ``False`` where it makes a mask of its own from the one
+            that it gets. Modules whose ``is_causal`` is false are found without that.
     """
 
     layers: str | None = None
@@ -59,6 +61,7 @@ class Architecture:
     replay: bool = True
     exits: bool = True
     endless: bool = False
+    causal: bool = True
 
 
 _ARCHITECTURES: dict[str, Architecture] = {
@@ -68,6 +71,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "gpt_bigcode": Architecture(exits=False),
     "ctrl": Architecture(attention="multi_head_attention", mlp=("ffn",)),
     "xglm": Architecture(endless=True),
+    "doge": Architecture(causal=False),
     "dbrx": Architecture(attention="norm_attn_norm.attn", mlp=("ffn",)),
     "inkling2_text": Architecture(tree=False, ragged=False, replay=False, exits=False),
     "inkling_text": Architecture(tree=False, ragged=False),
@@ -127,7 +131,7 @@ class Anatomy:
         position_limit: number of positions, ``None`` where they are computed for any index (rotary, ALiBi): the model
             is then only less accurate on longer texts.
         takes_positions: whether the model's forward takes the positions of tokens.
-        tree, ragged, replay, exits: see :class:`Architecture`.
+        tree, ragged, replay, exits, causal: see :class:`Architecture`.
         is_recurrent: whether it has recurrent states, or inputs of convolutions, besides keys and values.
     """
 
@@ -145,6 +149,7 @@ class Anatomy:
     ragged: bool
     replay: bool
     exits: bool
+    causal: bool
     is_recurrent: bool
 
     @property
@@ -183,10 +188,11 @@ class Anatomy:
         has_places = alibi or architecture.tree is False or takes_positions
         # Without attention there are no positions.
         has_places = has_places or (is_recurrent and "cache_params" in _forward_parameters(model))
+        attention = tuple(_find_attention(layer, architecture) for layer in layers)
         return cls(
             model_name=name,
             layers=layers,
-            attention=tuple(_find_attention(layer, architecture) for layer in layers),
+            attention=attention,
             mlp=tuple(_find_mlp(layer, architecture) for layer in layers),
             decoder=decoder if isinstance(decoder, nn.Module) else model,
             stack=_find_stack(model, layers),
@@ -198,6 +204,7 @@ class Anatomy:
             ragged=architecture.ragged and has_places,
             replay=architecture.replay and not kv_sources,
             exits=architecture.exits,
+            causal=architecture.causal and all(getattr(block, "is_causal", True) for block in attention),
             is_recurrent=is_recurrent,
         )
 

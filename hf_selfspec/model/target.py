@@ -183,8 +183,8 @@ class Target:
 
         Rows start on the left, so that the causal rule alone hides what stands after them.
         """
-        is_causal = all(getattr(attention, "is_causal", True) for attention in self.anatomy.attention)
-        return max(cursors) == 0 and self.holes is None and (is_causal or min(lengths) == max(lengths))
+        is_causal = self.anatomy.causal or min(lengths) == max(lengths)
+        return max(cursors) == 0 and self.holes is None and is_causal
 
     def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits of each row's last token.
