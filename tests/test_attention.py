@@ -124,6 +124,14 @@ def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name
     assert all(mask is None for mask in prompts)
 
 
+def test_rows_at_the_same_positions_need_no_mask(llama: LlamaForCausalLM) -> None:
+    """As in the first draft step after prompts of one length."""
+    with Calls() as calls:
+        llama.generate(ragged()["input_ids"], **OPTIONS, assistant=SPECS["exit"]())
+    _, mask, _ = calls.found[llama.config.num_hidden_layers]
+    assert mask is None
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask over a long text is as large as a piece of it needs."""

@@ -34,6 +34,7 @@ class Geometry:
         query_positions: ``[b, s]`` position of each token that runs.
         length: ``n``, number of cache slots.
         key_positions: ``[b, n]`` position of the token in each slot, ``None`` where it is the slot's number.
+        is_even: whether all rows are at the same positions.
         is_fixed: whether masks are for any positions of the tokens, so that there always is one.
         visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
         grouped: masks, each with its layout for grouped query heads once that was made.
@@ -43,6 +44,7 @@ class Geometry:
     length: int
     key_positions: torch.Tensor | None = None
     visible: torch.Tensor | None = None
+    is_even: bool = False
     is_fixed: bool = False
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -67,7 +69,7 @@ class Geometry:
         if holes is not None:
             keys = torch.arange(length, device=device)[None] if keys is None else keys
             positions, keys = holes.at(positions), holes.at(keys)
-        return cls(positions, length, keys, visible)
+        return cls(positions, length, keys, visible, cursors.are_equal and holes is None)
 
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads one after another, additive.
@@ -138,7 +140,8 @@ def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[
             )
         b, s = geometry.query_positions.shape
         n = geometry.length
-        everything = b == 1 and s == 1 and geometry.visible is None and (local_size is None or n <= local_size)
+        last = s == 1 and (b == 1 or geometry.is_even) and geometry.visible is None
+        everything = last and (local_size is None or n <= local_size)
         if everything and allow_is_causal_skip and not additive and not geometry.is_fixed:
             return None
         keys, device = geometry.key_positions, geometry.query_positions.device
