@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -197,3 +198,9 @@ def test_peak_memory_of_long_prompts_of_different_lengths() -> None:
         for name in ("plain", "ours")
     }
     assert peak["ours"] <= 1.05 * peak["plain"]
+
+
+def test_cudnn_stays_where_it_is_the_only_kernel() -> None:
+    """Attention without any raises an error on a GPU."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), without_cudnn_attention():
+        assert torch.backends.cuda.cudnn_sdp_enabled()

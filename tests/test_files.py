@@ -28,10 +28,11 @@ from hf_selfspec import (
     SettingTypeError,
     SkipLayers,
 )
-from hf_selfspec.files import check_folder, read_json
+from hf_selfspec.files import check_folder, folder_written_whole, read_json
 from hf_selfspec.parts.part import Part
 from hf_selfspec.spec_text import read_spec
 from hf_selfspec.train.backbone import Backbone
+from hf_selfspec.train.checkpoints import checkpoints_of
 from hf_selfspec.train.texts import texts
 from hf_selfspec.tuning import PROGRESS_NAME, tune
 
@@ -367,3 +368,16 @@ def test_no_folder_and_folders_in_the_place_of_files(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"a\.json is a folder there, but is to be a file"):
         check_folder("--out", tmp_path, ["a.json"])
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_folders_within_a_folder_are_written_whole(tmp_path: Path) -> None:
+    """Tokenizers with several chat templates save a folder of these."""
+    with folder_written_whole(tmp_path) as inside:
+        (inside / "templates").mkdir()
+        (inside / "templates" / "tools.jinja").write_text("a template")
+    assert (tmp_path / "templates" / "tools.jinja").read_text() == "a template"
+
+
+def test_checkpoints_of_a_fit_in_a_home_folder() -> None:
+    """The Trainer expands it, too."""
+    assert checkpoints_of("~/adapter") == str(Path("~/adapter-checkpoints").expanduser())
