@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from .checks import check_call, check_length
 from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
+from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
 from .errors import UnsupportedOptionError
 from .grammar.rows import Constraint, with_grammars
@@ -183,7 +184,7 @@ class Generation:
             is_synced=request.synced_gpus,
             constraint=constraint,
         )
-        drafter = self.source.start(session)
+        drafter = controlled(self.source.start(session), session, repr(self.source))
         return Decoder(
             target=target,
             prompt=prompt,

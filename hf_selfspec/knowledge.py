@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from . import saving
+from .control.arms import Measurements
 from .errors import SettingError
 from .files import reported
 from .findings import Findings, TextFindings
@@ -58,6 +59,9 @@ class Knowledge:
         # By file, what writes findings at the end of a call: a search has new ones with each trial.
         self._unwritten: dict[Path, Callable[[], None]] = {}
         self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
+        self._measured: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Measurements]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = threading.RLock()
 
     def __reduce__(self) -> Any:
@@ -84,6 +88,12 @@ class Knowledge:
         """What the stop rule keeps from call to call."""
         with self._lock:
             return self._memories.setdefault(model, {}).setdefault(kind, Memory())
+
+    def measurements(self, model: PreTrainedModel, kind: Kind) -> Measurements:
+        """What rounds have cost and sources have brought, which is found again in each process."""
+        with self._lock:
+            known = self._measured.setdefault(model, {})
+            return known.setdefault(kind, Measurements(next(iter(known.values()), None)))
 
     def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
         """The fingerprint that the model had at its first use: a model that is being trained keeps it."""
@@ -287,6 +297,10 @@ class KnowledgeOfCall:
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
         return self.knowledge.memory(self.model, self.kind)
+
+    def measurements(self) -> Measurements:
+        """What rounds have cost and sources have brought."""
+        return self.knowledge.measurements(self.model, self.kind)
 
     def fingerprint(self) -> Fingerprint:
         """The model's fingerprint."""

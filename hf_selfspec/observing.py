@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .control.shared import LookupFindings
-from .draft.lookup import likeliest, tops_of
 from .errors import SettingTypeError, UnsupportedModelError
 from .lookup import LookupRow
+from .lookup.findings import LookupFindings
+from .lookup.likeliest import likeliest, tops_of
 from .model.checkpointing import evaluating
 
 # Tokens of a text whose logits are in memory at a time.

@@ -17,14 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from . import saving
-from .control.choice import fastest
 from .draft.skip_layers import SkipLayers
 from .errors import SettingError, SettingTypeError, UnsupportedModelError
 from .files import path_of, read_json, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.parallel import is_tensor_parallel
 from .model.partial import LayerPlan
-from .search.choice import LayerArm
+from .search.choice import LayerArm, fastest
 from .search.on_the_fly import ClosestLayers
 from .search.replay import rules
 from .search.skip_space import SkipSpace

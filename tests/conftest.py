@@ -34,6 +34,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_selfspec
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, notices
+from hf_selfspec.control import arms as control
+from hf_selfspec.control.arms import ArmStats
+from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import SearchingDraft
@@ -284,6 +287,20 @@ def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
         return ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, self.early.num_layers)
 
     monkeypatch.setattr(Stopwatch, "costs", costs)
+    only_promises_count(monkeypatch)
+
+
+def only_promises_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sources expect of themselves decides, whatever rounds take on this machine; free drafts never rest."""
+    monkeypatch.setattr(control, "ArmStats", lambda *given: ArmStats(1 << 30))
+    monkeypatch.setattr(CostCurve, "is_measured", True)
+
+
+@pytest.fixture
+def verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds cost what they do where memory bounds them, and only promises count."""
+    monkeypatch.setattr(control, "CostCurve", lambda on_cpu, rows=1, is_frozen=False: CostCurve(False, is_frozen=True))
+    only_promises_count(monkeypatch)
 
 
 @pytest.fixture

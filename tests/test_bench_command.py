@@ -122,11 +122,11 @@ def test_chats_need_a_chat_template(files: dict[str, Path], tmp_path: Path, caps
 
 
 def test_ablations_are_taken_back() -> None:
-    kept = [ablations.linear._has_ways, ablations.SuffixIndex.match, ablations.clock.RoundClock.add]
+    kept = [ablations.linear._has_ways, ablations.SuffixIndex.match, ablations.clock.CostCurve.add]
     with ablations.changed(ablations.ABLATIONS, free_verification=True):
-        inside = [ablations.linear._has_ways, ablations.SuffixIndex.match, ablations.clock.RoundClock.add]
+        inside = [ablations.linear._has_ways, ablations.SuffixIndex.match, ablations.clock.CostCurve.add]
         assert not any(one is two for one, two in zip(kept, inside, strict=True))
-    assert kept == [ablations.linear._has_ways, ablations.SuffixIndex.match, ablations.clock.RoundClock.add]
+    assert kept == [ablations.linear._has_ways, ablations.SuffixIndex.match, ablations.clock.CostCurve.add]
 
 
 @pytest.mark.parametrize(

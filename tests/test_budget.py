@@ -10,7 +10,7 @@ import torch
 from conftest import ragged_batch, tiny_llama
 
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
-from hf_selfspec.control.choice import LEAST_SPEEDUP
+from hf_selfspec.control.controller import LEAST_SPEEDUP
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.searching import _LEAST, SearchingDraft
 from hf_selfspec.model import parallel

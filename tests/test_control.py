@@ -24,17 +24,17 @@ from hf_selfspec import (
     Session,
     SkipLayers,
 )
-from hf_selfspec.control.clock import SIZES, RoundClock
-from hf_selfspec.control.shared import LookupFindings
-from hf_selfspec.control.source_rates import RatesFindings, SourceRates
-from hf_selfspec.draft import FixedDrafter, cascade, lookup
-from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.control.arms import ArmStats, Measurements
+from hf_selfspec.control.controller import Controller
+from hf_selfspec.control.costs import SIZES, CostCurve
+from hf_selfspec.draft import FixedDrafter, controlled
+from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.types import Draft, Text, Verdict
 
 LARGEST = SIZES[-1]
 
 
-def fed(clock: RoundClock, seconds: dict[int, float], times: int) -> RoundClock:
+def fed(clock: CostCurve, seconds: dict[int, float], times: int) -> CostCurve:
     """The clock after so many rounds of each size."""
     for _ in range(times):
         for size, each in seconds.items():
@@ -48,31 +48,31 @@ def fed(clock: RoundClock, seconds: dict[int, float], times: int) -> RoundClock:
 def test_first_guesses() -> None:
     """More tokens never cost less, and off the CPU nearly nothing."""
     for on_cpu in (True, False):
-        seconds = RoundClock(on_cpu).costs.seconds
+        seconds = CostCurve(on_cpu).costs.seconds
         assert len(seconds) == LARGEST + 1
         assert seconds[0] == 1.0
         assert list(seconds) == sorted(seconds)
-    assert RoundClock(True).costs.seconds[15] > 2.0 > 1.2 > RoundClock(False).costs.seconds[31]
-    assert RoundClock(True).pace == 1.0
-    assert not RoundClock(True).is_measured
+    assert CostCurve(True).costs.seconds[15] > 2.0 > 1.2 > CostCurve(False).costs.seconds[31]
+    assert CostCurve(True).pace == 1.0
+    assert not CostCurve(True).is_measured
 
 
 def test_first_guesses_of_batches() -> None:
     """Rows share what a forward costs beside its tokens, but their tokens add up."""
-    one, four, many = (RoundClock(True, rows).costs.seconds for rows in (1, 4, 40))
+    one, four, many = (CostCurve(True, rows).costs.seconds for rows in (1, 4, 40))
     assert four[0] == many[0] == 1.0
     assert four[1] == pytest.approx(1 + 2 * (one[7] / one[3] - 1))
     assert four[7] == pytest.approx(1 + 2 * (one[31] / one[3] - 1))
     assert four[31] > 2 * one[31]
     assert many[3] == pytest.approx(1 + 2 * ((6.4 + 0.1 * (160 - 64)) / 6.4 - 1))
-    assert RoundClock(False, 4).costs.seconds[7] < 1.3 < 2.0 < RoundClock(False, 64).costs.seconds[7]
+    assert CostCurve(False, 4).costs.seconds[7] < 1.3 < 2.0 < CostCurve(False, 64).costs.seconds[7]
 
 
 def test_costs_of_other_rows_are_a_start() -> None:
     """They show how far this machine is from the first guesses."""
-    given = [2.0 * seconds for seconds in RoundClock(True, 4).costs.seconds]
-    four = fed(RoundClock(True, 4), {size: given[size] for size in SIZES}, 20)
-    three, told = RoundClock(True, 3), RoundClock(True, 3)
+    given = [2.0 * seconds for seconds in CostCurve(True, 4).costs.seconds]
+    four = fed(CostCurve(True, 4), {size: given[size] for size in SIZES}, 20)
+    three, told = CostCurve(True, 3), CostCurve(True, 3)
     three.begin_like(four)
     assert three.is_measured
     # Costs are drawn towards those of the guesses, which are the same here.
@@ -80,7 +80,7 @@ def test_costs_of_other_rows_are_a_start() -> None:
         assert three.costs.seconds[size] / three.plain == pytest.approx(told.costs.seconds[size], rel=0.01)
     ratio = three.plain / four.plain
     assert ratio == pytest.approx(1.5 / 1.65, rel=0.02)
-    frozen = RoundClock(True, 3, is_frozen=True)
+    frozen = CostCurve(True, 3, is_frozen=True)
     frozen.begin_like(four)
     assert not frozen.is_measured
 
@@ -88,7 +88,7 @@ def test_costs_of_other_rows_are_a_start() -> None:
 def test_costs_follow_the_times() -> None:
     """To within a tenth of them, in steps that end where sizes do."""
     given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
-    clock = fed(RoundClock(True), given, 20)
+    clock = fed(CostCurve(True), given, 20)
     seconds = clock.costs.seconds
     for size, each in given.items():
         assert seconds[size] == pytest.approx(each, rel=0.1)
@@ -102,22 +102,22 @@ def test_costs_follow_the_times() -> None:
 
 
 def test_what_was_not_timed_scales_with_what_was() -> None:
-    clock, guesses = RoundClock(True), RoundClock(True).costs.seconds
+    clock, guesses = CostCurve(True), CostCurve(True).costs.seconds
     fed(clock, {0: 0.05}, 20)
     for size in SIZES:
         assert clock.costs.seconds[size] == pytest.approx(0.05 * guesses[size], rel=0.05)
 
 
 def test_more_tokens_never_cost_less() -> None:
-    seconds = fed(RoundClock(True), {0: 0.05, 15: 0.02, 31: 0.04}, 20).costs.seconds
+    seconds = fed(CostCurve(True), {0: 0.05, 15: 0.02, 31: 0.04}, 20).costs.seconds
     assert list(seconds) == sorted(seconds)
     assert seconds[0] == pytest.approx(0.02, rel=0.2)
 
 
 def test_disturbed_times_do_not_mislead() -> None:
     given = {0: 0.02, 7: 0.04}
-    usual = fed(RoundClock(True), given, 20).costs.seconds
-    clock = fed(RoundClock(True), given, 20)
+    usual = fed(CostCurve(True), given, 20).costs.seconds
+    clock = fed(CostCurve(True), given, 20)
     for _ in range(4):
         clock.add(0, 1, 2.0)
         clock.add(7, 1, 4.0)
@@ -125,7 +125,7 @@ def test_disturbed_times_do_not_mislead() -> None:
     assert clock.costs.seconds[0] == pytest.approx(usual[0], rel=0.1)
     assert clock.costs.seconds[7] == pytest.approx(usual[7], rel=0.1)
     # The first round of a size warms up what it needs.
-    first = RoundClock(True)
+    first = CostCurve(True)
     first.add(15, 1, 50.0)
     assert not first.is_measured
     fed(first, given | {15: 0.05}, 20)
@@ -134,64 +134,46 @@ def test_disturbed_times_do_not_mislead() -> None:
 
 def test_stale_times_are_dropped() -> None:
     """A size that seemed too dear is believed less and less while it is not drafted."""
-    clock = fed(RoundClock(True), {0: 0.02, 15: 2.0}, 3)
+    clock = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
     dear = clock.costs.seconds[15]
     found = []
     for _ in range(4):
         fed(clock, {0: 0.02}, 150)
         found.append(clock.costs.seconds[15])
     assert dear > 0.3
-    assert found[-1] == pytest.approx(0.02 * RoundClock(True).costs.seconds[15], rel=0.1)
+    assert found[-1] == pytest.approx(0.02 * CostCurve(True).costs.seconds[15], rel=0.1)
     assert clock.costs.seconds[0] == pytest.approx(0.02, rel=0.05)
 
 
 def test_pace() -> None:
     """Of late, and not below one token for each plain round."""
-    clock = RoundClock(True)
+    clock = CostCurve(True)
     for _ in range(900):
         clock.add(3, 4, 0.02)
     assert clock.pace == pytest.approx(200.0, rel=0.01)
     for _ in range(900):
         clock.add(3, 2, 0.02)
     assert clock.pace == pytest.approx(100.0, rel=0.01)
-    slow = fed(RoundClock(True), {0: 0.02, 31: 1.0}, 50)
+    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
     assert slow.pace == pytest.approx(1 / slow.plain)
 
 
 def test_a_frozen_clock_ignores_times() -> None:
-    clock, before = RoundClock(True, is_frozen=True), RoundClock(True).costs
+    clock, before = CostCurve(True, is_frozen=True), CostCurve(True).costs
     for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
         for seconds in (0.001, 100.0):
             clock.add(drafted, tokens, seconds)
     assert clock.costs == before
     assert not clock.is_measured
-    other = RoundClock(True, is_frozen=True)
+    other = CostCurve(True, is_frozen=True)
     for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
         for _ in range(2):
             other.add(drafted, tokens, 1.0)
     assert clock.pace == other.pace > 1.0
-    assert clock.state() == [0.0] * len(SIZES)
-
-
-def test_state_of_a_clock() -> None:
-    given = {0: 0.02, 3: 0.04, 15: 0.06}
-    clock = fed(RoundClock(True), given, 20)
-    again = RoundClock(True)
-    again.restore(clock.state())
-    assert again.is_measured
-    assert [given.get(size, 0.0) for size in SIZES] == pytest.approx(clock.state())
-    assert again.state() == clock.state()
-    for size, each in given.items():
-        assert again.costs.seconds[size] == pytest.approx(each, rel=0.35)
-    fed(again, given, 20)
-    assert again.costs.seconds[3] == pytest.approx(clock.costs.seconds[3], rel=0.05)
-    for state in ([0.1], [-1.0] * len(SIZES), [math.inf] * len(SIZES), [math.nan] * len(SIZES)):
-        with pytest.raises(ValueError, match="are not times"):
-            RoundClock(True).restore(state)
 
 
 def test_rounds_with_many_nodes_count_for_the_pace_alone() -> None:
-    clock = fed(RoundClock(True), {0: 0.02}, 20)
+    clock = fed(CostCurve(True), {0: 0.02}, 20)
     before = clock.costs
     for _ in range(50):
         clock.add(LARGEST + 1, 10, 0.02)
@@ -199,75 +181,75 @@ def test_rounds_with_many_nodes_count_for_the_pace_alone() -> None:
     assert clock.pace > 300
 
 
-def test_a_clock_for_each_kind_of_round() -> None:
-    found = LookupFindings(0, 100)
+def test_a_curve_for_each_kind_of_round() -> None:
+    found = Measurements()
 
-    def clock(device: str = "cpu", rows: int = 1, context: int = 100) -> RoundClock:
-        return found.clock(device, rows, context, True, False)
+    def curve(device: str = "cpu", rows: int = 1, context: int = 100) -> CostCurve:
+        return found.curve(device, rows, context, True, False)
 
-    one = fed(clock(), {0: 0.02}, 20)
-    assert clock(context=1023) is one
-    others = [clock("cuda"), clock(rows=2), clock(context=5000), clock(context=20000)]
+    one = fed(curve(), {0: 0.02}, 20)
+    assert curve(context=1023) is one
+    others = [curve("cuda"), curve(rows=2), curve(context=5000), curve(context=20000)]
     assert len({id(other) for other in [one, *others]}) == 5
-    again = LookupFindings(0, 100)
-    again.restore(found.state())
-    assert again.clock("cpu", 1, 100, True, False).costs.seconds[0] == pytest.approx(0.02, rel=0.05)
-    assert again.clock("cpu", 2, 100, True, False).costs.seconds[0] == pytest.approx(0.02 * 1.3, rel=0.05)
-    assert again.clock("cuda", 1, 100, False, False).costs.seconds[0] == 1.0
-    assert again.state()["clocks"] == found.state()["clocks"] | again.state()["clocks"]
+    # The next kind of call knows them, too.
+    assert Measurements(found).curve("cpu", 1, 100, True, False) is one
 
 
-def test_a_service_with_batches_of_all_sizes_has_few_clocks() -> None:
-    """The times of the others stay, as those in a file do."""
-    found = LookupFindings(0, 100)
-    fed(found.clock("cpu", 1, 100, True, False), {0: 0.02}, 20)
-    for rows in range(2, 500):
-        found.clock("cpu", rows, 100, True, False)
-    assert len(found._clocks) <= 64
-    assert found.clock("cpu", 1, 100, True, False).costs.seconds[0] == pytest.approx(0.02, rel=0.05)
+def test_a_service_with_batches_of_all_sizes_has_few_curves() -> None:
+    found = Measurements()
+    for rows in range(1, 500):
+        fed(found.curve("cpu", rows, 100, True, False), {0: 0.02}, 2)
+    assert len(found._curves) <= 64
 
 
-# Rates of sources ----------------------------------------------------------------------------------------------------
+def test_what_nothing_costs_is_timed_apart() -> None:
+    """Rounds of free drafts take longer than those in which nothing is done, even without a draft."""
+    curve = CostCurve(True)
+    for _ in range(20):
+        curve.add_plain(1, 0.02)
+        curve.add(0, 1, 0.025)
+    assert curve.plain == 0.02
+    assert curve.costs.seconds[0] == pytest.approx(0.025, rel=0.05)
+    other = CostCurve(True, 2)
+    other.begin_like(curve)
+    assert other.plain == pytest.approx(0.02 * 1.3)
+    frozen = CostCurve(True, is_frozen=True)
+    frozen.add_plain(1, 0.02)
+    assert not frozen.is_measured
 
 
-def test_rates_by_hand() -> None:
-    rates = SourceRates()
-    assert rates.acceptance_rate == 0.5
-    assert rates.speedup(None, 10.0) == math.inf
-    assert rates.speedup(3.0, 10.0) == 3.0
-    assert rates.speedup(0.0, 10.0) == 0.0
+# Results of sources --------------------------------------------------------------------------------------------------
+
+
+def test_results_by_hand() -> None:
+    """Promises are believed at first, then results; what loses is looked at again for a hundredth of the time."""
+    arm = ArmStats()
+    assert arm.acceptance_rate == 0.5
+    assert (arm.speedup(None), arm.speedup(3.0), arm.speedup(0.0)) == (math.inf, 3.0, 0.0)
     for _ in range(3):
-        rates.add(4, 0.1, 3, 6)
-    assert rates.speedup(None, 10.0) == math.inf  # too few
-    assert rates.acceptance_rate == pytest.approx((1.95 * 3 + 1) / (1.95 * 6 + 2))  # without the first round
-    rates.waiting = 5
-    rates.add(4, 0.1, 3, 6)
-    assert rates.waiting == 0
-    assert rates.speedup(None, 10.0) == rates.speedup(1000.0, 10.0) == pytest.approx(4.0)
-    assert rates.speedup(0.0, 10.0) == 0.0
+        arm.add(4, 2.0, 3, 6)
+    assert arm.speedup(None) == math.inf  # too few
+    assert arm.acceptance_rate == pytest.approx((1.95 * 3 + 1) / (1.95 * 6 + 2))  # without the first round
+    arm.add(4, 2.0, 3, 6)
+    assert arm.speedup(None) == arm.speedup(1000.0) == pytest.approx(2.0)
+    assert arm.speedup(0.0) == 0.0
     for _ in range(200):
-        rates.add(1, 0.1, 0, 6)
-    assert rates.speedup(None, 10.0) == pytest.approx(1.0, rel=0.01)
-    assert rates.acceptance_rate < 0.02
-    rates.waiting = 64
-    assert rates.speedup(1000.0, 10.0) == 1000.0
-    assert rates.speedup(0.5, 10.0) == pytest.approx(1.0, rel=0.01)
-    assert rates.speedup(None, 10.0) == math.inf
-    rates.add(1, 0.1, 0, 6)
-    rates.waiting = 64  # it was in vain, so that the next time is later
-    assert rates.speedup(None, 10.0) == pytest.approx(1.0, rel=0.01)
-    rates.waiting = 128
-    assert rates.speedup(None, 10.0) == math.inf
-
-
-def test_rates_begin_anew() -> None:
-    found = RatesFindings()
-    found.of("a").add(4, 0.1, 3, 6)
-    assert found.of("a").rounds == 1
-    assert found.of("b").rounds == 0
-    again = RatesFindings()
-    again.restore(found.state())
-    assert again.of("a").rounds == 0
+        arm.add(1, 1.5, 0, 6)
+    assert arm.speedup(None) == pytest.approx(1 / 1.5, rel=0.01)
+    assert arm.acceptance_rate < 0.02
+    waited = 0
+    while arm.speedup(7.0) != 7.0:
+        arm.wait(1.0)
+        waited += 1
+    assert waited == pytest.approx(4 * 0.5 / 0.01, abs=1)
+    for _ in range(4):
+        arm.add(1, 1.5, 0, 6)
+    assert arm.speedup(7.0) == pytest.approx(1 / 1.5, rel=0.01)
+    for _ in range(200):
+        arm.wait(1.0)
+    for _ in range(4):
+        arm.add(4, 1.0, 6, 6)
+    assert arm.speedup(None) > 1.5  # what is new weighs as much as what was
 
 
 # The choice of a cascade ---------------------------------------------------------------------------------------------
@@ -339,16 +321,21 @@ ROUND = 0.1
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Every round takes a tenth of a second for verification, whatever it verifies."""
     found = Watch()
-    monkeypatch.setattr(cascade, "perf_counter", found)
-    monkeypatch.setattr(lookup, "perf_counter", found)
-    learn = lookup.LookupDrafter.learn
+    monkeypatch.setattr(controlled, "perf_counter", found)
+    learn = FreeDrafts.learn
 
     def timed(self: Any, *args: Any) -> int:
         found.now += ROUND
         return learn(self, *args)
 
-    monkeypatch.setattr(lookup.LookupDrafter, "learn", timed)
+    monkeypatch.setattr(FreeDrafts, "learn", timed)
     return found
+
+
+def arms(spec: SelfSpec, model: LlamaForCausalLM) -> dict[str, ArmStats]:
+    """The results of all sources."""
+    (found,) = spec._knowledge._measured[model].values()
+    return found.arms
 
 
 def run(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 60) -> int:
@@ -400,7 +387,7 @@ def test_the_fastest_of_several(llama: LlamaForCausalLM, answer: tuple[int, ...]
     slow, fast = Told(answer, [2 * ROUND], watch), Told(answer, [0.0], watch, length=4)
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), slow, fast]))
     run(llama, spec)
-    rates = spec._knowledge.latest(llama, lambda found: isinstance(found, RatesFindings)).sources
+    rates = arms(spec, llama)
     assert rates[repr(slow)].rounds == 4
     assert rates[repr(fast)].rounds > 4
 
@@ -416,7 +403,7 @@ def test_free_tokens_around_a_draft_are_not_its_own(
     drafts = run(llama, spec)
     assert spec.stats.accepted > 2 * drafts > 4
     assert Telling.accepted == {1: drafts}
-    rates = spec._knowledge.latest(llama, lambda found: isinstance(found, RatesFindings)).sources
+    rates = arms(spec, llama)
     assert rates[repr(source)].accepted == pytest.approx(rates[repr(source)].drafted)
 
 
@@ -426,7 +413,7 @@ def test_free_tokens_around_a_draft_are_not_its_own(
 def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
     """One cost curve decides what drafts: that of the rounds that were timed."""
     curve = tuple(0.5 + 0.1 * size for size in range(LARGEST + 1))
-    monkeypatch.setattr(LookupDrafter, "round_seconds", lambda self: curve)
+    monkeypatch.setattr(Controller, "round_seconds", lambda self: curve)
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
     llama.generate(**PROMPT, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
     found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
@@ -438,8 +425,7 @@ def test_rounds_without_room_teach_nothing(llama: LlamaForCausalLM, answer: tupl
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), Told(answer, [0.0], watch)]))
     for _ in range(6):
         run(llama, spec, 2)
-    found = spec._knowledge.latest(llama, lambda found: isinstance(found, RatesFindings))
-    assert all(rates.rounds == 0 for rates in found.sources.values())
+    assert all(arm.rounds == 0 for arm in arms(spec, llama).values())
 
 
 def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,8 +433,7 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
 
     def sizes(factor: float) -> list[tuple[int, int]]:
         now = iter(range(1 << 30))
-        monkeypatch.setattr(cascade, "perf_counter", lambda: factor * next(now))
-        monkeypatch.setattr(lookup, "perf_counter", lambda: factor * next(now))
+        monkeypatch.setattr(controlled, "perf_counter", lambda: factor * next(now))
         spec = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), FixedLength(3))
         found = []
         for _ in range(2):
@@ -461,7 +446,7 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
 
 
 def test_a_clock_that_was_set_back_is_not_believed() -> None:
-    clock = RoundClock(on_cpu=True)
+    clock = CostCurve(on_cpu=True)
     for _ in range(3):
         clock.add(3, 4, -1.0)
     assert not clock.is_measured

@@ -26,7 +26,7 @@ from hf_selfspec import (
     fit_exit_heads,
     fit_probe,
 )
-from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.parts.part import Part
 from hf_selfspec.train import adapter as adapter_fit
 from hf_selfspec.train import speed
@@ -268,13 +268,13 @@ def test_free_drafts_do_not_know_what_is_measured(monkeypatch: pytest.MonkeyPatc
     """What warms up is not the beginning of a measured text."""
     model, texts = tiny_llama(), list[list[int]]()
     Clock(monkeypatch, model)
-    finish = LookupDrafter.finish
+    finish = FreeDrafts.finish
 
-    def noted(self: LookupDrafter, text: Text) -> None:
+    def noted(self: FreeDrafts, text: Text) -> None:
         texts.append(text.ids[0, : text.lengths[0]].tolist())
         finish(self, text)
 
-    monkeypatch.setattr(LookupDrafter, "finish", noted)
+    monkeypatch.setattr(FreeDrafts, "finish", noted)
     HeldOutSpeed(model, TEXT, SelfSpec.kangaroo).with_free_drafts(Adapter(EXIT, 64, 4))
     prompts, warm = [row[:16].tolist() for row in TEXT[:4]], [text for text in texts if len(text) == 24]
     assert len(warm) == 2

@@ -31,14 +31,14 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.control import shared
-from hf_selfspec.control.clock import RoundClock
-from hf_selfspec.control.source_rates import SourceRates
-from hf_selfspec.draft.cascade import CascadeDrafter
-from hf_selfspec.draft.lookup import LookupDrafter, likeliest, tops_of
+from hf_selfspec.control.arms import ArmStats
+from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.lookup.likeliest import likeliest, tops_of
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.types import Draft, Text
+
+pytestmark = pytest.mark.usefixtures("verification_is_free")
 
 Inputs = dict[str, torch.Tensor]
 
@@ -49,19 +49,12 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds cost what they do where memory bounds them, whatever this machine is doing: large trees pay."""
-    monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, rows=1, is_frozen=False: RoundClock(False, is_frozen=True))
-    monkeypatch.setattr(RoundClock, "is_measured", True)
-
-
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     """All that is drafted."""
     seen: list[Draft] = []
 
-    def watch(kind: type[LookupDrafter] | type[CascadeDrafter]) -> None:
+    def watch(kind: type[ControlledDrafter]) -> None:
         original = kind.propose
 
         def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
@@ -70,8 +63,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
 
         monkeypatch.setattr(kind, "propose", watched)
 
-    watch(LookupDrafter)
-    watch(CascadeDrafter)
+    watch(ControlledDrafter)
     return seen
 
 
@@ -378,7 +370,8 @@ def test_other_drafts_go_on_after_free_rounds(
     """Every second round is free. What the other source drafts after them is what it would draft alone there."""
     alone = OTHERS[name]()
     turns = iter(range(1 << 30))
-    monkeypatch.setattr(SourceRates, "speedup", lambda self, promised, plain: math.inf if next(turns) % 2 else 0.0)
+    speedups = (math.inf, 1.0)
+    monkeypatch.setattr(ArmStats, "speedup", lambda self, promised: speedups[next(turns) % 2])
     seen: dict[str, dict[tuple[int, int], int]] = {"alone": {}, "cascade": {}}
     kinds = {kind for kind in (PartialDraft, *PartialDraft.__subclasses__()) if "propose" in vars(kind)}
     now = "alone"

@@ -22,13 +22,12 @@ from test_sampling import llama as tiny_vocabulary
 from transformers import TopKLogitsWarper
 
 from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.control import shared
-from hf_selfspec.control.clock import RoundClock
-from hf_selfspec.draft.cascade import CascadeDrafter
-from hf_selfspec.draft.lookup import LookupDrafter
+from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.types import Draft, Text
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.sampling import choose_sampled
+
+pytestmark = pytest.mark.usefixtures("verification_is_free")
 
 # Few nodes, so that not every token of the tiny vocabulary is named.
 SPECS: dict[str, Callable[[], SelfSpec]] = {
@@ -41,18 +40,12 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, rows=1, is_frozen=False: RoundClock(False, is_frozen=True))
-    monkeypatch.setattr(RoundClock, "is_measured", True)
-
-
 @pytest.fixture
 def mixed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """For each place of the drafts with several candidates how many were drawn, and how many named."""
     seen: list[tuple[int, int]] = []
 
-    def watch(kind: type[LookupDrafter] | type[CascadeDrafter]) -> None:
+    def watch(kind: type[ControlledDrafter]) -> None:
         original = kind.propose
 
         def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
@@ -67,8 +60,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
         monkeypatch.setattr(kind, "propose", watched)
 
-    watch(LookupDrafter)
-    watch(CascadeDrafter)
+    watch(ControlledDrafter)
     return seen
 
 

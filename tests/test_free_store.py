@@ -30,11 +30,12 @@ from hf_selfspec import (
     SettingError,
     SettingTypeError,
 )
-from hf_selfspec.control import shared
-from hf_selfspec.control.clock import SIZES, RoundClock
-from hf_selfspec.control.shared import LookupFindings
 from hf_selfspec.lookup import LookupKnowledge
+from hf_selfspec.lookup import findings as shared
+from hf_selfspec.lookup.findings import LookupFindings
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
+
+pytestmark = pytest.mark.usefixtures("verification_is_free")
 
 NEW_TOKENS = 40
 PROMPT = ragged_batch((12,), seed=11)
@@ -44,12 +45,6 @@ BATCH = ragged_batch((4, 9, 6))
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
     return tiny_llama(factor=0.5)
-
-
-@pytest.fixture(autouse=True)
-def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "RoundClock", lambda on_cpu, rows=1, is_frozen=False: RoundClock(False, is_frozen=True))
-    monkeypatch.setattr(RoundClock, "is_measured", True)
 
 
 @pytest.fixture(autouse=True)
@@ -182,16 +177,12 @@ def test_forgotten_texts_are_gone(llama: LlamaForCausalLM, tmp_path: Path) -> No
     assert call(llama, spec, BATCH)
     assert _has_texts(tmp_path)
     assert len(list(tmp_path.rglob("*-lookup.json"))) == 2
-    clocks = findings(spec, llama).state()["clocks"]
     spec.forget()
     assert not _has_texts(tmp_path)
     for model in (llama, other):
         known = findings(spec, model).known
         assert not known.store.tokens
         assert not len(known.successors)
-    assert findings(spec, llama).state()["clocks"].keys() == clocks.keys()
-    files = [json.loads(path.read_text()) for path in tmp_path.rglob("*-lookup.json")]
-    assert [file["findings"][0]["state"]["clocks"].keys() for file in files].count(clocks.keys()) > 0
     again = SelfSpec(Lookup(), cache_dir=tmp_path)
     for one in (spec, again):
         assert call(llama, one).rounds == first.rounds
@@ -394,9 +385,6 @@ DAMAGES: dict[str, Callable[[Any], None]] = {
     "no store": lambda state: state["known"].pop("store"),
     "rates of another version": lambda state: _changed(state, "known", "rates", "greedy", "rates", value=[0.5]),
     "rates above 1": lambda state: state["known"]["rates"]["greedy"]["rates"].__setitem__(0, 1.5),
-    "times of another version": lambda state: _changed(state, "clocks", "cpu", value=[0.1]),
-    "times below 0": lambda state: _changed(state, "clocks", "cpu", value=[-1.0] * len(SIZES)),
-    "no times": lambda state: state.pop("clocks"),
 }
 
 

@@ -34,11 +34,9 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedOptionError,
 )
-from hf_selfspec.draft.lookup import LookupDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.grammar import XGrammar, protocol
 from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
-from hf_selfspec.lookup import TokenTree
 from hf_selfspec.model.prefill import TextPrefill
 
 MODEL = tiny_llama(factor=0.5)
@@ -520,16 +518,6 @@ def test_a_layer_draft_goes_on_behind_forced_tokens(registered: None) -> None:
         assistant=spec,
     )
     assert 0 < spec.stats.draft_steps < spec.stats.drafted
-
-
-def test_free_drafts_do_not_grow_beyond_what_pays(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They know of forced tokens, and their clock times rounds by what they draft."""
-    plan = LookupDrafter.plan
-    monkeypatch.setattr(LookupDrafter, "plan", lambda *given: [TokenTree() for _ in plan(*given)])
-    for spec in (SelfSpec.lookup(), SelfSpec()):
-        options = {"max_new_tokens": 12, "do_sample": False, "logits_processor": [Own([[5], [6], [7], [8]])]}
-        MODEL.generate(**ragged_batch((4, 9, 6)), **options, assistant=spec)
-        assert spec.stats.drafted == 0
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from hf_selfspec import (
     SkipLayers,
     notices,
 )
-from hf_selfspec.control.shared import _write_rest
+from hf_selfspec.lookup.findings import _write_rest
 
 pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
 

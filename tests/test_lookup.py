@@ -9,23 +9,22 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from hf_selfspec.control.costs import RoundCosts
 from hf_selfspec.lookup import (
     LookupKnowledge,
     LookupRow,
-    Pace,
     Rates,
     Successors,
     SuffixIndex,
     TokenTree,
-    VerifyCosts,
     suffix,
 )
 from hf_selfspec.lookup.rates import own_key, view_of
 from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of
 
-FREE = VerifyCosts.of(lambda drafted: 1.0, 31)
-STEEP = VerifyCosts.of(lambda drafted: 1.0 + drafted, 31)
-STEPS = VerifyCosts.of(lambda drafted: 1.0 + 0.4 * (drafted > 0) + 0.3 * (drafted > 3) + 0.6 * (drafted > 15), 31)
+FREE = RoundCosts.of(lambda drafted: 1.0, 31)
+STEEP = RoundCosts.of(lambda drafted: 1.0 + drafted, 31)
+STEPS = RoundCosts.of(lambda drafted: 1.0 + 0.4 * (drafted > 0) + 0.3 * (drafted > 3) + 0.6 * (drafted > 15), 31)
 
 
 def random_text(seed: int, length: int = 300, alphabet: int = 6) -> list[int]:
@@ -51,7 +50,7 @@ def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupKnowledge, 
     return knowledge, row
 
 
-def play(row: LookupRow, text: Sequence[int], costs: VerifyCosts = STEPS) -> int:
+def play(row: LookupRow, text: Sequence[int], costs: RoundCosts = STEPS) -> int:
     """Drafts and verifies until the row has written ``text``; returns the number of rounds."""
     at = rounds = 0
     rng = random.Random(0)
@@ -274,16 +273,6 @@ def test_longer_matches_are_trusted_more() -> None:
     assert by_view == sorted(by_view, reverse=True)
 
 
-def test_the_pace_follows() -> None:
-    pace = Pace()
-    assert pace.per_second == 0.0
-    for _ in range(500):
-        pace.see(1, 1.0)
-    for _ in range(500):
-        pace.see(3, 1.5)
-    assert pace.per_second == pytest.approx(2.0, rel=0.02)
-
-
 # Trees ---------------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +297,7 @@ def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
 @pytest.mark.parametrize("costs", [FREE, STEEP, STEPS], ids=["free", "steep", "steps"])
 @pytest.mark.parametrize("branching", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_trees_hold_together(seed: int, branching: bool, costs: VerifyCosts) -> None:
+def test_trees_hold_together(seed: int, branching: bool, costs: RoundCosts) -> None:
     _, row = taught(seed)
     for deepest in (0, 1, 3, 12):
         tree = row.propose(costs, 1.0, deepest, branching)
@@ -360,7 +349,7 @@ def test_a_seed_stays_where_nothing_pays() -> None:
 def test_nothing_is_drafted_where_nothing_pays() -> None:
     _, row = taught(1)
     assert row.propose(STEEP, 1.0, 8).tokens == ()
-    assert row.propose(VerifyCosts((1.0,)), 1.0, 8).tokens == ()
+    assert row.propose(RoundCosts((1.0,)), 1.0, 8).tokens == ()
     assert LookupRow(LookupKnowledge()).propose(FREE, 1.0, 8).tokens == ()
 
 
@@ -382,7 +371,7 @@ def test_cheaper_verification_drafts_no_less() -> None:
     _, row = taught(5)
     sizes, expected = [], []
     for price in (1.0, 0.5, 0.2, 0.1, 0.05, 0.01, 0.0):
-        tree = row.propose(VerifyCosts.of(lambda drafted, price=price: 1.0 + price * drafted, 31), 1.0, 8)
+        tree = row.propose(RoundCosts.of(lambda drafted, price=price: 1.0 + price * drafted, 31), 1.0, 8)
         sizes.append(len(tree))
         expected.append(tree.expected)
     assert sizes == sorted(sizes)
@@ -393,7 +382,7 @@ def test_cheaper_verification_drafts_no_less() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_corners_are_where_tokens_of_one_worth_are_best(seed: int) -> None:
     rng = random.Random(seed)
-    costs = VerifyCosts(tuple(np.cumsum([1.0] + [rng.choice((0.0, 0.01, 0.1, 0.5)) for _ in range(20)]).tolist()))
+    costs = RoundCosts(tuple(np.cumsum([1.0] + [rng.choice((0.0, 0.01, 0.1, 0.5)) for _ in range(20)]).tolist()))
     for size in range(20):
         for worth in (0.001, 0.02, 0.05, 0.1, 0.3, 1.0):
             best = max(worth * count - costs.seconds[count] for count in range(size + 1, 21))

@@ -10,7 +10,9 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_selfspec import EarlyExit, FixedLength, Lookup, SelfSpec, SettingError, SettingTypeError
-from hf_selfspec.control import clock, shared
+from hf_selfspec.lookup import findings as shared
+
+pytestmark = pytest.mark.usefixtures("verification_is_free")
 
 PROMPT, NEW = "once upon a time", 60
 
@@ -18,13 +20,6 @@ PROMPT, NEW = "once upon a time", 60
 def generate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **options: Any) -> torch.Tensor:
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
-
-
-@pytest.fixture(autouse=True)
-def _verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing depends on the machine."""
-    monkeypatch.setattr(clock, "_ON_CPU", (1.0,) * len(clock._TOKENS))
-    monkeypatch.setattr(clock.RoundClock, "add", lambda self, drafted, tokens, seconds: None)
 
 
 @pytest.fixture
@@ -55,7 +50,7 @@ def test_successors_serve_where_no_text_is_kept(
     known = spec._knowledge.latest(llama).known
     assert len(known.store) == 0
     assert len(known.successors) > NEW // 2
-    assert tokens_a_round(llama, tokenizer, spec) > 1.5 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
+    assert tokens_a_round(llama, tokenizer, spec) > 1.3 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
 
 
 def test_successors_are_those_of_one_forward(

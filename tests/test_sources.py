@@ -35,7 +35,7 @@ from hf_selfspec import (
     UnsupportedModelError,
     registry,
 )
-from hf_selfspec.draft import FixedDrafter, cascade
+from hf_selfspec.draft import FixedDrafter
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.stop.rules import Memory, start
 from hf_selfspec.types import Draft, Text, Verdict
@@ -604,7 +604,6 @@ def test_a_source_that_refuses_a_model(when: str, llama: LlamaForCausalLM, monke
         pytest.warns(UserWarning, match=f"plain generate serves it: LlamaForCausalLM is not picked at the {when}"),
     ):
         assert torch.equal(llama.generate(**ROW, max_new_tokens=8), plain)
-    monkeypatch.setattr(cascade, "CascadeDrafter", None)  # not needed for free drafts alone
     spec = SelfSpec(Cascade([Lookup(), Picky(when)]))
     with pytest.warns(UserWarning, match=f"is left out of the drafts of this model: .* not picked at the {when}"):
         llama.generate(**ROW, max_new_tokens=8, assistant=spec)

@@ -27,7 +27,6 @@ class ConstrainedDrafter:
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self._drafter, self._constraint = drafter, constraint
         self._own = Draft(torch.zeros(0, 0, dtype=torch.long, device="cpu"), [])
-        self._adds_forced = not getattr(drafter, "knows_grammars", False)
         self.needs_ended_rows: bool = getattr(drafter, "needs_ended_rows", False)
         self.look = getattr(drafter, "look", None)
 
@@ -40,7 +39,9 @@ class ConstrainedDrafter:
         """See :meth:`Drafter.propose`."""
         self._own = self._drafter.propose(text, max_new)
         draft = allowed(text, self._own, self._constraint)
-        return with_forced(text, draft, self._constraint, max_new) if self._adds_forced else draft
+        if getattr(self._drafter, "knows_grammars", False):
+            return draft
+        return with_forced(text, draft, self._constraint, max_new)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
         """See :meth:`Drafter.update`; accepted forced tokens do not count for the drafter."""

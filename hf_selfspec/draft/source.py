@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from ..control.arms import Measurements
 from ..errors import UnsupportedOptionError
 from ..findings import Findings
 from ..grammar.rows import Constraint
@@ -103,6 +104,9 @@ class KnowledgeOfModel(Protocol):
 
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
+
+    def measurements(self) -> Measurements:
+        """What rounds have cost and sources have brought."""
 
     def fingerprint(self) -> Fingerprint:
         """The model's fingerprint."""

@@ -1,10 +1,9 @@
 """Drafts that cost nothing: what followed in the text, in earlier texts, and in the model's own logits."""
 
-from .pace import Pace
 from .rates import Rates
 from .row import LookupKnowledge, LookupRow
 from .successors import Successors
 from .suffix import SuffixIndex
-from .tree import TokenTree, VerifyCosts
+from .tree import TokenTree
 
-__all__ = ["LookupKnowledge", "LookupRow", "Pace", "Rates", "Successors", "SuffixIndex", "TokenTree", "VerifyCosts"]
+__all__ = ["LookupKnowledge", "LookupRow", "Rates", "Successors", "SuffixIndex", "TokenTree"]

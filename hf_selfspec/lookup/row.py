@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .rates import Rates
+from ..control.costs import RoundCosts
+from .rates import Offer, Rates
 from .successors import Successors
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
-from .tree import Guide, Sources, TokenTree, VerifyCosts, grow
+from .tree import Guide, Sources, TokenTree, grow, matched
 
+# The fewest tokens that have to be the same for a match to be told apart from chance without successors.
+_SURE = 3
+# Expected tokens that weigh as much as what a text has shown, and the weight of earlier drafts against the next one.
+_DOUBTED, _KEPT = 3.0, 0.97
 # The likeliest next tokens of a position, the likeliest first, and their probabilities.
 Top = tuple[Sequence[int], Sequence[float]]
 
@@ -159,6 +164,8 @@ class LookupRow:
         self.own = SuffixIndex()
         self._rates = knowledge.rates(kind)
         self._text = knowledge.next_text()
+        self._expected = self._accepted = 0.0
+        self._foretold: list[Offer] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends the prompt, or tokens that did not come from a draft."""
@@ -166,7 +173,7 @@ class LookupRow:
 
     def propose(
         self,
-        costs: VerifyCosts,
+        costs: RoundCosts,
         pace: float,
         deepest: int,
         branching: bool = True,
@@ -174,9 +181,30 @@ class LookupRow:
         guide: Guide | None = None,
     ) -> TokenTree:
         """Returns the draft for the next round; see :func:`grow`."""
+        return grow(self._sources, costs, pace, deepest, branching, seed, guide, self._ease)
+
+    @property
+    def _sources(self) -> Sources:
         known = self.knowledge
-        sources = Sources(self.own, known.store, known.successors, self._rates, self._text)
-        return grow(sources, costs, pace, deepest, branching, seed, guide)
+        return Sources(self.own, known.store, known.successors, self._rates, self._text)
+
+    @property
+    def _ease(self) -> float:
+        """How often drafts of this text were right of late, divided by how often they were expected to be."""
+        return min((self._accepted + _DOUBTED) / (self._expected + _DOUBTED), 1.0)
+
+    def likelihood(self) -> float:
+        """How likely the token that followed an earlier occurrence of the last ones is next; 0 for short matches."""
+        found = matched(self._sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE)
+        rates = self._rates.rates
+        self._foretold = [(token, key, rates[key]) for token, key, _ in found]
+        return self._ease * max((offer[2] for offer in self._foretold), default=0.0)
+
+    def follow(self, emitted: Sequence[int]) -> None:
+        """Appends tokens without a draft, and learns whether they were foretold by :meth:`likelihood`."""
+        self._rates.see(self._foretold, emitted[0])
+        self._foretold = []
+        self.own.extend(emitted)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
         """Learns from a round and appends the tokens that it emitted.
@@ -192,6 +220,10 @@ class LookupRow:
             visited.add(node)
             if node in tree.offers:
                 self._rates.see(tree.offers[node], token)
+        if tree.offers and len(tree):
+            free = [node for node in range(1, len(tree) + 1) if tree.parents[node - 1] in tree.offers]
+            self._expected = _KEPT * self._expected + sum(tree.reach[node - 1] for node in free) / self._ease
+            self._accepted = _KEPT * self._accepted + sum(node in visited for node in free)
         own = self.own.tokens
         tokens = (own[-1], *tree.tokens)
         befores = (own[-2] if len(own) > 1 else SEPARATOR, *(tokens[parent] for parent in tree.parents))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import Protocol
 
+from ..control.costs import RoundCosts
 from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
 from .successors import Found, Successors
 from .suffix import CONTESTED, LONGEST_MATCH, SEPARATOR, SuffixIndex
@@ -21,39 +21,6 @@ _WHOLE = 1.001
 SHORTEST_STORED = 4
 # The key of a token that only a guide named.
 _NO_KEY = -1
-
-
-@dataclass(frozen=True)
-class VerifyCosts:
-    """Seconds that a round takes with 0, 1, 2, ... drafted tokens.
-
-    Attributes:
-        seconds: for each number of drafted tokens, the seconds of a round; the first is that of a plain round.
-    """
-
-    seconds: tuple[float, ...]
-
-    @classmethod
-    def of(cls, seconds: Callable[[int], float], most: int) -> VerifyCosts:
-        """The costs of 0 to ``most`` drafted tokens, by a function of their number."""
-        return cls(tuple(seconds(count) for count in range(most + 1)))
-
-    @cached_property
-    def corners(self) -> tuple[tuple[int, ...], ...]:
-        """For each number of tokens, the larger numbers that can be best if all further tokens are worth the same.
-
-        They are the corners of the lower convex hull of the larger numbers' seconds.
-        """
-        found: list[tuple[int, ...]] = [()]
-        for count in range(len(self.seconds) - 1, 0, -1):
-            hull = found[-1]
-            while len(hull) > 1 and self._slope(count, hull[0]) >= self._slope(hull[0], hull[1]):
-                hull = hull[1:]
-            found.append((count, *hull))
-        return tuple(reversed(found))
-
-    def _slope(self, few: int, many: int) -> float:
-        return (self.seconds[many] - self.seconds[few]) / (many - few)
 
 
 @dataclass(frozen=True)
@@ -139,12 +106,13 @@ class Guide(Protocol):
 
 def grow(
     sources: Sources,
-    costs: VerifyCosts,
+    costs: RoundCosts,
     pace: float,
     deepest: int,
     branching: bool = True,
     seed: TokenTree | None = None,
     guide: Guide | None = None,
+    ease: float = 1.0,
 ) -> TokenTree:
     """Grows the tree that is expected to bring the most tokens for its time.
 
@@ -159,8 +127,9 @@ def grow(
         branching: whether a node may have several children.
         seed: nodes that are drafted already. They come first and stay; free tokens are added.
         guide: forbids tokens, and names those that have to come next.
+        ease: how often drafts of this text are right, divided by how often they were expected to be.
     """
-    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
+    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide, ease)
     heap = growth.heap
     pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
     prices = [pace * seconds for seconds in costs.seconds]
@@ -189,8 +158,9 @@ class _Growth:
     """
 
     def __init__(
-        self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Guide | None = None
+        self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Guide | None, ease: float
     ) -> None:
+        self.ease = ease
         self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
         self.text_tail = sources.own.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []
@@ -230,6 +200,7 @@ class _Growth:
         likely = self.guide.likely(path) if self.guide is not None and not drafted else None
         if likely is not None and likely[1] == 1.0:
             return self.push(reach, node, likely[0])
+        reach *= 1.0 if node else self.ease
         offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
             # Free tokens share the probability that the drafted ones leave.
@@ -270,7 +241,7 @@ class _Growth:
         found = sources.successors.get(tail[-2], tail[-1]) if len(tail) > 1 else None
         left, whole = 1.0, _WHOLE
         offers: list[Offer] = []
-        for token, key, share in self.matched(tail, found):
+        for token, key, share in matched(sources, tail, found):
             offers.append((token, key, left * rates[key]))
             left *= 1.0 - rates[key]
             whole -= share
@@ -289,32 +260,6 @@ class _Growth:
                 whole -= share
         return offers
 
-    def matched(self, tail: list[int], found: Found | None) -> list[tuple[int, int, float]]:
-        """The tokens that followed the longest matches, their keys, and the share of each among the successors."""
-        own = self.sources.own.match(tail)
-        stored = self.sources.store.match(tail, SHORTEST_STORED)
-        if stored is not None and self.sources.store.tokens[stored.position] == SEPARATOR:
-            stored = None
-        own_length = own.length if own is not None else 0
-        stored_length = stored.length if stored is not None else 0
-        candidates: list[tuple[int, int, float]] = []
-        if own is not None:
-            token = self.sources.own.tokens[own.position]
-            # Successors of a single token are worth less than a match of two.
-            judges = found if own_length == 1 or found is None or found.is_pair else None
-            support = CONTESTED if stored_length > own_length else own.support
-            share = _share(judges, token)
-            candidates.append((token, own_key(own_length, view_of(share), support), share or 0.0))
-        if stored is not None:
-            token = self.sources.store.tokens[stored.position]
-            share = _share(found, token)
-            one = token, store_key(stored_length, view_of(share), stored_length > own_length), share or 0.0
-            if stored_length > own_length:
-                # The longer match comes first.
-                return [one, *(other for other in candidates if other[0] != token)]
-            return [*candidates, one] if candidates[0][0] != token else candidates
-        return candidates
-
     def tree(self, size: int) -> TokenTree:
         """The first ``size`` nodes."""
         end = size + 1
@@ -324,6 +269,35 @@ class _Growth:
             tuple(self.reach[1:end]),
             {node: offers for node, offers in self.offers.items() if node < end},
         )
+
+
+def matched(
+    sources: Sources, tail: Sequence[int], found: Found | None, shortest: int = 1
+) -> list[tuple[int, int, float]]:
+    """The tokens that followed the longest matches, their keys, and the share of each among the successors."""
+    own = sources.own.match(tail, shortest)
+    stored = sources.store.match(tail, SHORTEST_STORED)
+    if stored is not None and sources.store.tokens[stored.position] == SEPARATOR:
+        stored = None
+    own_length = own.length if own is not None else 0
+    stored_length = stored.length if stored is not None else 0
+    candidates: list[tuple[int, int, float]] = []
+    if own is not None:
+        token = sources.own.tokens[own.position]
+        # Successors of a single token are worth less than a match of two.
+        judges = found if own_length == 1 or found is None or found.is_pair else None
+        support = CONTESTED if stored_length > own_length else own.support
+        share = _share(judges, token)
+        candidates.append((token, own_key(own_length, view_of(share), support), share or 0.0))
+    if stored is not None:
+        token = sources.store.tokens[stored.position]
+        share = _share(found, token)
+        one = token, store_key(stored_length, view_of(share), stored_length > own_length), share or 0.0
+        if stored_length > own_length:
+            # The longer match comes first.
+            return [one, *(other for other in candidates if other[0] != token)]
+        return [*candidates, one] if candidates[0][0] != token else candidates
+    return candidates
 
 
 def _share(found: Found | None, token: int) -> float | None:

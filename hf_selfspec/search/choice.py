@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..control.choice import Arm
+from ..control.controller import LEAST_SPEEDUP
 from ..files import as_count, as_number
 from ..model.partial import LayerPlan
 from ..stop.rules import StopRule
@@ -17,16 +17,30 @@ _C = TypeVar("_C", bound="Choice")
 
 
 @dataclass(frozen=True)
-class LayerArm(Arm):
-    """Part of a model that drafts.
+class LayerArm:
+    """Part of a model that drafts, and what it is expected to achieve.
 
     Attributes:
         plan: the blocks that run; all of them where nothing is drafted.
         stop: the stop rule, ``None`` for the default one.
+        speedup: tokens per second divided by those of rounds without a draft.
+        acceptance_rate: share of the drafted tokens that are accepted.
     """
 
     plan: LayerPlan
     stop: StopRule | None
+    speedup: float
+    acceptance_rate: float = 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is expected to be faster than no draft by more than the error of the estimate."""
+        return self.speedup >= LEAST_SPEEDUP
+
+
+def fastest(arms: Iterable[LayerArm]) -> LayerArm:
+    """Returns the arm with the highest speed-up, the first one if several have it."""
+    return max(arms, key=lambda arm: arm.speedup)
 
 
 @dataclass(frozen=True)

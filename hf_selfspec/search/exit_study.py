@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..control.choice import fastest
 from ..model.partial import LayerPlan
 from ..stats import GenerationStats
-from .choice import ExitChoice, LayerArm, replayed_arm
+from .choice import ExitChoice, LayerArm, fastest, replayed_arm
 from .costs import ForwardCosts, Stopwatch, Timings
 from .replay import Rule, Trace
 

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from ...control import clock
+from ...control import costs as clock
+from ...control.costs import RoundCosts
 from ...draft.source import Session
 from ...errors import SettingError
-from ...lookup import SuffixIndex, VerifyCosts
+from ...lookup import SuffixIndex
 from ...lookup.successors import Successors
 from ...model import linear
 
@@ -19,7 +20,7 @@ _ALWAYS = 7
 
 
 def _ablations() -> dict[str, tuple[AbstractContextManager[Any], ...]]:
-    costs = VerifyCosts.of(lambda count: 1.0 if count <= _ALWAYS else 1e6, clock.SIZES[-1])
+    costs = RoundCosts.of(lambda count: 1.0 if count <= _ALWAYS else 1e6, clock.SIZES[-1])
     return {
         # Linear layers are torch's own in all ways of generating.
         "kernels": (patch.object(linear, "_has_ways", lambda weight: False),),
@@ -27,7 +28,7 @@ def _ablations() -> dict[str, tuple[AbstractContextManager[Any], ...]]:
         "suffix": (patch.object(SuffixIndex, "match", lambda self, tail, shortest=1: None),),
         "successors": (patch.object(Successors, "get", lambda self, before, token: None),),
         # Drafts have 7 nodes wherever there are that many candidates.
-        "costs": (patch.object(clock.RoundClock, "costs", costs), patch.object(clock.RoundClock, "pace", 1e-3)),
+        "costs": (patch.object(clock.CostCurve, "costs", costs), patch.object(clock.CostCurve, "pace", 1e-3)),
     }
 
 
@@ -36,7 +37,7 @@ def _free_verification() -> tuple[AbstractContextManager[Any], ...]:
     return (
         patch.object(clock, "_ON_CPU", flat),
         patch.object(clock, "_ELSEWHERE", flat),
-        patch.object(clock.RoundClock, "add", lambda self, drafted, tokens, seconds: None),
+        patch.object(clock.CostCurve, "add", lambda self, drafted, tokens, seconds: None),
     )
 
 

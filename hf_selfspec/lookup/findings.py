@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import base64
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
@@ -13,15 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..lookup import LookupKnowledge, LookupRow
-from ..lookup.suffix import SEPARATOR
 from ..stats import GenerationStats
-from .clock import RoundClock
+from .row import LookupKnowledge, LookupRow
+from .suffix import SEPARATOR
 
-# Contexts that share a clock: up to 1,024, 4,096, 16,384, ... slots.
-_FIRST_RANGE, _RANGE = 10, 2
-# How many clocks run; of others, as of those in a file, only the usual times are kept.
-_RUNNING = 64
 # Seconds between two writes to disk; the last write is at the end of the process.
 _WRITTEN = 10.0
 
@@ -37,7 +31,7 @@ def _write_rest() -> None:
 
 
 class LookupFindings:
-    """Successors, texts, weights of evidence and times of rounds; see :class:`Findings`.
+    """Successors, texts and weights of evidence; see :class:`Findings`.
 
     Args:
         stored_tokens: tokens of earlier texts to keep.
@@ -56,36 +50,7 @@ class LookupFindings:
         self.known = LookupKnowledge(most_stored=stored_tokens)
         self.lock = RLock()
         self.changed: Callable[[], None] | None = None
-        self._clocks: dict[str, RoundClock] = {}
-        self._restored: dict[str, list[float]] = {}
         self._written = -_WRITTEN
-
-    def clock(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> RoundClock:
-        """The clock for a device and dtype, a batch size and a context of ``context`` slots."""
-        reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
-        name = f"{device} {rows} {reach}"
-        with self.lock:
-            if name not in self._clocks:
-                clock = RoundClock(on_cpu, rows, is_frozen)
-                if name in self._restored:
-                    clock.restore(self._restored[name])
-                elif (nearest := self._nearest(device, rows, reach)) is not None:
-                    clock.begin_like(nearest)
-                if len(self._clocks) >= _RUNNING:
-                    oldest = next(iter(self._clocks))
-                    self._restored[oldest] = self._clocks.pop(oldest).state()
-                self._clocks[name] = clock
-            found = self._clocks[name] = self._clocks.pop(name)  # the last one in use
-            return found
-
-    def _nearest(self, device: str, rows: int, reach: int) -> RoundClock | None:
-        """The clock of the same device with the most similar number of rows, then context."""
-        found: list[tuple[float, int, RoundClock]] = []
-        for name, clock in self._clocks.items():
-            where, other_rows, other_reach = name.rsplit(" ", 2)
-            if where == device and clock.is_measured:
-                found.append((abs(math.log(int(other_rows) / rows)), abs(int(other_reach) - reach), clock))
-        return min(found, key=lambda one: one[:2])[2] if found else None
 
     def end(self, rows: Iterable[LookupRow]) -> None:
         """Puts finished texts into the store."""
@@ -110,21 +75,20 @@ class LookupFindings:
         """Adds nothing to the statistics."""
 
     def forget(self) -> None:
-        """Drops texts, successors and evidence, and keeps times."""
+        """Drops texts, successors and evidence."""
         with self.lock:
             self.known.forget()
 
     def merge(self, state: dict[str, Any]) -> None:
-        """See :meth:`TextFindings.merge`; this process keeps its own times."""
-        known, _ = self._checked(state)
+        """See :meth:`TextFindings.merge`."""
+        known = self._checked(state)
         with self.lock:
             self.known.merge(known)
 
     def state(self) -> dict[str, Any]:
         """What is known, as JSON values."""
         with self.lock:
-            clocks = self._restored | {name: clock.state() for name, clock in self._clocks.items()}
-            return {"known": _packed(self.known.state()), "clocks": clocks}
+            return {"known": _packed(self.known.state())}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned.
@@ -132,20 +96,16 @@ class LookupFindings:
         Raises:
             KeyError, TypeError, ValueError: ``state`` is something else.
         """
-        known, clocks = self._checked(state)
+        known = self._checked(state)
         with self.lock:
             self.known.restore(known)
-            self._restored = clocks
 
-    def _checked(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """The knowledge and the clocks in the state of another or an earlier process, checked."""
-        clocks = {str(name): [float(time) for time in times] for name, times in state["clocks"].items()}
-        for times in clocks.values():
-            RoundClock(True).restore(times)
-        known = _unpacked(state["known"])
+    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The knowledge in the state of another or an earlier process, checked."""
+        known: dict[str, Any] = _unpacked(state["known"])
         for tokens in (known["store"], known["successors"]["tokens"]):
             _check_tokens(np.asarray(tokens), self._vocabulary)
-        return known, clocks
+        return known
 
 
 def _packed(state: Any) -> Any:

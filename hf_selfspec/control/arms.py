@@ -1,0 +1,143 @@
+"""What rounds have cost and what each source has brought, kept from call to call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from threading import RLock
+
+from .costs import CostCurve
+
+# The name of free drafts; other arms have their sources' names.
+FREE = "free drafts"
+# The weight of the rounds before against the next one.
+_MEMORY = 0.95
+# Rounds after which results are trusted; those of free drafts come in bursts. The share of the time that looks at
+# sources that do not pay may cost, and the most that free drafts are taken to lose: they learn from what was wrong.
+_TRIED, _TRIED_FREE = 4, 12
+_PRICE, _MOST_LOST = 0.01, 0.08
+# Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots; the most curves.
+_FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
+
+
+@dataclass
+class ArmStats:
+    """The results of one source.
+
+    Attributes:
+        trusted_after: rounds after which they are trusted.
+        rounds: rounds in which it drafted, since they were doubted last.
+        weight: number of rounds in the sums, in which older ones count less.
+        gained: sum of the tokens of a row.
+        spent: sum of times, in rounds in which nothing is drafted.
+        accepted, drafted: sums of its own tokens.
+        waiting: rounds since it drafted last.
+        most_lost: the most that a round is taken to lose, in rounds in which nothing is drafted.
+    """
+
+    trusted_after: int = _TRIED
+    most_lost: float = math.inf
+    rounds: int = 0
+    weight: float = 0.0
+    gained: float = 0.0
+    spent: float = 0.0
+    accepted: float = 0.0
+    drafted: float = 0.0
+    waiting: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α, starting with one accepted and one rejected token before the first round."""
+        return (self.accepted + 1.0) / (self.drafted + 2.0)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether there are enough results."""
+        return self.rounds >= self.trusted_after
+
+    def speedup(self, promised: float | None) -> float:
+        """Tokens per second, divided by those of rounds in which nothing is drafted.
+
+        Args:
+            promised: the source's own estimate, believed until there are results; ``None`` if it has none, 0 where it
+                would not draft.
+        """
+        if promised == 0.0:
+            return 0.0
+        if self.is_trusted:
+            return self.gained / self.spent
+        return math.inf if promised is None else promised
+
+    def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0) -> None:
+        """Records a round in which the source drafted."""
+        self.waiting = 0
+        self.rounds += 1
+        if self.rounds == 1 and not self.weight:
+            return  # the first round selects and warms up kernels
+        values = {"weight": 1.0, "gained": gained, "spent": spent, "accepted": accepted, "drafted": drafted}
+        for name, value in values.items():
+            setattr(self, name, _MEMORY * getattr(self, name) + value)
+
+    def wait(self, pace: float) -> None:
+        """Records a round in which another source drafted, or none, which is ``pace`` times as fast as nothing.
+
+        Where it would lose little, it may soon show once more what it can.
+        """
+        self.waiting += 1
+        if self.is_trusted:
+            loss = min((self.spent - self.gained / pace) / self.weight, self.most_lost)
+            if 0 < _TRIED * loss <= self.waiting * _PRICE:
+                self.doubt(_TRIED)
+
+    def doubt(self, rounds: int) -> None:
+        """Trusts the results only after so many more rounds, and gives those before the weight of as many."""
+        if self.is_trusted:
+            scale = min(1.0, rounds / self.weight)
+            for name in ("weight", "gained", "spent", "accepted", "drafted"):
+                setattr(self, name, scale * getattr(self, name))
+            self.rounds = self.trusted_after - rounds
+
+
+class Measurements:
+    """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind.
+
+    Args:
+        other: those of another kind of call, ``None`` for the first kind.
+    """
+
+    def __init__(self, other: Measurements | None = None) -> None:
+        self.arms: dict[str, ArmStats] = {}
+        self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
+        self._lock: RLock = RLock() if other is None else other._lock
+
+    def of(self, name: str) -> ArmStats:
+        """The results of a source."""
+        return self.arms.setdefault(name, ArmStats(_TRIED_FREE, _MOST_LOST) if name == FREE else ArmStats())
+
+    def begin_text(self) -> None:
+        """Begins another text, which free drafts may or may not foretell."""
+        self.of(FREE).doubt(_TRIED)
+
+    def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
+        """The curve for a device and dtype, a batch size and a context of ``context`` slots."""
+        reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
+        key = device, rows, reach
+        with self._lock:
+            if key not in self._curves:
+                curve = CostCurve(on_cpu, rows, is_frozen)
+                if (nearest := self._nearest(*key)) is not None:
+                    curve.begin_like(nearest)
+                if len(self._curves) >= _MOST:
+                    self._curves.pop(next(iter(self._curves)))
+                self._curves[key] = curve
+            found = self._curves[key] = self._curves.pop(key)  # the last one in use
+            return found
+
+    def _nearest(self, device: str, rows: int, reach: int) -> CostCurve | None:
+        """The curve of the same device with the most similar number of rows, then context."""
+        found = [
+            (abs(math.log(other_rows / rows)), abs(other_reach - reach), number, curve)
+            for number, ((where, other_rows, other_reach), curve) in enumerate(self._curves.items())
+            if where == device and curve.is_measured
+        ]
+        return min(found, key=lambda one: one[:3])[3] if found else None

@@ -1,0 +1,222 @@
+"""The sources of a call under one controller, which lets nothing draft where nothing pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from ..control.arms import FREE
+from ..control.controller import LEAST_SPEEDUP, MATCHES, Controller
+from ..lookup import TokenTree
+from ..lookup.likeliest import likeliest
+from ..stats import GenerationStats
+from ..transfer import Pending, upload
+from ..types import Draft, Text, Verdict
+from .constrained import allowed
+from .free import FreeDrafts, Seed
+from .source import Drafter, Session
+
+
+def controller_of(session: Session) -> Controller:
+    """The controller of a generation."""
+    target, found = session.target, session.knowledge.measurements()
+    device, how = target.model.device.type, "" if target.fixed is None else " compiled"
+    return Controller(found, f"{device} {target.model.dtype}{how}", device == "cpu", session.is_tensor_parallel)
+
+
+def controlled(drafter: Drafter, session: Session, name: str) -> Drafter:
+    """The drafter under a controller if it tells what it expects of itself; otherwise it always drafts.
+
+    Args:
+        drafter: the drafter of a generation.
+        session: the generation.
+        name: name of its source.
+    """
+    if isinstance(drafter, ControlledDrafter) or not hasattr(drafter, "expected_speedup"):
+        return drafter
+    return ControlledDrafter(session, controller_of(session), None, {name: drafter})
+
+
+class ControlledDrafter:
+    """Drafts with the source that is the fastest at present, with free drafts, or not at all.
+
+    Args:
+        session: the generation.
+        controller: decides.
+        free: free drafts, ``None`` for none.
+        others: drafters of other sources by name.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        controller: Controller,
+        free: FreeDrafts | None,
+        others: dict[str, Drafter],
+    ) -> None:
+        self.controller, self.free, self.others = controller, free, others
+        self._takes_trees = session.takes_trees
+        self._constraint = session.constraint
+        self._target = session.target
+        self._begun = 0.0
+        # Who was asked in this round, and whose tokens are verified; whether free drafts take part.
+        self._asked: str | None = None
+        self._used: str | None = None
+        self._size = self._drafted = 0
+        self._is_awake = False
+        self._tops: Pending | None = None
+        self._lengths: list[int] = []
+
+    @property
+    def steps(self) -> int:
+        """Forwards of all drafts."""
+        return sum(drafter.steps for drafter in self.others.values())
+
+    @property
+    def knows_grammars(self) -> bool:
+        """See :class:`Drafter`: free drafts of this round hold the tokens that grammars force."""
+        return self._is_awake
+
+    @property
+    def needs_ended_rows(self) -> bool:
+        """See :class:`Drafter`; where there are free drafts, other sources do not keep rows that have ended."""
+        return self.free is None and any(getattr(one, "needs_ended_rows", False) for one in self.others.values())
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        """See :meth:`Drafter.propose`."""
+        self._begun = perf_counter() - self._target.compile_seconds
+        self._lengths = list(text.lengths)
+        controller, rows = self.controller, sum(count > 0 for count in max_new)
+        controller.begin(rows, max(text.lengths))
+        self._asked = self._used = self._free_arm(text, max_new, rows)
+        self._is_awake = self._asked is not None
+        trees = self.free.plan(text, max_new) if self.free is not None and self._is_awake else []
+        free = controller.expected(max(map(len, trees)), _tokens(trees, max_new)) if trees else 0.0
+        promised = {name: getattr(drafter, "expected_speedup", None) for name, drafter in self.others.items()}
+        other = controller.choose(promised, free)
+        if other is not None:
+            self._asked = other
+            draft = allowed(text, self.others[other].propose(text, max_new), self._constraint)
+            if draft.size:
+                self._used, self._size, self._drafted = other, draft.size, sum(draft.lengths)
+                return self._grafted(text, max_new, draft) if self._is_awake else draft
+        return self.free.draft(text, trees) if self.free is not None and trees else Draft.none(text)
+
+    def _free_arm(self, text: Text, max_new: list[int], rows: int) -> str | None:
+        """Which of the free drafts are awake in this round, if any."""
+        if self.free is None:
+            return None
+        self.free.read(text)
+        if not rows:
+            return None
+        if self.controller.pays(FREE):
+            return FREE
+        gain = self.free.likelihood(max_new)
+        return MATCHES if gain and self.controller.expected(1, rows + gain) >= LEAST_SPEEDUP else None
+
+    def look(self, logits: torch.Tensor) -> Pending | None:
+        """See :class:`Drafter`."""
+        self._tops = likeliest(logits) if self._is_awake else None
+        return self._tops
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """See :meth:`Drafter.update`."""
+        new = sum(text.lengths) - sum(self._lengths)
+        if self.free is not None:
+            self.free.learn(text, verdicts, self._tops)
+        seconds = perf_counter() - self._target.compile_seconds - self._begun
+        own = verdicts
+        if self._used in self.others:
+            # Accepted free tokens do not count for this source.
+            own = [
+                replace(verdict, nodes=[node if node <= self._size else -1 for node in verdict.nodes])
+                for verdict in verdicts
+            ]
+        for name, drafter in self.others.items():
+            if name == self._used:
+                drafter.update(text, own, logits)
+            elif (observe := getattr(drafter, "observe", None)) is not None:
+                observe(text, verdicts, logits)
+        if self._used in self.others:
+            accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)
+            self.controller.record(self._asked, 0, new, seconds, accepted, self._drafted)
+        else:
+            nodes = max(map(len, self.free.trees)) if self.free is not None and self._is_awake else 0
+            if self._is_awake or logits.shape[1] == 1:  # otherwise forced tokens were verified
+                self.controller.record(self._asked, nodes, new, seconds)
+
+    def finish(self, text: Text) -> None:
+        """See :meth:`Drafter.finish`."""
+        for drafter in (self.free, *self.others.values()):
+            if drafter is not None:
+                drafter.finish(text)
+
+    def report(self, stats: GenerationStats) -> None:
+        """See :meth:`Drafter.report`."""
+        stats.plan = self._target.full_plan.picture()
+        for drafter in self.others.values():
+            drafter.report(stats)
+
+    def _grafted(self, text: Text, max_new: list[int], draft: Draft) -> Draft:
+        """The draft of another source with free tokens beside and after it, as far as they pay."""
+        assert self.free is not None
+        assert self._used is not None
+        tokens, rate = draft.tokens.tolist(), self.controller.acceptance_rate(self._used)
+        seeds = [_seed(draft, row, tokens[row], rate) for row in range(text.batch_size)]
+        grow = self._takes_trees and not draft.skips_verification
+        trees = self.free.plan(text, max_new, seeds) if grow else [seed.tree for seed in seeds]
+        self.free.use(trees, seeds, draft.size)
+        further = max(len(tree) - len(seed.tree) for tree, seed in zip(trees, seeds, strict=True))
+        if not further:
+            return draft
+        added, parents, lengths = [], [], []
+        for tree, seed, whole in zip(trees, seeds, _parents(draft), strict=True):
+            begun = len(seed.tree)
+            nodes = [*seed.places, *range(draft.size + 1, draft.size + 1 + len(tree) - begun)]
+            new = [nodes[parent] for parent in tree.parents[begun:]]
+            added.append([*tree.tokens[begun:], *[0] * (further - len(new))])
+            parents.append([*whole, *new, *[-1] * (further - len(new))])
+            lengths.append(tree.depth)
+        more = upload(added, draft.tokens.device)
+        return replace(
+            draft,
+            tokens=torch.cat([draft.tokens, more], dim=1),
+            listed=[[*known, *new] for known, new in zip(tokens, added, strict=True)],
+            lengths=lengths,
+            parents=parents,
+            num_drawn=draft.size if draft.num_drawn is None else draft.num_drawn,
+        )
+
+
+def _tokens(trees: list[TokenTree], max_new: list[int]) -> float:
+    """The tokens that a round with these trees is expected to bring."""
+    return sum(tree.expected for tree, count in zip(trees, max_new, strict=True) if count)
+
+
+def _parents(draft: Draft) -> list[list[int]]:
+    """For each row the parents of all nodes, -1 for those that do not count."""
+    if draft.parents is not None:
+        return draft.parents
+    return [[node if node < length else -1 for node in range(draft.size)] for length in draft.lengths]
+
+
+def _seed(draft: Draft, row: int, tokens: list[int], rate: float) -> Seed:
+    """A row's nodes that count."""
+    places, number = [0], {0: 0}
+    parents, depths = [], [0]
+    for node, parent in enumerate(_parents(draft)[row], start=1):
+        if parent >= 0:
+            number[node] = len(places)
+            places.append(node)
+            parents.append(number[parent])
+            depths.append(depths[number[parent]] + 1)
+    # Siblings share the probability that the first child leaves.
+    reach, seen = [1.0], set()
+    for parent in parents:
+        share = rate if parent not in seen else (1.0 - rate) * rate
+        seen.add(parent)
+        reach.append(reach[parent] * share)
+    kept = tuple(tokens[node - 1] for node in places[1:])
+    return Seed(TokenTree(kept, tuple(parents), tuple(reach[1:])), places)

@@ -1,0 +1,181 @@
+"""Free drafts of one generation: trees of what earlier text and the model's own logits foretell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ..control.controller import Controller
+from ..grammar.rows import Spot
+from ..lookup import LookupRow, TokenTree
+from ..lookup.findings import LookupFindings
+from ..lookup.likeliest import tops_of
+from ..transfer import Pending
+from ..types import Draft, Text, Verdict
+from .source import Session
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What another source has drafted for a row.
+
+    Attributes:
+        tree: its nodes.
+        places: for each node of the tree, the last token of the text first, the node of the draft.
+    """
+
+    tree: TokenTree
+    places: list[int]
+
+
+class FreeDrafts:
+    """The texts of all rows, and the trees that are drafted from them.
+
+    Args:
+        findings: what is known of the model's texts.
+        session: the generation.
+        controller: tells what nodes cost, and what a second is worth.
+        max_nodes: the most nodes of a row's tree.
+
+    Attributes:
+        trees: the trees that are verified in this round.
+    """
+
+    def __init__(self, findings: LookupFindings, session: Session, controller: Controller, max_nodes: int) -> None:
+        self.findings, self.controller = findings, controller
+        self.trees: list[TokenTree] = []
+        self._branching, self._max_draft, self._max_nodes = session.takes_trees, session.max_draft, max_nodes
+        self._padding, self._constraint = session.target.padding, session.constraint
+        self._kind, self._vocabulary = "sampled" if session.scorer.do_sample else "greedy", session.vocabulary
+        self._rows: list[LookupRow] = []
+        self._lengths: list[int] = []
+        self._places: list[list[int]] | None = None
+        session.target.cache.reserve(max_nodes + 1)
+
+    def read(self, text: Text) -> None:
+        """Reads the prompts."""
+        if self._rows:
+            return
+        slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
+        ids = text.ids.tolist()
+        for row, (base, length) in enumerate(zip(text.base, text.lengths, strict=True)):
+            known = LookupRow(self.findings.known, self._kind)
+            known.extend(self._behind_placeholders(ids[row][max(0, slots[row] - base) : length]))
+            self._rows.append(known)
+        self._lengths = list(text.lengths)
+
+    def likelihood(self, max_new: list[int]) -> float:
+        """How many tokens more than one a row is expected to gain if each drafts what followed its last ones before."""
+        with self.findings.lock:
+            found = [known.likelihood() if count else 0.0 for known, count in zip(self._rows, max_new, strict=True)]
+        return sum(found)
+
+    def plan(self, text: Text, max_new: list[int], seeds: Sequence[Seed] | None = None) -> list[TokenTree]:
+        """The trees of all rows, each as large as pays when they are verified together.
+
+        Args:
+            text, max_new: see :meth:`Drafter.propose`.
+            seeds: what another source has drafted, which comes first and stays.
+        """
+        rows = sum(count > 0 for count in max_new)
+        costs, pace = self.controller.curve.costs, self.controller.curve.pace
+        begun = [seed.tree for seed in seeds] if seeds is not None else [TokenTree()] * len(max_new)
+        with self.findings.lock:
+            trees = [
+                known.propose(
+                    costs, pace / rows, min(count, self._max_draft), self._branching, tree, self._guide(text, row)
+                )
+                if count
+                else tree
+                for row, (known, count, tree) in enumerate(zip(self._rows, max_new, begun, strict=True))
+            ]
+        sizes, bound = [len(tree) for tree in begun], self._max_nodes
+        most = self._together(trees, sizes) if rows > 1 else bound
+        return [tree.first(max(size, min(size + most, bound))) for tree, size in zip(trees, sizes, strict=True)]
+
+    def _guide(self, text: Text, row: int) -> Spot | None:
+        """What grammars allow after a row's text."""
+        return self._constraint.at(text, row) if self._constraint else None
+
+    def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int]) -> int:
+        """How many free nodes per row pay where all rows are verified together, as wide as the largest tree.
+
+        Args:
+            trees: the trees of all rows.
+            seeds: for each tree the number of nodes that are drafted already.
+        """
+        costs, pace = self.controller.curve.costs, self.controller.curve.pace
+        drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
+        gains = [0.0] * (most + 1)
+        for tree, seed in zip(trees, seeds, strict=True):
+            for size, reach in enumerate(accumulate(tree.reach[seed:]), start=1):
+                gains[size] += reach
+            for size in range(len(tree) - seed + 1, most + 1):
+                gains[size] += sum(tree.reach[seed:])
+        last = len(costs.seconds) - 1
+        return max(range(most + 1), key=lambda size: gains[size] - pace * costs.seconds[min(drafted + size, last)])
+
+    def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
+        """The trees as a draft, whose tokens were not sampled."""
+        self.use(trees)
+        size = max(map(len, trees))
+        if not size:
+            return Draft.none(text)
+        listed = [[*tree.tokens, *[0] * (size - len(tree))] for tree in trees]
+        tokens = torch.tensor(listed, device="cpu")
+        if all(tree.parents == tuple(range(len(tree))) for tree in trees):
+            return Draft(tokens, [len(tree) for tree in trees], listed=listed)
+        parents = [[*tree.parents, *[-1] * (size - len(tree))] for tree in trees]
+        return Draft(tokens, [tree.depth for tree in trees], parents, listed=listed)
+
+    def use(self, trees: list[TokenTree], seeds: Sequence[Seed] | None = None, size: int = 0) -> None:
+        """Notes which trees are verified.
+
+        Args:
+            trees: the trees of all rows.
+            seeds: what another source has drafted; ``None`` for nothing.
+            size: number of nodes of its draft, which come before the free ones.
+        """
+        self.trees, self._places = trees, None
+        if seeds is not None:
+            self._places = [
+                [*seed.places, *range(size + 1, size + 1 + len(tree) - len(seed.tree))]
+                for tree, seed in zip(trees, seeds, strict=True)
+            ]
+
+    def learn(self, text: Text, verdicts: list[Verdict], found: Pending | None) -> int:
+        """Learns from the verdicts of a round; returns the number of new tokens of all rows.
+
+        Args:
+            text: the batch with the new tokens.
+            verdicts: what verification decided.
+            found: the likeliest tokens after each node; ``None`` where nothing was drafted and only the text goes on.
+        """
+        tops = None if found is None else tops_of(found)
+        new = 0
+        with self.findings.lock:
+            for row, verdict in enumerate(verdicts):
+                count = text.lengths[row] - self._lengths[row]
+                if verdict.tokens and count:
+                    emitted = verdict.tokens[:count]
+                    if tops is None:
+                        self._rows[row].follow(emitted)
+                    else:
+                        top = tops[row] if self._places is None else [tops[row][node] for node in self._places[row]]
+                        self._rows[row].learn(self.trees[row], emitted, top)
+                    new += count
+                self._lengths[row] = text.lengths[row]
+        return new
+
+    def finish(self, text: Text) -> None:
+        """Puts the texts into the store."""
+        self.read(text)
+        self.findings.end(self._rows)
+
+    def _behind_placeholders(self, tokens: list[int]) -> list[int]:
+        """The tokens after the last id that is not a token; with given embeddings, ids may be anything."""
+        ends = [place + 1 for place, token in enumerate(tokens) if not 0 <= token < self._vocabulary]
+        return tokens[ends[-1] :] if ends else tokens

@@ -1,0 +1,232 @@
+"""Recorded streams played against the controller: known texts, known costs, no model and no clock."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from hf_selfspec.control.arms import Measurements
+from hf_selfspec.control.controller import Controller
+from hf_selfspec.draft import controlled
+from hf_selfspec.draft.controlled import ControlledDrafter
+from hf_selfspec.draft.free import FreeDrafts
+from hf_selfspec.lookup.findings import LookupFindings
+from hf_selfspec.transfer import Pending
+from hf_selfspec.types import Draft, Verdict
+
+# Seconds of rounds with 0, 1, 2, ... drafted tokens of a row, in plain rounds, by the number of tokens of all rows.
+TABLES = {
+    "EPYC": ((1, 1.0), (2, 1.13), (3, 1.17), (4, 1.4), (8, 1.67), (16, 1.7), (32, 2.6), (64, 5.0), (256, 19.0)),
+    "Xeon": ((1, 1.0), (2, 1.35), (3, 1.5), (4, 1.65), (8, 2.2), (16, 3.0), (32, 4.5), (64, 8.0), (256, 30.0)),
+    "bfloat16": ((1, 1.0), (2, 1.04), (4, 1.06), (8, 1.2), (16, 1.5), (32, 2.0), (64, 3.4), (256, 12.0)),
+    "flat": ((1, 1.0), (64, 1.1), (256, 1.3)),
+}
+
+
+def seconds_of(table: str, tokens: int) -> float:
+    """The time of a forward over so many tokens of all rows; between those of the table it rises evenly."""
+    points = TABLES[table]
+    for (few, less), (many, more) in itertools.pairwise(points):
+        if tokens <= many:
+            return less + (more - less) * (tokens - few) / (many - few)
+    return points[-1][1] * tokens / points[-1][0]
+
+
+@dataclass
+class Stream:
+    """One recorded text: the prompt, what the model generated, and its likeliest tokens at each step."""
+
+    prompt: list[int]
+    new: list[int]
+    tops: list[tuple[list[int], list[float]]] = field(repr=False)
+
+
+class Watch:
+    """A clock that the replay moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Source:
+    """Another source: right with a fixed probability for each token, at a price in plain rounds."""
+
+    steps = 0
+
+    def __init__(self, replay: Replay, length: int, rate: Callable[[int], float], price: float, promised: float | None):
+        self.replay, self.length, self.rate, self.price = replay, length, rate, price
+        self.expected_speedup = promised
+        self.random = random.Random(1)
+
+    def propose(self, text: Any, max_new: list[int]) -> Draft:
+        self.replay.watch.now += self.price
+        tokens, lengths = [], []
+        for row, count in enumerate(max_new):
+            done = self.replay.done[row]
+            known = self.replay.streams[row].new[done : done + self.length]
+            right = self.rate(done)
+            drafted = [token if self.random.random() < right else -2 - token for token in known]
+            lengths.append(min(len(known), count))
+            tokens.append([*drafted, *[0] * (self.length - len(drafted))])
+        return Draft(torch.tensor(tokens), lengths) if any(lengths) else Draft.none(text)
+
+    def update(self, text: Any, verdicts: Any, logits: Any) -> None: ...
+
+    def finish(self, text: Any) -> None: ...
+
+
+class Replay:
+    """Plays streams, as one batch, against the controller.
+
+    Args:
+        table: what forwards cost.
+        awake: what planning and learning of a round take, in plain rounds.
+        noise: the standard deviation of times.
+        sources: for each other source its name, draft length, rate by position, price and promise.
+        free: whether there are free drafts.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        awake: float = 0.04,
+        noise: float = 0.02,
+        sources: Sequence[tuple[str, int, Callable[[int], float], float, float | None]] = (),
+        free: bool = True,
+    ) -> None:
+        self.table, self.awake, self.noise, self.sources, self.has_free = table, awake, noise, sources, free
+        self.watch, self.random = Watch(), random.Random(0)
+        self.found, self.texts = Measurements(), LookupFindings(65_536, 1 << 21)
+        self.streams: Sequence[Stream] = ()
+        self.done: list[int] = []
+        self.timeline: list[tuple[int, float]] = []
+
+    def play(self, streams: Sequence[Stream]) -> float:
+        """Tokens per second over all streams, divided by those without drafts; fills ``timeline`` (tokens, seconds)."""
+        self.streams, self.done = streams, [0] * len(streams)
+        rows, begun, plain = len(streams), self.watch.now, 0.0
+        self.timeline = [(0, 0.0)]
+        with self._patched():
+            drafter = self._drafter()
+            while any(self._left(row) for row in range(rows)):
+                active = sum(self._left(row) > 0 for row in range(rows))
+                one = seconds_of(self.table, active)
+                self._round(drafter, active)
+                self.timeline.append((sum(self.done), self.watch.now - begun))
+            drafter.finish(self._text())
+        # Without drafts all rows advance together.
+        for step in range(max(len(stream.new) for stream in streams)):
+            one = seconds_of(self.table, sum(len(stream.new) > step for stream in streams))
+            plain += one
+        return plain / (self.watch.now - begun)
+
+    def _left(self, row: int) -> int:
+        return len(self.streams[row].new) - self.done[row]
+
+    def _text(self) -> Any:
+        tokens = [[*s.prompt, *s.new[:done]] for s, done in zip(self.streams, self.done, strict=True)]
+        longest = max(map(len, tokens))
+        # The real text holds the ids; drafters read only the prompts.
+        return SimpleNamespace(
+            batch_size=len(tokens),
+            lengths=[len(row) for row in tokens],
+            base=[0] * len(tokens),
+            ids=_Ids(tokens, longest),
+        )
+
+    def _drafter(self) -> ControlledDrafter:
+        session: Any = SimpleNamespace(
+            target=SimpleNamespace(
+                padding=None,
+                cache=SimpleNamespace(reserve=lambda count: None),
+                compile_seconds=0.0,
+                full_plan=None,
+                model=SimpleNamespace(),
+            ),
+            constraint=None,
+            scorer=SimpleNamespace(do_sample=False),
+            takes_trees=True,
+            max_draft=25,
+            vocabulary=1 << 21,
+        )
+        controller = Controller(self.found, "replay", on_cpu=self.table != "flat")
+        free = FreeDrafts(self.texts, session, controller, 31) if self.has_free else None
+        others: Any = {name: _Source(self, *settings) for name, *settings in self.sources}
+        return ControlledDrafter(session, controller, free, others)
+
+    def _round(self, drafter: ControlledDrafter, active: int) -> None:
+        text = self._text()
+        max_new = [max(self._left(row) - 1, 0) for row in range(len(self.streams))]
+        draft = drafter.propose(text, max_new)
+        self.watch.now += seconds_of(self.table, active * (draft.size + 1)) * max(self.random.gauss(1, self.noise), 0.5)
+        if drafter._is_awake:
+            self.watch.now += self.awake
+        verdicts, self._tops = self._judged(draft)
+        drafter.look(torch.zeros(0))
+        for row, verdict in enumerate(verdicts):
+            self.done[row] += len(verdict.tokens)
+        drafter.update(self._text(), verdicts, torch.zeros(len(verdicts), draft.size + 1, 0))
+
+    def _judged(self, draft: Draft) -> tuple[list[Verdict], list[list[tuple[list[int], list[float]]]]]:
+        """What a greedy verification decides, and the likeliest tokens after each node on its path."""
+        verdicts, tops = [], []
+        for row, stream in enumerate(self.streams):
+            found: list[tuple[list[int], list[float]]] = [([], []) for _ in range(draft.size + 1)]
+            tokens: list[int] = []
+            nodes: list[int] = []
+            node, at = 0, self.done[row]
+            length = draft.lengths[row]
+            parents = (
+                draft.parents[row]
+                if draft.parents is not None
+                else [place if place < length else -1 for place in range(draft.size)]
+            )
+            drafted = draft.tokens[row].tolist() if draft.size else []
+            while at < len(stream.new):
+                found[node] = stream.tops[at]
+                tokens.append(stream.new[at])
+                after = node
+                node = next((n + 1 for n, p in enumerate(parents) if p == after and drafted[n] == stream.new[at]), -1)
+                nodes.append(node)
+                at += 1
+                if node < 0:
+                    break
+            verdicts.append(Verdict(tokens, nodes, False, []))
+            tops.append(found)
+        return verdicts, tops
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        def likeliest(logits: Any) -> Pending:
+            found = Pending()
+            found.found = [
+                [[top[0] for top in row] for row in self._tops],
+                [[top[1] for top in row] for row in self._tops],
+            ]
+            return found
+
+        with patch.object(controlled, "perf_counter", self.watch), patch.object(controlled, "likeliest", likeliest):
+            yield
+
+
+class _Ids:
+    """The ids of all rows, without a tensor of each round."""
+
+    def __init__(self, rows: list[list[int]], longest: int) -> None:
+        self.rows, self.longest = rows, longest
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return torch.zeros(len(self.rows), 0, dtype=torch.long)
+
+    def tolist(self) -> list[list[int]]:
+        return [[*row, *[0] * (self.longest - len(row))] for row in self.rows]
