@@ -94,6 +94,7 @@ class Replay:
         noise: the standard deviation of times.
         sources: for each other source its name, draft length, rate by position, price and promise.
         free: whether there are free drafts.
+        on_cpu: whether the first guesses of costs are those for a CPU, by default as in the table.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class Replay:
         noise: float = 0.02,
         sources: Sequence[tuple[str, int, Callable[[int], float], float, float | None]] = (),
         free: bool = True,
+        on_cpu: bool | None = None,
     ) -> None:
+        self.on_cpu = table != "flat" if on_cpu is None else on_cpu
         self.table, self.awake, self.noise, self.sources, self.has_free = table, awake, noise, sources, free
         self.watch, self.random = Watch(), random.Random(0)
         self.found, self.texts = Measurements(), LookupFindings(65_536, 1 << 21)
@@ -159,7 +162,7 @@ class Replay:
             max_draft=25,
             vocabulary=1 << 21,
         )
-        controller = Controller(self.found, "replay", on_cpu=self.table != "flat")
+        controller = Controller(self.found, "replay", self.on_cpu)
         free = FreeDrafts(self.texts, session, controller, 31) if self.has_free else None
         others: Any = {name: _Source(self, *settings) for name, *settings in self.sources}
         return ControlledDrafter(session, controller, free, others)

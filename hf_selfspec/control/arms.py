@@ -11,7 +11,7 @@ from .costs import CostCurve
 # The name of free drafts; other arms have their sources' names.
 FREE = "free drafts"
 # The weight of the rounds before against the next one.
-_MEMORY = 0.95
+_MEMORY = 0.98
 # Rounds after which results are trusted; those of free drafts come in bursts. The share of the time that looks at
 # sources that do not pay may cost, and the most that free drafts are taken to lose: they learn from what was wrong.
 _TRIED, _TRIED_FREE = 4, 12

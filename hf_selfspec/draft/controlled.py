@@ -29,12 +29,15 @@ def controller_of(session: Session) -> Controller:
 def controlled(drafter: Drafter, session: Session, name: str) -> Drafter:
     """The drafter under a controller if it tells what it expects of itself; otherwise it always drafts.
 
+    In the processes of a parallel model, whose times differ, its own expectation alone decides.
+
     Args:
         drafter: the drafter of a generation.
         session: the generation.
         name: name of its source.
     """
-    if isinstance(drafter, ControlledDrafter) or not hasattr(drafter, "expected_speedup"):
+    is_told = isinstance(drafter, ControlledDrafter) or not hasattr(drafter, "expected_speedup")
+    if is_told or session.is_tensor_parallel:
         return drafter
     return ControlledDrafter(session, controller_of(session), None, {name: drafter})
 
@@ -113,8 +116,7 @@ class ControlledDrafter:
             return None
         if self.controller.pays(FREE):
             return FREE
-        gain = self.free.likelihood(max_new)
-        return MATCHES if gain and self.controller.expected(1, rows + gain) >= LEAST_SPEEDUP else None
+        return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def look(self, logits: torch.Tensor) -> Pending | None:
         """See :class:`Drafter`."""

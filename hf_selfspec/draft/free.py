@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from ..control.controller import Controller
+from ..control.costs import SIZES
 from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree
 from ..lookup.findings import LookupFindings
@@ -16,6 +17,10 @@ from ..lookup.likeliest import tops_of
 from ..transfer import Pending
 from ..types import Draft, Text, Verdict
 from .source import Session
+
+
+# A higher probability than that of the longest match is not believed.
+_SUREST = 0.975
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,18 @@ class FreeDrafts:
             self._rows.append(known)
         self._lengths = list(text.lengths)
 
-    def likelihood(self, max_new: list[int]) -> float:
-        """How many tokens more than one a row is expected to gain if each drafts what followed its last ones before."""
+    def promise(self, max_new: list[int]) -> float:
+        """The expected speed-up of drafts of what followed the last tokens before, without looking for anything else."""
         with self.findings.lock:
-            found = [known.likelihood() if count else 0.0 for known, count in zip(self._rows, max_new, strict=True)]
-        return sum(found)
+            found = [known.likelihood() for known, count in zip(self._rows, max_new, strict=True) if count]
+        likely = [min(share, _SUREST) for share in found if share]
+        if not likely:
+            return 0.0
+        # Of a line each token is as likely as the first one where all before it are right.
+        return max(
+            self.controller.expected(size, len(found) + sum(p * (1 - p**size) / (1 - p) for p in likely))
+            for size in SIZES[1:-1]
+        )
 
     def plan(self, text: Text, max_new: list[int], seeds: Sequence[Seed] | None = None) -> list[TokenTree]:
         """The trees of all rows, each as large as pays when they are verified together.
