@@ -39,7 +39,7 @@ class _SpeculativeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Zeros, not empty memory: a NaN in a masked value still reaches the output through 0 * NaN.
+        self._filled = 0  # slots that hold numbers in all rows; what is in the others is not known
         self.keys = self._buffer("keys", key_states)
         self.values = self._buffer("values", value_states)
         self.is_initialized = True
@@ -48,7 +48,7 @@ class _SpeculativeLayer(CacheLayerMixin):
         b, k, _, h = states.shape
         shape, place = (b, k, self._cache.capacity, h), self._cache.place
         if place is None:
-            return states.new_zeros(shape)
+            return states.new_empty(shape)
         return place.buffer((name, self._cache.layers.index(self)), shape, states)
 
     def update(
@@ -62,6 +62,10 @@ class _SpeculativeLayer(CacheLayerMixin):
         self.grow()
         end = cache.max_cursor + key_states.shape[2]
         places = cache.places(key_states.shape[2], key_states.device)
+        if places is None and cache.max_cursor <= self._filled:
+            self.wrote(end)
+        elif end > self._filled:
+            self._zero(-(-end // _GRAIN) * _GRAIN)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             if places is None:
                 buffer[:, :, cache.max_cursor : end] = states
@@ -81,6 +85,22 @@ class _SpeculativeLayer(CacheLayerMixin):
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys, self.values
+
+    def _zero(self, end: int) -> None:
+        """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
+        for buffer in (self.keys, self.values):
+            buffer[:, :, self._filled : end] = 0
+        self._filled = min(end, self.keys.shape[2])
+
+    def fill(self) -> None:
+        """Fills all slots, for forwards that mask whole buffers."""
+        self.grow()
+        if self._filled < self._cache.capacity:
+            self._zero(self._cache.capacity)
+
+    def wrote(self, end: int) -> None:
+        """Records that all slots up to ``end`` hold numbers in all rows."""
+        self._filled = max(self._filled, end)
 
     def grow(self) -> None:
         """Grows the buffers to the capacity of the cache."""
@@ -201,10 +221,10 @@ class SpeculativeCache(Cache):
         self.capacity = step_above(self.capacity) if self.has_few_sizes else grains * _GRAIN
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers of keys and values of all layers that have any, grown to the capacity."""
+        """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
         layers = [layer for layer in self.layers if layer.is_initialized]
         for layer in layers:
-            layer.grow()
+            layer.fill()
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
 
     @contextmanager
@@ -314,6 +334,7 @@ class SpeculativeCache(Cache):
                     rows = torch.arange(states.shape[0], device=states.device)[:, None]
                     whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
                 buffer[:, :, : whole.shape[2]] = whole
+            layer.wrote(whole.shape[2])
 
     def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
         """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
