@@ -103,9 +103,7 @@ def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]
     """
     Anatomy.of(model)
     named = {**named, "generation_config": _without_assistant(named.get("generation_config"))}
-    effective, _ = model._prepare_generation_config(
-        named["generation_config"], **{k: v for k, v in named.items() if hasattr(model.generation_config, k)}
-    )
+    effective = _Options(model, named)
     check_options(model, effective)
     if effective.cache_implementation == "static":
         # Ours is one, if need be.
@@ -120,6 +118,25 @@ def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]
     if effective.stop_strings is not None:
         _serve_stop_strings(named, effective.stop_strings)
     return named
+
+
+class _Options:
+    """The options of a call: its arguments, else those of its config, else those of the model's.
+
+    ``generate`` has the same in the end, but merges whole configs, which takes longer than all checks.
+    """
+
+    def __init__(self, model: Any, named: dict[str, Any]) -> None:
+        self._own, self._named = model.generation_config, named
+
+    def __getattr__(self, name: str) -> Any:
+        default = getattr(self._own, name, None)
+        if name in self._named and hasattr(self._own, name):
+            return self._named[name]
+        passed = getattr(self._named["generation_config"], name, None)
+        # Unset by transformers, too: models of the Hub have this default for sliding windows.
+        found = default if passed is None else passed
+        return None if name == "cache_implementation" and found == "hybrid" else found
 
 
 def _decode_or_plain(
