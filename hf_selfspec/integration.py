@@ -32,12 +32,15 @@ from .model.arguments import check_inputs
 from .notices import warn_once_ignoring_numbers
 from .pipelines import PIPELINES, with_assistant
 from .plain import decode_plainly
+from .selfspec import SelfSpec
 from .stats import GenerationStats
 from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
 # The parameters of generate itself; other arguments are for its config or the model.
 _OWN_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameters)
+# Of what decodes a call: ``generate`` looks at it twice, and working it out takes longer than all checks.
+_SIGNATURE = inspect.signature(SelfSpec.__call__)
 
 
 def install() -> None:
@@ -112,9 +115,11 @@ def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]
     for_model = {k: v for k, v in named.items() if k not in _OWN_ARGUMENTS and not hasattr(model.generation_config, k)}
     check_inputs(model, named.get("inputs"), for_model)
     decode = chosen.spec if not chosen.default_of else functools.partial(_decode_or_plain, chosen)
-    named["custom_generate"] = functools.partial(
+    decode = functools.partial(
         decode, streamer=named.get("streamer"), synced_gpus=_is_synced(model, named.get("synced_gpus"))
     )
+    vars(decode)["__signature__"] = _SIGNATURE
+    named["custom_generate"] = decode
     if effective.stop_strings is not None:
         _serve_stop_strings(named, effective.stop_strings)
     return named
