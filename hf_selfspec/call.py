@@ -33,6 +33,7 @@ from .model.checkpointing import checkpoints, without_checkpointing
 from .model.given_cache import cache_for, cache_name, given_cache
 from .model.inputs import Inputs
 from .model.linear import are_faster
+from .model.modules import all_modules
 from .model.parallel import is_tensor_parallel
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
@@ -217,6 +218,7 @@ class Generation:
                 if (returned or own_cache) and cache is not None:
                     decoder.hand_back(cache, ids)
         finally:
+            decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
             self.knowledge.knowledge.write()
         self.knowledge.knowledge.add_call(decoder.stats)
         _remind_of_length(decoder.stopper.criteria, ids)
@@ -233,7 +235,7 @@ class Generation:
         is_idle = bool(findings) and all(found.is_idle for found in findings)
         if is_idle and (
             is_tensor_parallel(request.model)  # whose processes have timings of their own
-            or not are_faster(request.model.modules(), len(request.input_ids))
+            or not are_faster(all_modules(request.model), len(request.input_ids))
         ):
             return _NO_DRAFT_PAYS
         mask = request.model_kwargs.get("attention_mask")

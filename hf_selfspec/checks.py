@@ -33,8 +33,8 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def check_options(model: PreTrainedModel, config: GenerationConfig) -> None:
-    """Checks that a generation config has no option that self-speculative decoding does not support.
+def check_options(model: PreTrainedModel, config: Any) -> None:
+    """Checks that options, those of a generation config, have none that self-speculative decoding does not support.
 
     ``use_cache=False`` in the model's own generation config is allowed: the ids are the same.
 

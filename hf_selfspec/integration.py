@@ -32,12 +32,15 @@ from .model.arguments import check_inputs
 from .notices import warn_once_ignoring_numbers
 from .pipelines import PIPELINES, with_assistant
 from .plain import decode_plainly
+from .selfspec import SelfSpec
 from .stats import GenerationStats
 from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
 # The parameters of generate itself; other arguments are for its config or the model.
 _OWN_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameters)
+# Of what decodes a call: ``generate`` looks at it twice, and working it out takes longer than all checks.
+_SIGNATURE = inspect.signature(SelfSpec.__call__)
 
 
 def install() -> None:
@@ -103,9 +106,7 @@ def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]
     """
     Anatomy.of(model)
     named = {**named, "generation_config": _without_assistant(named.get("generation_config"))}
-    effective, _ = model._prepare_generation_config(
-        named["generation_config"], **{k: v for k, v in named.items() if hasattr(model.generation_config, k)}
-    )
+    effective = _Options(model, named)
     check_options(model, effective)
     if effective.cache_implementation == "static":
         # Ours is one, if need be.
@@ -114,12 +115,33 @@ def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]
     for_model = {k: v for k, v in named.items() if k not in _OWN_ARGUMENTS and not hasattr(model.generation_config, k)}
     check_inputs(model, named.get("inputs"), for_model)
     decode = chosen.spec if not chosen.default_of else functools.partial(_decode_or_plain, chosen)
-    named["custom_generate"] = functools.partial(
+    decode = functools.partial(
         decode, streamer=named.get("streamer"), synced_gpus=_is_synced(model, named.get("synced_gpus"))
     )
+    vars(decode)["__signature__"] = _SIGNATURE
+    named["custom_generate"] = decode
     if effective.stop_strings is not None:
         _serve_stop_strings(named, effective.stop_strings)
     return named
+
+
+class _Options:
+    """The options of a call: its arguments, else those of its config, else those of the model's.
+
+    ``generate`` has the same in the end, but merges whole configs, which takes longer than all checks.
+    """
+
+    def __init__(self, model: Any, named: dict[str, Any]) -> None:
+        self._own, self._named = model.generation_config, named
+
+    def __getattr__(self, name: str) -> Any:
+        default = getattr(self._own, name, None)
+        if name in self._named and hasattr(self._own, name):
+            return self._named[name]
+        passed = getattr(self._named["generation_config"], name, None)
+        # Unset by transformers, too: models of the Hub have this default for sliding windows.
+        found = default if passed is None else passed
+        return None if name == "cache_implementation" and found == "hybrid" else found
 
 
 def _decode_or_plain(

@@ -23,6 +23,7 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedOptionError,
     attach,
+    integration,
 )
 
 pytestmark = pytest.mark.usefixtures("no_warnings_yet")
@@ -42,6 +43,25 @@ def test_config_of_the_call(
         assert torch.equal(fresh_llama.generate(inputs["input_ids"], config)[:, :4], inputs["input_ids"][:, :4])
         assert calls(spec) == 2 * times
     assert getattr(config, name) is spec
+
+
+@pytest.mark.parametrize("own", [{}, {"cache_implementation": "hybrid", "num_beams": 2}, {"stop_strings": ["x"]}])
+@pytest.mark.parametrize("passed", [None, {}, {"num_beams": 3, "cache_implementation": "static"}])
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": None, "use_cache": False}, {"prefill_chunk_size": 4}])
+def test_options_are_those_of_generate(
+    fresh_llama: LlamaForCausalLM, own: dict[str, Any], passed: dict[str, Any] | None, arguments: dict[str, Any]
+) -> None:
+    """The checks before a call see what ``generate`` merges."""
+    fresh_llama.generation_config.update(**own)
+    config = None if passed is None else GenerationConfig(**passed)
+    merged, _ = fresh_llama._prepare_generation_config(config, **arguments)
+    options = integration._Options(fresh_llama, arguments | {"generation_config": config})
+    names = ("cache_implementation", "compile_config", "num_beams", "prefill_chunk_size", "stop_strings", "use_cache")
+    unset = {"num_beams": 1, "use_cache": True}
+    found = {name: getattr(options, name) for name in names}
+    assert {name: unset.get(name) if one is None else one for name, one in found.items()} == {
+        name: unset.get(name) if (one := getattr(merged, name)) is None else one for name in names
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

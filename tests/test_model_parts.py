@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
+from math import nan
+from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, ragged_batch, tiny_llama
+from conftest import ROW, VOCABULARY, new_spec, ragged_batch, tiny_llama
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -23,11 +27,13 @@ from hf_selfspec import (
 )
 from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model import attention
+from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.masks import Geometry
+from hf_selfspec.model.modules import all_modules
 from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
 from hf_selfspec.model.target import Target
 
@@ -45,6 +51,14 @@ def test_anatomy_finds_layers_and_blocks(llama: LlamaForCausalLM) -> None:
     assert [id(a) for a in anatomy.attention] == [id(layer.self_attn) for layer in llama.model.layers]
     assert [m for (m,) in anatomy.mlp] == [layer.mlp for layer in llama.model.layers]
     assert anatomy.decoder is llama.model
+
+
+def test_all_modules_as_torch_lists_them(llama: LlamaForCausalLM) -> None:
+    assert all_modules(llama) == list(llama.modules())
+    shared, model = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Module())
+    model.append(shared)
+    model[1].inner, model[1].none = torch.nn.ModuleList([shared, model]), None
+    assert all_modules(model) == list(model.modules())
 
 
 def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +176,38 @@ def test_cache_grows_and_keeps_its_content() -> None:
     write(cache, [0], torch.tensor([[1.0, 2]]))
     assert write(cache, [2], torch.tensor([[3.0, 4, 5]])).tolist() == [[1, 2, 3, 4, 5]]
     assert cache.layers[0].keys.isfinite().all()
+
+
+def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers begin as they come from memory; whatever that holds, no forward sees it."""
+    make = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kwargs: make(self, *args, **kwargs).fill_(nan))
+    inputs = ragged_batch()
+    plain = llama.generate(**inputs, max_new_tokens=24)
+    for spec in (new_spec(), SelfSpec.lookup(), SelfSpec(EarlyExit(3), FixedLength(3), TopKTree(((1.0, 3),)))):
+        assert torch.equal(llama.generate(**inputs, max_new_tokens=24, assistant=spec), plain)
+    cache = SpeculativeCache(1, 2, capacity=8)
+    assert write(cache, [3, 1], torch.ones(2, 1)).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
+    assert cache.buffers()[0].isfinite().all()
+
+
+def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, without Python's search for reference cycles."""
+    make, made = cache_module._SpeculativeLayer._buffer, list[weakref.ref[torch.Tensor]]()
+
+    def watched(self: Any, name: str, states: torch.Tensor) -> torch.Tensor:
+        buffer = make(self, name, states)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(cache_module._SpeculativeLayer, "_buffer", watched)
+    gc.disable()
+    try:
+        llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())
+        assert made
+        assert not any(buffer() is not None for buffer in made)
+    finally:
+        gc.enable()
 
 
 def test_cache_moves_an_accepted_path_together() -> None:

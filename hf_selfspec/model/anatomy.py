@@ -6,7 +6,6 @@ written against :class:`Anatomy` and never against a model class.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from .modules import forward_parameters
 from .recurrences import SERVED
 
 _ATTENTION_NAMES = (
@@ -184,10 +184,10 @@ class Anatomy:
         kv_sources = _kv_sources(text_config)
         limit = max_positions(text_config)
         alibi = bool(getattr(text_config, "alibi", False))
-        takes_positions = _takes_position_ids(model)
+        takes_positions = "position_ids" in forward_parameters(model)
         has_places = alibi or architecture.tree is False or takes_positions
         # Without attention there are no positions.
-        has_places = has_places or (is_recurrent and "cache_params" in _forward_parameters(model))
+        has_places = has_places or (is_recurrent and "cache_params" in forward_parameters(model))
         attention = tuple(_find_attention(layer, architecture) for layer in layers)
         return cls(
             model_name=name,
@@ -231,14 +231,6 @@ def _is_rotary(text_config: Any) -> bool:
     return getattr(text_config, "rope_parameters", None) is not None
 
 
-def _takes_position_ids(model: PreTrainedModel) -> bool:
-    return "position_ids" in _forward_parameters(model)
-
-
-def _forward_parameters(model: PreTrainedModel) -> frozenset[str]:
-    return frozenset(inspect.signature(type(model).forward).parameters)
-
-
 def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn.Module, ...]:
     if architecture.layers is not None:
         return tuple(model.get_submodule(architecture.layers).children())
@@ -256,8 +248,10 @@ def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn
 
 def _lists(module: nn.Module, depth: int | None) -> list[nn.ModuleList]:
     """The outermost module lists with ``depth`` entries; a layer may hold such lists, too (experts)."""
-    lists = [found for found in module.modules() if isinstance(found, nn.ModuleList) and len(found) == depth]
-    return [found for found in lists if not any(found is not other and _contains(other, found) for other in lists)]
+    if isinstance(module, nn.ModuleList) and len(module) == depth:
+        return [module]
+    lists = (found for child in module.children() for found in _lists(child, depth))
+    return list(dict.fromkeys(lists))
 
 
 def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
@@ -268,16 +262,11 @@ def _find_stack(model: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module:
     return model
 
 
-def _contains(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(module is inner for module in outer.modules())
-
-
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    try:
-        found = layer.get_submodule(path)
-    except AttributeError:
-        return None
-    return found
+    found: Any = layer
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, nn.Module) else None
 
 
 def _find_attention(layer: nn.Module, architecture: Architecture) -> nn.Module | None:

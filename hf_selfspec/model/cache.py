@@ -11,16 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..transfer import RowNumbers, upload
 from .buffers import Place
 from .graphs import size_for, step_above
 from .recurrences.recurrence import Recurrence
+from .state_log import StateLog
 from .states import Feed, StateLayer
 from .tracing import ChangingNumber
 
@@ -39,7 +36,7 @@ class _SpeculativeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Zeros, not empty memory: a NaN in a masked value still reaches the output through 0 * NaN.
+        self.filled = 0  # slots that hold numbers in all rows; what is in the others is not known
         self.keys = self._buffer("keys", key_states)
         self.values = self._buffer("values", value_states)
         self.is_initialized = True
@@ -48,7 +45,7 @@ class _SpeculativeLayer(CacheLayerMixin):
         b, k, _, h = states.shape
         shape, place = (b, k, self._cache.capacity, h), self._cache.place
         if place is None:
-            return states.new_zeros(shape)
+            return states.new_empty(shape)
         return place.buffer((name, self._cache.layers.index(self)), shape, states)
 
     def update(
@@ -62,6 +59,10 @@ class _SpeculativeLayer(CacheLayerMixin):
         self.grow()
         end = cache.max_cursor + key_states.shape[2]
         places = cache.places(key_states.shape[2], key_states.device)
+        if places is None and cache.max_cursor <= self.filled:
+            self.filled = max(self.filled, end)
+        else:
+            self.fill(-(-end // _GRAIN) * _GRAIN)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             if places is None:
                 buffer[:, :, cache.max_cursor : end] = states
@@ -81,6 +82,14 @@ class _SpeculativeLayer(CacheLayerMixin):
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys, self.values
+
+    def fill(self, end: int) -> None:
+        """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
+        self.grow()
+        if end > self.filled and self._cache.place is None:  # those of a place begin with zeros
+            for buffer in (self.keys, self.values):
+                buffer[:, :, self.filled : end] = 0
+            self.filled = min(end, self.keys.shape[2])
 
     def grow(self) -> None:
         """Grows the buffers to the capacity of the cache."""
@@ -158,8 +167,8 @@ class SpeculativeCache(Cache):
                 self.layers[index] = _RecurrentLayer(self, layer.number_of_states, recurrence, name)
 
     @property
-    def _states(self) -> list[_RecurrentLayer]:
-        return [layer for layer in self.layers if isinstance(layer, _RecurrentLayer)]
+    def _logs(self) -> list[StateLog]:
+        return [log for layer in self.layers if isinstance(layer, _RecurrentLayer) for log in layer.logs()]
 
     def look_back(self, slots: int) -> None:
         """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
@@ -167,14 +176,13 @@ class SpeculativeCache(Cache):
 
     def first_slots(self) -> list[int]:
         """For each row the first slot at which a forward can begin; 0 unless older recurrent states were dropped."""
-        known = [log.first_slots for layer in self._states for log in layer.logs() if not log.is_empty]
+        known = [log.first_slots for log in self._logs if not log.is_empty]
         return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
 
     def commit(self, roots: Sequence[int]) -> None:
         """Moves the checkpoint of recurrent states to these slots, one for each row."""
-        for layer in self._states:
-            for log in layer.logs():
-                log.commit(roots, self._history)
+        for log in self._logs:
+            log.commit(roots, self._history)
 
     def reserve(self, slots: int) -> None:
         """Reserves at least ``slots`` slots after the longest text that the initial capacity was for."""
@@ -194,17 +202,15 @@ class SpeculativeCache(Cache):
         self.feed = feed or Feed(self.cursors)
         self.max_cursor = max(cursors)
         self._places = None
-        needed = self.max_cursor + new_slots
-        if needed > self.capacity:
+        if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
-        grains = -(-self.capacity // _GRAIN)
-        self.capacity = step_above(self.capacity) if self.has_few_sizes else grains * _GRAIN
+        self.capacity = step_above(self.capacity) if self.has_few_sizes else -(-self.capacity // _GRAIN) * _GRAIN
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers of keys and values of all layers that have any, grown to the capacity."""
+        """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
         layers = [layer for layer in self.layers if layer.is_initialized]
         for layer in layers:
-            layer.grow()
+            layer.fill(self.capacity)
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
 
     @contextmanager
@@ -230,10 +236,8 @@ class SpeculativeCache(Cache):
         if self.cursors.are_equal:
             return None
         if self._places is None or self._places[1].device != device:
-            self._places = (
-                torch.arange(len(self.cursors), device=device)[:, None],
-                self.cursors.onwards(length, device),
-            )
+            rows = torch.arange(len(self.cursors), device=device)[:, None]
+            self._places = rows, self.cursors.onwards(length, device)
         return self._places
 
     def update(
@@ -262,9 +266,8 @@ class SpeculativeCache(Cache):
                 device = layer.keys.device
                 rows = upload(kept, device) if rows is None else rows.to(device)
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
-        for state in self._states:
-            for log in state.logs():
-                log.keep_rows(kept)
+        for log in self._logs:
+            log.keep_rows(kept)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
         """Moves accepted tokens' keys and values to their final slots.
@@ -274,9 +277,8 @@ class SpeculativeCache(Cache):
         """
         if not moves:
             return
-        for state in self._states:
-            for log in state.logs():
-                log.keep_path(moves)
+        for log in self._logs:
+            log.keep_path(moves)
         places = None
         for layer in self.layers:
             if layer.is_initialized:
@@ -314,6 +316,7 @@ class SpeculativeCache(Cache):
                     rows = torch.arange(states.shape[0], device=states.device)[:, None]
                     whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
                 buffer[:, :, : whole.shape[2]] = whole
+            layer.filled = max(layer.filled, whole.shape[2])
 
     def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
         """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch.nn as nn
 
 from .forwards import InstanceForwards, SharedChange
+from .modules import all_modules
 
 _FLAG = "gradient_checkpointing"
 _suspended = SharedChange()
@@ -15,7 +16,7 @@ _suspended = SharedChange()
 
 def checkpoints(model: nn.Module) -> bool:
     """Returns whether a forward of ``model`` would checkpoint now: it is switched on, and in training mode."""
-    return any(module.training and getattr(module, _FLAG, False) for module in model.modules())
+    return any(module.training and getattr(module, _FLAG, False) for module in all_modules(model))
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """Suspends gradient checkpointing; training mode, and dropout with it, stays as it is."""
 
     def suspend(forwards: InstanceForwards) -> None:
-        for module in model.modules():
+        for module in all_modules(model):
             if module.training and getattr(module, _FLAG, False):
                 forwards.set(module, _FLAG, False)
 

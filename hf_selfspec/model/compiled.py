@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .modules import all_modules
+
 _stance_lock = threading.Lock()
 _stance_users = 0
 _stance: Any = None
@@ -37,4 +39,4 @@ def is_compiled(model: nn.Module) -> bool:
     """Returns whether a model, or a module in it, runs as a compiled graph."""
     if hasattr(model.forward, "_torchdynamo_orig_callable"):
         return True
-    return any(module._compiled_call_impl is not None for module in model.modules())
+    return any(module._compiled_call_impl is not None for module in all_modules(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .cache import SpeculativeCache
+from .modules import forward_parameters
 from .recurrences import SERVED
 
 # In newer versions' caches, layers that read another layer's keys and values have an empty entry.
@@ -44,8 +44,7 @@ def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cach
 
 def cache_name(model: PreTrainedModel) -> str:
     """Returns the name of the cache argument of a model's forward."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "cache_params" if "cache_params" in parameters else "past_key_values"
+    return "cache_params" if "cache_params" in forward_parameters(model) else "past_key_values"
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator
 
 import torch.nn as nn
 
+from .modules import all_modules
+
 # Libraries whose hooks treat the rows of a batch alike.
 ROW_BLIND = ("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers")
 
@@ -17,7 +19,7 @@ def has_hooks(model: nn.Module, but_of: Collection[str]) -> bool:
 
 def hooks_of(model: nn.Module) -> Iterator[object]:
     """The hooks around the forwards of a model's modules, accelerate's included, which are attributes of modules."""
-    for module in model.modules():
+    for module in all_modules(model):
         yield from module._forward_pre_hooks.values()
         yield from module._forward_hooks.values()
         if (given := getattr(module, "_hf_hook", None)) is not None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from .forwards import InstanceForwards, SharedChange
+from .modules import all_modules
 from .recurrences import SERVED
 
 # Takes the original function and the arguments of a call, and returns what the function would return.
@@ -115,7 +116,7 @@ def check_kernels(model: PreTrainedModel) -> None:
 
 def _modules(model: nn.Module, name: str) -> list[Any]:
     """The Python modules of the model's parts that have a function of that name."""
-    names = {type(part).__module__ for part in model.modules()}
+    names = {type(part).__module__ for part in all_modules(model)}
     found = (sys.modules.get(module) for module in sorted(names))
     return [module for module in found if callable(getattr(module, name, None))]
 

@@ -204,7 +204,7 @@ def few_token_forwards(
 ) -> list[tuple[nn.Linear, Callable[..., Any]]]:
     """Returns forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
     known = list(modules)
-    if any(hasattr(parameter, "device_mesh") for module in known for parameter in module.parameters(recurse=False)):
+    if any(hasattr(parameter, "device_mesh") for module in known for parameter in module._parameters.values()):
         return []  # whole weights exist only during a forward
     served = [module for module in known if is_served(module)]
     alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)

@@ -24,6 +24,7 @@ from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, residual_of, states_of, with_arity, with_states
 from .head_rows import HeadRows, output_head
 from .linear import few_token_forwards
+from .modules import all_modules
 from .step import Best
 
 
@@ -181,7 +182,7 @@ class _Installation:
         self.arity: dict[type, int | None] = {}
 
     def install(self, model: nn.Module) -> None:
-        for linear, forward in few_token_forwards(model.modules(), _is_speculating):
+        for linear, forward in few_token_forwards(all_modules(model), _is_speculating):
             self.forwards.replace(linear, forward)
         if (head := output_head(model)) is not None:
             self.forwards.replace(head, _head_forward(head))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -30,6 +29,7 @@ from .hooks import ROW_BLIND, has_hooks
 from .kernels import served_kernels
 from .layout import TreeLayout
 from .masks import speculative_attention
+from .modules import forward_parameters
 from .parallel import clock_of
 from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, partial_forwards
 from .positions import LastPositions
@@ -82,8 +82,7 @@ class Target:
         self.following = following or Following()
         self.last_slots: Sequence[int] = [0] * len(cache.cursors)
         self.full_plan = plan or LayerPlan(anatomy.num_layers)
-        parameters = inspect.signature(type(model).forward).parameters
-        self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
         self.cache_name = cache_name(model)
         self._decoder: nn.Module = anatomy.decoder
         self.forward_seconds = 0.0
