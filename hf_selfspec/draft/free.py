@@ -18,7 +18,6 @@ from ..transfer import Pending
 from ..types import Draft, Text, Verdict
 from .source import Session
 
-
 # A higher probability than that of the longest match is not believed.
 _SUREST = 0.975
 
@@ -73,7 +72,7 @@ class FreeDrafts:
         self._lengths = list(text.lengths)
 
     def promise(self, max_new: list[int]) -> float:
-        """The expected speed-up of drafts of what followed the last tokens before, without looking for anything else."""
+        """The expected speed-up of drafts of what followed the last tokens before; nothing else is looked for."""
         with self.findings.lock:
             found = [known.likelihood() for known, count in zip(self._rows, max_new, strict=True) if count]
         likely = [min(share, _SUREST) for share in found if share]
