@@ -26,7 +26,7 @@ from .source import Limits, RoundSeconds, Session
 
 # Share of the time of all calls that looks at exits may take, and the share from the moment on that an exit looks as if
 # it paid until that is known: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
-_BUDGET, _PROMISING = 0.04, 0.3
+_BUDGET, _PROMISING = 0.03, 0.3
 # Tokens on which one exit is tried. From this share of what that takes on, logits are kept for it.
 _TRIED, _SAVING = 16, 0.7
 # Tokens of text after which only the exits that look fastest are compared, and their number. Maximum number of tokens

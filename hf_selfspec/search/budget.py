@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # How much of its share a search may take until it has found a draft that pays.
-_UNPROVEN = 1 / 3
+_UNPROVEN = 1 / 2
 # What each further token adds to a forward, in one-token forwards, until that is measured. On CPUs in float32 it was
 # 0.02 to 0.1 (SmolLM2 and the demo model, AMD EPYC, one thread), on GPUs less.
 _TOKEN = 0.1
