@@ -214,7 +214,8 @@ def test_exits_that_do_not_pay_are_tried_in_a_small_share_of_the_time(
     watched = Probed(monkeypatch, clock, accepted=0.0)
     model, spec = tiny_llama(8), SelfSpec.layerskip()
     shares = [watched.share(spec, model, 200, do_sample) for _ in range(8)]
-    assert max(shares) <= 0.016
+    assert all(sum(shares[:count]) / count <= 0.015 for count in range(1, 9))
+    assert max(shares) <= 0.02  # a call may spend what the ones before have left
     assert not watched.looked
     assert {layer for layer, _ in watched.tried} == {2, 3, 5}
     assert {n for _, n in watched.tried} == {16}
