@@ -299,8 +299,9 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert spec.choice(model).tokens == 22 * 47
     assert len(spec.choice(model).by_layer) == 3
     timed = study_of(spec, model).timings.stopwatch.seconds
+    # Twice on the first text, and once on each of three later ones.
     assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
-        ("early", "full", "few", "many", "draft"), 20
+        ("early", "full", "few", "many", "draft"), 5
     )
     other = tiny_llama()
     assert spec.choice(other) is None
@@ -348,7 +349,7 @@ def test_traces_of_a_text_are_what_each_exit_says(monkeypatch):
     model, spec, found = tiny_llama(), SelfSpec.layerskip(), []
     original = probe.ProbingDraft._traces
     monkeypatch.setattr(
-        probe.ProbingDraft, "_traces", lambda self, text: found.append(original(self, text)) or found[-1]
+        probe.ProbingDraft, "_traces", lambda self, text, n: found.append(original(self, text, n)) or found[-1]
     )
     text = greedy(model, prompt(), 48, assistant=spec)
     seen = {layer: np.concatenate([part[layer][0].accept[0] for part in found]) for layer in found[0]}
@@ -416,8 +417,9 @@ def test_timings_use_no_random_numbers():
 
     def watched(self, *args):
         before = torch.get_rng_state()
-        original(self, *args)
+        complete = original(self, *args)
         states.append(torch.equal(before, torch.get_rng_state()))
+        return complete
 
     with patch.object(PartialDraft, "measure", watched):
         model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
@@ -435,13 +437,13 @@ def test_the_chosen_exit_is_used(monkeypatch):
     use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
     greedy(model, prompt(), assistant=spec)
     choice = spec.choice(model)
-    assert (choice.layer, choice.stop) == (3, FixedLength(3))
+    assert (choice.layer, choice.stop) == (3, FixedLength(6))
     assert choice.reuse_from == 4  # 0.1 for another forward, 0.03 spared for each token
-    assert spec.stats.plan == "###..."  # not the middle exit, 2, with which it began
+    assert spec.stats.plan == "###..."
     for tokens in (48, 12):  # also where no probe is due
         greedy(model, prompt(), tokens, assistant=spec)
         assert spec.stats.plan == "###..."
-        assert max(spec.stats.accepted_lengths) == 3
+        assert 0 < max(spec.stats.accepted_lengths) <= 6
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 5])
@@ -501,7 +503,7 @@ def test_traces_of_drawn_tokens_are_of_the_processed_distributions(monkeypatch):
     model.generation_config.eos_token_id = None
     original = probe.ProbingDraft._traces
     monkeypatch.setattr(
-        probe.ProbingDraft, "_traces", lambda self, text: found.append(original(self, text)) or found[-1]
+        probe.ProbingDraft, "_traces", lambda self, text, n: found.append(original(self, text, n)) or found[-1]
     )
     options = {"attention_mask": torch.ones_like(prompt()), "max_new_tokens": 48, "pad_token_id": 0}
     model.generate(prompt(), do_sample=True, top_k=1, assistant=SelfSpec.layerskip(), **options)

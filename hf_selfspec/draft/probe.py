@@ -1,4 +1,4 @@
-"""Early exit whose layer and draft length are found by a timed probe on the first texts."""
+"""Choosing an exit layer and a stop rule on the first texts that a model generates."""
 
 from __future__ import annotations
 
@@ -12,26 +12,34 @@ from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.head_rows import HeadRows
 from ..model.partial import LayerPlan
 from ..model.target import Target
+from ..search.budget import Budget, share_of
 from ..search.choice import ExitChoice
-from ..search.costs import Stopwatch
-from ..search.exit_study import ENOUGH, ExitStudy, exits_to_try
+from ..search.exit_study import ExitStudy, exits_to_try
 from ..search.replay import Rule, Trace, rules_for, trace
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
 from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
+from .last_logits import LastLogits
 from .partial import PartialDraft
 from .source import Limits, RoundSeconds, Session
 
+# Share of the time of all calls that looks at exits may take, and the share from the moment on that an exit looks as if
+# it paid until that is known: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
+_BUDGET, _PROMISING = 0.03, 0.3
+# Tokens on which one exit is tried. From this share of what that takes on, logits are kept for it.
+_TRIED, _SAVING = 16, 0.7
 # Tokens of text after which only the exits that look fastest are compared, and their number. Maximum number of tokens
 # that one look covers, and the fewest that are worth it.
 _SHORTLIST, _LISTED = 256, 3
 _WINDOW = 128
 _LEAST = 8
-# Generated tokens after which the first look takes place, without waiting for the end of the text.
-_SOON = 32
+# Generated tokens after which the first look at all exits takes place, without waiting for the end of the text, and how
+# many of all rows it covers.
+_SOON, _FIRST = 32, 24
+# Texts on which forwards are timed, and how often each is on the first.
 _TIMED_TEXTS = 4
-_TIMINGS = 5
+_TIMINGS = 2
 
 
 @dataclass(frozen=True)
@@ -94,11 +102,13 @@ def start_probe(
 
 
 class ProbingDraft(PartialDraft):
-    """Drafts from a middle exit until there is enough text, then from the best one.
+    """Drafts nothing until an exit is known to pay, then from the best one.
 
-    One forward over the last tokens shows what every exit would have predicted after each of them, and a few forwards
-    over one and several tokens show what they cost. A model's first text is looked at once it has 32 tokens, and again
-    at its end; later texts at their end, until 1,024 tokens were seen. Each choice is based on all texts so far.
+    At first single exits are tried, each on a few tokens, by a forward through its layers alone: a lower bound of its
+    costs and what it would have predicted tell whether it may pay. Where one may, a forward over the last tokens shows
+    what every exit would have predicted after each of them, and a few forwards over one and several tokens show what
+    they cost. Later texts are looked at, too, until 1,024 tokens were seen; each choice is based on all of them. All
+    this takes a budgeted share of the time of all calls.
 
     Args:
         target, limits, scorer: see :class:`PartialDraft`.
@@ -118,15 +128,17 @@ class ProbingDraft(PartialDraft):
         study: ExitStudy,
         round_seconds: RoundSeconds,
     ) -> None:
-        self.middle = settings.layers[len(settings.layers) // 3]
-        plan = LayerPlan.early_exit(target.anatomy.num_layers, self.middle)
-        super().__init__(target, plan, limits, scorer, settings.head)
+        super().__init__(target, LayerPlan(target.anatomy.num_layers), limits, scorer, settings.head)
         self.settings = settings
         self.exits = exits
         self.study = study
         self._round_seconds = round_seconds
         self._seen_columns: list[int] | None = None
         self._used: ExitChoice | None = None
+        self._last_logits = LastLogits(_TRIED) if scorer.do_sample else None
+        self._budget = Budget(0.0, target.clock, study.take_unspent())
+        self._round_begun: float | None = None
+        self._tried_at = 0
         self._use_choice()
 
     @property
@@ -138,35 +150,55 @@ class ProbingDraft(PartialDraft):
     @property
     def needs_ended_rows(self) -> bool:
         """Whether exits are still compared, on all rows."""
-        return self.study.tokens < ENOUGH
+        return not self.study.is_over
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`PartialDraft.propose`; drafts nothing where the probe found no draft that pays."""
+        """See :meth:`PartialDraft.propose`; drafts nothing before an exit is known to pay."""
         if not self.plan.skipped_layers:
             return Draft.none(text)
         return super().propose(text, max_new)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """Looks at a model's first text as soon as there is enough of it."""
+        """Looks at the text as far as the budget allows."""
         super().update(text, verdicts, logits)
         self.observe(text, verdicts, logits)
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """As :meth:`update`, after a round in which another source drafted."""
-        if self.study.choice is None and max(self._unseen(text)) > _SOON:
-            self._probe(text)
+        study = self.study
+        if not study.is_over:
+            now = self._now()
+            if self._round_begun is not None and logits.shape[1] == 1:
+                study.pace.add_round(now - self._round_begun)
+            if study.choice is None and not study.is_promising:
+                self._try_exit(text, verdicts, logits)
+            elif max(self._unseen(text)) > (_SOON if study.choice is None else _WINDOW) and self._budget.left > 0:
+                self._probe(text)
+            self._round_begun = self._now()
         self._use_choice()
 
     def finish(self, text: Text) -> None:
         """Looks at the rest of the text, while the model is new."""
-        if self.study.tokens < ENOUGH and sum(self._unseen(text)) >= _LEAST:
+        study = self.study
+        knows_what_to_do = study.choice is not None or study.is_promising
+        if not study.is_over and knows_what_to_do and sum(self._unseen(text)) >= _LEAST and self._budget.left > 0:
             self._probe(text)
+        self._use_choice()
+        study.leave_unspent(self._budget.left)
+
+    def _now(self) -> float:
+        """A clock that stops while graphs are compiled."""
+        return self.target.clock() - self.target.compile_seconds
 
     def _use_choice(self) -> None:
-        """Switches to the latest choice, which another thread may have made."""
-        choice = self.study.choice
+        """Switches to the latest choice, which another thread may have made, and to its share of the time."""
+        study, choice = self.study, self.study.choice
+        is_settled = choice is not None or not study.is_promising
+        self._budget.share = share_of(_BUDGET, choice is not None and choice.drafts) if is_settled else _PROMISING
         if choice is None or choice is self._used:
             return
+        if self._used is None and self._seen_columns is not None and choice.drafts:
+            self._budget = Budget(self._budget.share, self.target.clock)  # what it gains is worth the first look
         self._used, layers = choice, self.target.anatomy.num_layers
         self.plan = LayerPlan(layers) if choice.layer is None else LayerPlan.early_exit(layers, choice.layer)
         self.limits = replace(self.limits, stop=self.settings.stop or choice.stop)
@@ -178,21 +210,84 @@ class ProbingDraft(PartialDraft):
             self._seen_columns = [text.prompt_width] * text.batch_size
         return [length - 1 - seen for length, seen in zip(text.lengths, self._seen_columns, strict=True)]
 
+    def _has_time(self, tokens: int) -> bool:
+        """Whether the budget allows a forward over ``tokens`` tokens."""
+        return self.study.pace.seconds(tokens) <= self._budget.left
+
+    # One exit -----------------------------------------------------------------------------------------------------
+
+    def _try_exit(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        """Tries an exit on the last tokens, once there is time for it."""
+        study, left = self.study, self._budget.left
+        self._tried_at = self._tried_at or text.prompt_width
+        layer = study.next_exit(self.settings.layers)
+        share = layer / self.target.anatomy.num_layers
+        cost = share * study.pace.seconds(_TRIED)
+        if left < _SAVING * cost:
+            return
+        with self._budget.spending():
+            if self._last_logits is not None:
+                self._last_logits.add(text, verdicts, logits)
+            new = [length - self._tried_at for length in text.lengths]
+            known = new if self._last_logits is None else list(map(min, new, self._last_logits.counts()))
+            n = min(_TRIED, max(known))
+            if left < cost or n < _LEAST:
+                return
+            begun = self._now()
+            if (found := self._trace_of(text, layer, n, [count >= n for count in known])) is not None:
+                study.add_trial(layer, found, self.settings.rules, self.limits.max_draft)
+            study.pace.add(n, (self._now() - begun) / share)
+            self._tried_at = max(text.lengths)
+
+    @torch.no_grad()
+    def _trace_of(self, text: Text, layer: int, n: int, known: list[bool]) -> Trace | None:
+        """What an exit predicts along the last ``n`` tokens of the rows where their continuations are known."""
+        roots, plan = text.last_slots(), LayerPlan.early_exit(self.target.anatomy.num_layers, layer)
+        self.target.last_slots = roots
+        starts, ids = text.tokens_before([root + 1 for root in roots], n + 1, self.target.first_slots())
+        logits = self.target.step(ids[:, :-1], starts, plan, head_rows=self.head).logits
+        assert logits is not None
+        logits = logits.to(text.ids.device, torch.float32)
+        drafted, sure = self.scorer.roughly(logits), confidence(logits)
+        if self._last_logits is None:
+            found = Trace.of(drafted.argmax(-1) == ids[:, 1:], sure)
+        else:
+            found = trace(drafted, self.scorer.roughly(self._last_logits.of(drafted)), sure, do_sample=True)
+        rows = [row for row, is_known in enumerate(known) if is_known and self.target.is_active(row)]
+        return Trace(found.accept[rows], found.confidence[rows]) if rows else None
+
+    # All exits ----------------------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def _probe(self, text: Text) -> None:
-        self.target.last_slots = text.last_slots()
-        traces = self._traces(text)
-        stopwatch = None
-        if self.study.timings.count < _TIMED_TEXTS:
-            early = LayerPlan.early_exit(self.target.anatomy.num_layers, self.middle)
-            stopwatch = Stopwatch(early)
-            self.measure(text, stopwatch, _TIMINGS)
-        self.study.add(traces, stopwatch, self.settings.rules, self.limits.max_draft, self._round_seconds())
+        """Times forwards and looks at what all exits predict along the unseen text, as far as there is time."""
+        study, layers = self.study, self.settings.layers
+        with self._budget.spending():
+            self.target.last_slots = text.last_slots()
+            stopwatch = None
+            if study.timings.count < _TIMED_TEXTS:
+                middle = layers[len(layers) // 3]
+                stopwatch = study.stopwatch(LayerPlan.early_exit(self.target.anatomy.num_layers, middle))
+                repeats = _TIMINGS if study.choice is None else 1
+                if not self.measure(text, stopwatch, repeats, self._has_time):
+                    return
+            n = min(max(self._unseen(text)), max(_LEAST, _WINDOW // text.batch_size))
+            if self._budget.share < 1.0:
+                most = study.pace.tokens(self._budget.left / study.look)
+                if study.choice is None:  # the first look chooses, so it waits until it can take in enough
+                    n = min(n, max(_LEAST, _FIRST // text.batch_size))
+                    most = most if most >= n else 0
+                n = min(n, most)
+                if n < min(_LEAST, max(self._unseen(text))):
+                    return
+            begun, expected = self._now(), study.pace.seconds(n)
+            traces = self._traces(text, n)
+            study.look = (self._now() - begun) / expected or study.look
+            study.add(traces, stopwatch, self.settings.rules, self.limits.max_draft, self._round_seconds())
 
-    def _traces(self, text: Text) -> dict[int, list[Trace]]:
-        """What each exit predicts along the unseen part of each row."""
+    def _traces(self, text: Text, n: int) -> dict[int, list[Trace]]:
+        """What each exit predicts along the last ``n`` tokens of each row, as far as they are unseen."""
         unseen = self._unseen(text)
-        n = min(max(unseen), max(_LEAST, _WINDOW // text.batch_size))
         roots = text.last_slots()
         starts, tokens = text.tokens_before(roots, n, self.target.first_slots())
         # Where in its window the unseen tokens of each row are; short rows have junk after them.

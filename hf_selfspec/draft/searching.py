@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from ..errors import SettingError, UnsupportedModelError
@@ -14,7 +13,7 @@ from ..model.layout import TreeLayout
 from ..model.partial import LayerPlan
 from ..model.target import Target
 from ..notices import warn_once, warn_once_ignoring_numbers
-from ..search.budget import Budget
+from ..search.budget import Budget, share_of
 from ..search.clasp import closest_layers
 from ..search.costs import MANY
 from ..search.on_the_fly import OnTheFlySearch, Search, usual_ratio
@@ -133,7 +132,7 @@ class SearchingDraft(PartialDraft):
         self._behind = 0
         self._timed = self._tried = False
         self._last_logits = LastLogits(self._window) if scorer.do_sample else None
-        self._budget = Budget(search.settings.budget, target.clock)
+        self._budget = Budget(0.0, target.clock)
         self._clock = self.target.clock()
         self._tree = limits.tree
         self._used: tuple[object, object] | None = None
@@ -174,9 +173,13 @@ class SearchingDraft(PartialDraft):
         self._learn(text, verdicts, logits, None if logits.shape[1] > 1 else Draft.none(text))
 
     def _learn(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor, draft: Draft | None) -> None:
+        search = self.search
+        if search.is_idle and self._looked > 0 and max(text.lengths) <= self._looked + self._window:
+            if self._last_logits is not None:
+                self._last_logits.forget()
+            return
         begun = self._now()
         with self._budget.spending():
-            search = self.search
             before = self._lengths or [n - len(v.tokens) for n, v in zip(text.lengths, verdicts, strict=True)]
             new = [after - length for after, length in zip(text.lengths, before, strict=True)]
             self._lengths, self._looked = list(text.lengths), self._looked or text.prompt_width
@@ -188,7 +191,7 @@ class SearchingDraft(PartialDraft):
             if self._budget.left == math.inf or self._has_time(search.proposal_tokens):
                 search.begin(lambda most: self._propose_layers(text, most))
             if self._last_logits is not None:
-                if search.is_idle or (search.is_over and search.choice.drafts):
+                if search.is_over and search.choice.drafts:
                     self._last_logits.forget()
                 else:
                     self._last_logits.add(text, verdicts, logits)
@@ -210,8 +213,8 @@ class SearchingDraft(PartialDraft):
             self.plan,
             rows=rows,
             drafted=sum(draft.lengths),
-            # Tokens that other sources added to this draft do not count for it.
-            tokens=min(sum(new), rows + accepted),
+            # Tokens that other sources added to this draft do not count for it; those of idle rounds were not reported.
+            tokens=min(sum(new), rows + accepted) if draft.size else sum(new),
             steps=self.steps - self._steps_before,
             nodes=draft.size,
             seconds=seconds,
@@ -238,6 +241,7 @@ class SearchingDraft(PartialDraft):
         search, choice = self.search, self.search.choice
         if self._used == (choice, search.timings.costs):
             return
+        self._budget.share = share_of(search.settings.budget, choice.drafts)
         self._used = (choice, search.timings.costs)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
@@ -310,8 +314,7 @@ class SearchingDraft(PartialDraft):
         # In rows that ended early the window reaches into the prompt, which the model did not generate.
         known = [min(window, length - text.prompt_width) for length in text.lengths]
         if self._last_logits is None:
-            right = (drafted.argmax(-1) == tokens[:, 1:]).double()
-            found = Trace(right.cpu().numpy(), np.nan_to_num(sure.cpu().double().numpy(), nan=0.0))
+            found = Trace.of(drafted.argmax(-1) == tokens[:, 1:], sure)
         else:
             scores = self.scorer.roughly(self._last_logits.of(drafted))
             found = trace(drafted, scores, sure, do_sample=True)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+# How much of its share a search may take until it has found a draft that pays.
+_UNPROVEN = 1 / 2
 # What each further token adds to a forward, in one-token forwards, until that is measured. On CPUs in float32 it was
 # 0.02 to 0.1 (SmolLM2 and the demo model, AMD EPYC, one thread), on GPUs less.
 _TOKEN = 0.1
@@ -13,16 +15,23 @@ _TOKEN = 0.1
 _MEMORY = 0.9
 
 
+def share_of(budget: float, pays: bool) -> float:
+    """The share of a call's time that a search with this budget may take; 1, no limit, stays 1."""
+    return budget if pays or budget >= 1.0 else _UNPROVEN * budget
+
+
 class Budget:
     """The time budget of one call; created at its start.
 
     Args:
-        share: share of the call's time so far that may be spent, 1 for no limit.
+        share: share of the call's time so far that may be spent, 1 for no limit; it may change.
         clock: returns seconds.
+        carried: seconds that earlier calls have left over.
     """
 
-    def __init__(self, share: float, clock: Callable[[], float]) -> None:
+    def __init__(self, share: float, clock: Callable[[], float], carried: float = 0.0) -> None:
         self.share = share
+        self._carried = carried
         self._clock = clock
         self._begun = clock()
         self._spent = 0.0
@@ -30,12 +39,12 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds that may be spent now."""
+        """Seconds that may be spent now; below 0 where more was spent than the share has become."""
         if self.share >= 1.0:
             return math.inf
         now = self._clock()
         spent = self._spent + (0.0 if self._spending_since is None else now - self._spending_since)
-        return self.share * (now - self._begun) - spent
+        return self._carried + self.share * (now - self._begun) - spent
 
     @contextmanager
     def spending(self) -> Iterator[None]:

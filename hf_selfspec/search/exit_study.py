@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..model.partial import LayerPlan
 from ..stats import GenerationStats
+from .budget import Pace
 from .choice import ExitChoice, LayerArm, fastest, replayed_arm
 from .costs import ForwardCosts, Stopwatch, Timings
 from .replay import Rule, Trace
 
 # Tokens of text after which a probe stops looking.
 ENOUGH = 1024
+# Single exits are tried on this many tokens before a model counts as one without an exit that pays. One may pay if it
+# would by this factor if drafted and verified tokens cost nothing but the layers up to the exit.
+_TRIED, _MAY_PAY = 128, 1.1
+# Where the exits lie that are tried, in turn: shares of those that can be compared.
+_PLACES = (1 / 3, 1 / 6, 2 / 3)
+# Duration of a look at all exits, in forwards of the same size, until one was timed.
+_LOOK = 3.0
 
 
 class ExitStudy:
@@ -26,11 +35,22 @@ class ExitStudy:
         tokens: number of tokens of text that were looked at.
         timings: timings of forwards.
         choice: the best exit and rule on all texts together, ``None`` before the first.
+        is_promising: whether a single exit that was tried may pay.
+        pace: times of rounds and trials.
+        look: duration of a look at all exits, in forwards of the same size.
         changed: called when there is a new choice, or ``None``.
     """
 
+    is_promising = False
+
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
+        self.pace = Pace()
+        self.look = _LOOK
+        self._unspent = 0.0
+        self._unfinished: Stopwatch | None = None
+        self._bounds: dict[int, LayerArm] = {}
+        self._trials = 0
         self.changed: Callable[[], None] | None = None
         self.tokens = 0
         self.timings = Timings()
@@ -45,9 +65,53 @@ class ExitStudy:
         return sorted(sorted(choice.by_layer, key=lambda layer: -choice.by_layer[layer])[:count])
 
     @property
+    def is_over(self) -> bool:
+        """Whether no more text is looked at: the choice rests on enough of it, or all exits that were tried are bad."""
+        if self.choice is None:
+            return False
+        return self.tokens >= ENOUGH or (not self.timings.count and not self.choice.drafts and self.tokens >= _TRIED)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no draft pays and no more text is looked at."""
-        return self.choice is not None and not self.choice.drafts and self.tokens >= ENOUGH
+        return self.choice is not None and not self.choice.drafts and self.is_over
+
+    def take_unspent(self) -> float:
+        """The seconds that earlier calls could have spent and have not."""
+        unspent, self._unspent = self._unspent, 0.0
+        return unspent
+
+    def leave_unspent(self, seconds: float) -> None:
+        """Leaves seconds to later calls, or a debt."""
+        self._unspent += seconds if math.isfinite(seconds) else 0.0
+
+    def stopwatch(self, early: LayerPlan) -> Stopwatch:
+        """The timings to continue, in this call or a later one."""
+        if self._unfinished is None:
+            self._unfinished = Stopwatch(early)
+        return self._unfinished
+
+    def next_exit(self, layers: Sequence[int]) -> int:
+        """Which of these exits to try next."""
+        return layers[int(_PLACES[self._trials % len(_PLACES)] * len(layers))]
+
+    def add_trial(self, layer: int, found: Trace, candidates: Sequence[Rule], max_draft: int) -> None:
+        """Records what one exit predicts along a few tokens: it may pay, or no exit does where enough were tried."""
+        free = ForwardCosts(0.0, 1.0, 0.0, several=0.0, token=0.0, step=0.0, num_layers=self.num_layers)
+        plan = LayerPlan.early_exit(self.num_layers, layer)
+        arm = replayed_arm(plan, candidates, [found], free, max_draft)
+        with self._lock:
+            self._trials += 1
+            self.tokens += found.tokens
+            self._bounds[layer] = arm
+            self.is_promising = arm.speedup >= _MAY_PAY
+            if self.is_promising or self.tokens < _TRIED:
+                return
+            none = LayerArm(LayerPlan(self.num_layers), arm.stop, speedup=1.0)
+            speeds = {layer: bound.speedup for layer, bound in self._bounds.items()}
+            self.choice = ExitChoice.of(none, by_layer=speeds, reuse_from=0, tokens=self.tokens)
+        if self.changed is not None:
+            self.changed()
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Ignores a call without a draft, which shows nothing about exits."""
@@ -77,6 +141,7 @@ class ExitStudy:
             self._traces = {layer: self._traces.get(layer, []) + traces[layer] for layer in sorted(compared)}
             self.tokens = _tokens(self._traces)
             if stopwatch is not None:
+                self._unfinished = None
                 self.timings.add(stopwatch, rounds)
             assert self.timings.costs is not None, "the first text comes with timings"
             choice = choose_exit(self._traces, candidates, self.timings.costs, max_draft)

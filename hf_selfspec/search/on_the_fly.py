@@ -25,8 +25,9 @@ class OnTheFlySearch:
         bayes_interval: Bayesian optimisation proposes one of this many sets; the others are random (β).
         patience: number of sets without a better one after which the search ends.
         target_matchness: matchness, over at least three windows, at which the search ends.
-        budget: share of the time of each call that the search may take, including the first call; 1 for no limit and a
-            trial after each round, as in the paper. Calls in which a trial would take more than that try nothing.
+        budget: share of the time of each call that the search may take, including the first call, and half of it
+            until a set was found that pays; 1 for no limit and a trial after each round, as in the paper. Calls in
+            which a trial would take more than that try nothing.
         seed: seed of the random sets.
 
     Raises:

@@ -37,6 +37,11 @@ class Trace:
     accept: np.ndarray
     confidence: np.ndarray
 
+    @classmethod
+    def of(cls, accept: torch.Tensor, confidence: torch.Tensor) -> Trace:
+        """The trace of tensors ``[b, n]``; a draft that overflows (float16) counts as never accepted."""
+        return cls(*(np.nan_to_num(values.cpu().double().numpy(), nan=0.0) for values in (accept, confidence)))
+
     @property
     def tokens(self) -> int:
         """Number of positions."""
@@ -64,8 +69,7 @@ def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor,
         accept = torch.minimum(drafted.softmax(-1), scores.softmax(-1)).sum(-1)
     else:
         accept = (drafted.argmax(-1) == scores.argmax(-1)).float()
-    # A draft that overflows (float16) counts as never accepted.
-    return Trace(*(np.nan_to_num(values.cpu().double().numpy(), nan=0.0) for values in (accept, confidence)))
+    return Trace.of(accept, confidence)
 
 
 @dataclass(frozen=True)
