@@ -10,7 +10,7 @@ import torch
 from ..errors import SettingError, UnsupportedModelError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.head_rows import HeadRows
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..search.choice import ExitChoice
 from ..search.costs import Stopwatch

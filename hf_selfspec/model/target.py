@@ -31,7 +31,8 @@ from .kernels import served_kernels
 from .layout import TreeLayout
 from .masks import speculative_attention
 from .parallel import clock_of
-from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, partial_forwards
+from .partial import AfterLayer, ForwardPass, StopFn, partial_forwards
+from .plan import LayerPlan
 from .positions import LastPositions
 from .prompt import Holes
 from .rows import ActiveRows

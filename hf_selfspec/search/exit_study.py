@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..control.choice import fastest
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import ExitChoice, LayerArm, replayed_arm
 from .costs import ForwardCosts, Stopwatch, Timings
