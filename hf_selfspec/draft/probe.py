@@ -201,6 +201,7 @@ class ProbingDraft(PartialDraft):
             for row, (root, count, start) in enumerate(zip(roots, unseen, starts, strict=True))
         ]
         self._seen_columns = [length - 1 for length in text.lengths]
+        self.target.obey()  # the exits' head is run in place of a forward, which must not change meanwhile
         self.exits.attach()
         try:
             few = self.study.tokens >= _SHORTLIST

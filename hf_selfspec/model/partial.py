@@ -1,6 +1,6 @@
 """Running part of a model through the model's own forward.
 
-While a generation runs, the decoder layers and their blocks carry an instance ``forward`` that obeys the
+While a generation drafts with layers, these and their blocks carry an instance ``forward`` that obeys the
 :class:`ForwardPass` of the current thread: run, pass the hidden state through, or start from a stored one. No
 architecture is reimplemented: logits of an early exit come from the model's own norm, head, scale and soft-cap.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -22,7 +23,7 @@ from .anatomy import Anatomy
 from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, residual_of, states_of, with_arity, with_states
 from .head_rows import HeadRows, output_head
-from .linear import few_token_forwards
+from .linear import few_token_linears
 from .plan import LayerPlan
 from .step import Best
 
@@ -79,6 +80,13 @@ class ForwardPass:
             outside = (*range(self.start), *range(stop, self.plan.num_layers))
             self.passed = self.plan.skipped_layers.union(outside)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the model's own forward, of which nothing is kept."""
+        functions = (self.after_layer, self.stop_fn, self.head_input_fn, self.head_rows)
+        whole = self.plan.is_whole and not self.passed and self.capture < 0 and self.state is None
+        return whole and self.ends is None and functions == (None,) * 4
+
     def check_stop(self, layer: int, state: torch.Tensor) -> None:
         """Ends the forward with the input of ``layer`` if ``stop_fn`` returns ``True``; later layers pass it on."""
         if self.start < layer and (self.stop is None or layer <= self.stop):
@@ -95,7 +103,8 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def _is_speculating() -> bool:
+def is_speculating() -> bool:
+    """Returns whether the current thread's forwards obey a :class:`ForwardPass`, without gradients."""
     return _current.forward_pass is not None and not torch.is_grad_enabled()
 
 
@@ -113,14 +122,12 @@ def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
 class _Installation:
     """The instance forwards on one model, shared by all threads that speculate with it."""
 
-    def __init__(self, anatomy: Anatomy, forwards: InstanceForwards) -> None:
+    def __init__(self, anatomy: Anatomy, forwards: InstanceForwards, arity: dict[type, int | None]) -> None:
         self.anatomy = anatomy
         self.forwards = forwards
-        self.arity: dict[type, int | None] = {}
+        self.arity = arity
 
     def install(self, model: nn.Module) -> None:
-        for linear, forward in few_token_forwards(model.modules(), _is_speculating):
-            self.forwards.replace(linear, forward)
         if (head := output_head(model)) is not None:
             self.forwards.replace(head, _head_forward(head))
         self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
@@ -177,8 +184,7 @@ class _Installation:
                 output = with_arity(hidden, arity.get(kind))
             else:
                 output = original(*args, **kwargs)
-                if kind not in arity:
-                    arity[kind] = len(output) if isinstance(output, tuple) else None
+                arity[kind] = len(output) if isinstance(output, tuple) else None
             if current.after_layer is not None:
                 left = output[0] if isinstance(output, tuple) else output
                 left = current.after_layer(index, hidden, left)
@@ -198,7 +204,7 @@ class _Installation:
             current = _current.forward_pass
             if current is None or index not in getattr(current.plan, skipped):
                 output = original(*args, **kwargs)
-                if kind not in arity:
+                if current is not None:
                     arity[kind] = len(output) if isinstance(output, tuple) else None
                 return output
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -245,6 +251,8 @@ def _prepare_additions(forwards: InstanceForwards, additions: Iterable[Additions
 
 
 _installations = SharedChange()
+# How many values the blocks of each class returned, in a tuple or (``None``) without one, when they last ran.
+_arities: WeakKeyDictionary[nn.Module, dict[type, int | None]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -252,16 +260,20 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy, additions: Iterable[Add
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`.
 
     Threads without one are not affected. Several threads share one preparation; the last one to leave removes it, also
-    after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards.
+    after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards. Faster
+    linear layers (:func:`few_token_linears`) come first and leave last, so that either can leave in any thread.
 
     Args:
         model: the model.
         anatomy: its parts.
         additions: what plans add to outputs of its modules.
     """
-    with _installations.of(
-        model,
-        lambda forwards: _Installation(anatomy, forwards).install(model),
-        lambda forwards: _prepare_additions(forwards, additions),
+    with (
+        few_token_linears(model, is_speculating),
+        _installations.of(
+            model,
+            lambda forwards: _Installation(anatomy, forwards, _arities.setdefault(model, {})).install(model),
+            lambda forwards: _prepare_additions(forwards, additions),
+        ),
     ):
         yield

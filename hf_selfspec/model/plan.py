@@ -54,6 +54,11 @@ class LayerPlan:
         return self.skipped_attention & self.skipped_mlp
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is the model as it is."""
+        return not self.skipped_attention and not self.skipped_mlp and self.additions is None
+
+    @property
     def first_altered(self) -> int:
         """The first layer that does not run in full (``L`` for the whole model).
 
