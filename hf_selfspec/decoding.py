@@ -156,6 +156,7 @@ class Decoder:
         committed = perf_counter()
         self.draft.update(self.text, verdicts, logits)
         self.stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
+        self.target.end_round()
 
     def _verify_pass(self, draft: Draft) -> torch.Tensor:
         """Logits ``[b, t + 1, v]`` of the full model at each row's last token and at each drafted one."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .model.anatomy import Anatomy
-from .model.partial import LayerPlan
+from .model.plan import LayerPlan
 from .stats import GenerationStats
 from .verify.stopping import Stopper
 

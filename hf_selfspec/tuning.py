@@ -22,7 +22,7 @@ from .errors import SettingError, SettingTypeError, UnsupportedModelError
 from .files import path_of, read_json, reported
 from .model.anatomy import Anatomy, causal_lm
 from .model.parallel import is_tensor_parallel
-from .model.partial import LayerPlan
+from .model.plan import LayerPlan
 from .search.choice import LayerArm, fastest
 from .search.on_the_fly import ClosestLayers
 from .search.replay import rules

@@ -12,6 +12,7 @@ from conftest import ragged_batch, tiny_llama
 
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.control.controller import LEAST_SPEEDUP
+from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import _LEAST, SearchingDraft
@@ -71,7 +72,7 @@ class Watched:
         self.trials: list[int] = []
         self.timed = self.tokens = 0
         monkeypatch.setattr(parallel, "perf_counter", clock)
-        propose, traces, measure = SearchingDraft.propose, SearchingDraft._traces, Stopwatch.measure
+        propose, traces, measure = ControlledDrafter.propose, SearchingDraft._traces, Stopwatch.measure
         propose_layers = SearchingDraft._propose_layers
 
         def proposed(draft: Any, text: Any, room: list[int]) -> Any:
@@ -105,7 +106,7 @@ class Watched:
             self.take(1 + 0.1 * self.tokens)
             return 1 + 0.1 * self.tokens
 
-        monkeypatch.setattr(SearchingDraft, "propose", proposed)
+        monkeypatch.setattr(ControlledDrafter, "propose", proposed)
         monkeypatch.setattr(SearchingDraft, "_traces", tried)
         monkeypatch.setattr(SearchingDraft, "_propose_layers", layers_proposed)
         monkeypatch.setattr(Stopwatch, "measure", timed)

@@ -10,7 +10,7 @@ import pytest
 
 from hf_selfspec import ConfidenceThreshold, ExitChoice, FixedLength, SkipChoice
 from hf_selfspec.control.controller import LEAST_SPEEDUP
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.choice import LayerArm, fastest, replayed_arm
 from hf_selfspec.search.costs import ForwardCosts
 from hf_selfspec.search.replay import Trace, replays

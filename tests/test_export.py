@@ -52,7 +52,7 @@ from hf_selfspec.export import exporting
 from hf_selfspec.export.agreement import partial_logits
 from hf_selfspec.export.exporting import draft_model
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.train.adapter import usual_eps, usual_theta
 
 pytestmark = pytest.mark.usefixtures("no_grad")

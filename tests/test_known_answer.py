@@ -8,7 +8,7 @@ from hf_selfspec import SettingError
 from hf_selfspec.bench.known_answer import Course, follow, held_out_matchness, plot, proposers
 from hf_selfspec.bench.synthetic import LlamaShape, known_skips_llama
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 
 
 def test_a_set_is_near_from_where_it_stays_near() -> None:

@@ -35,7 +35,7 @@ from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.exits import Exits
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy, choose_exit
 from hf_selfspec.search.replay import Replay, Rule, Trace, draft_lengths, replays

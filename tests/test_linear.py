@@ -211,6 +211,25 @@ def test_equal_calls_have_equal_results() -> None:
             assert all(torch.equal(forward(x), first) for _ in range(5))
 
 
+def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the input's dtype and the modes, also with gradients; weights are those of the moment."""
+    layer = torch.nn.Linear(800, 700)
+    monkeypatch.setattr(linear, "_fastest", FastestWays([Way(linear.blas)]))
+    [(_, forward)] = few_token_forwards([layer], lambda: True)
+    x = torch.randn(1, 3, 800)
+    with torch.no_grad():
+        forward(x)  # chooses
+        assert torch.equal(forward(x), layer(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(forward(x), layer(x))
+    forward(x).sum().backward()
+    assert layer.weight.grad is not None
+    layer.weight = torch.nn.Parameter(torch.ones(700, 800))
+    assert torch.equal(forward(x), layer(x))
+    layer.to(torch.bfloat16)
+    assert torch.equal(forward(x.bfloat16()), layer(x.bfloat16()))
+
+
 def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
     large = {"in_features": 800, "out_features": 700}
     assert is_served(torch.nn.Linear(**large))

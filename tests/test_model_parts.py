@@ -34,7 +34,8 @@ from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.masks import Geometry
 from hf_selfspec.model.modules import all_modules
-from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
+from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 
 

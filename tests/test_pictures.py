@@ -26,7 +26,7 @@ from hf_selfspec import (
     SkipLayers,
     pictures,
 )
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.replay import Trace
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.skip_space import SkipSpace

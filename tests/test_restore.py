@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec.model.forwards import WhileNeeded
 
 EXIT = new_spec()
 SKIPS = SelfSpec(SkipLayers())
@@ -246,6 +247,101 @@ def test_threads(llama: LlamaForCausalLM) -> None:
         for thread in threads:
             thread.join()
     assert results == dict.fromkeys(("first", "second", "plain", "failing"), [True] * rounds)
+    assert_right(llama, EXIT)
+
+
+# Without a layer draft -----------------------------------------------------------------------------------------------
+
+
+class Obeying(BaseStreamer):
+    """Records with each token whether the first layer has a forward of ours, and fails at a token."""
+
+    def __init__(self, model: LlamaForCausalLM, fails_at: int = -1) -> None:
+        self.layer, self.fails_at, self.found = model.model.layers[0], fails_at, list[bool]()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.found.append("forward" in self.layer.__dict__)
+        if len(self.found) == self.fails_at:
+            raise BoomError
+
+    def end(self) -> None:
+        pass
+
+
+def test_layers_run_as_they_are_where_none_drafts(llama: LlamaForCausalLM) -> None:
+    plain = llama.generate(**ROW, max_new_tokens=40)
+    with unchanged(llama):
+        seen = Obeying(llama)
+        lookup = SelfSpec.lookup()
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=lookup, streamer=seen), plain)
+        assert seen.found[1]
+        assert not seen.found[-1]
+        seen = Obeying(llama)
+        assert torch.equal(llama.generate(**ROW, max_new_tokens=40, assistant=EXIT, streamer=seen), plain)
+        assert seen.found[2]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4, 20])
+def test_after_an_exception_where_no_layer_drafts(llama: LlamaForCausalLM, fails_at: int) -> None:
+    with unchanged(llama), pytest.raises(BoomError):
+        llama.generate(**ROW, max_new_tokens=40, assistant=SelfSpec.lookup(), streamer=Obeying(llama, fails_at))
+    assert_right(llama, EXIT)
+
+
+def test_a_context_is_left_after_rounds_without_need() -> None:
+    """One that is needed now and then stays; at the end it is left."""
+    entered: list[int] = []
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        entered.append(1)
+        try:
+            yield
+        finally:
+            entered.append(-1)
+
+    with WhileNeeded(counted) as context:
+        for _ in range(5):
+            context.need()
+            context.end_round()
+            context.end_round()
+        assert entered == [1]
+        for _ in range(5):
+            context.end_round()
+        assert entered == [1, -1]
+        context.need()
+        assert entered == [1, -1, 1]
+    assert entered == [1, -1, 1, -1]
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_threads_with_and_without_layer_drafts(llama: LlamaForCausalLM) -> None:
+    """Layers obey one thread's drafts while another's rounds leave them as they are, and the other way round."""
+    prompts = [ragged_batch((5 + index,), seed=index) for index in range(6)]
+    expected = [llama.generate(**prompt, max_new_tokens=24) for prompt in prompts]
+    found: list[bool] = []
+    together = threading.Barrier(4)
+
+    def work(spec: SelfSpec) -> None:
+        together.wait()
+        for prompt, ids in zip(prompts, expected, strict=True):
+            found.append(torch.equal(llama.generate(**prompt, max_new_tokens=24, assistant=spec), ids))
+
+    def fail() -> None:
+        together.wait()
+        for index, prompt in enumerate(prompts):
+            with pytest.raises(BoomError):
+                llama.generate(
+                    **prompt, max_new_tokens=24, assistant=SelfSpec.lookup(), streamer=Obeying(llama, 2 + 3 * index)
+                )
+
+    threads = [threading.Thread(target=work, args=(spec,)) for spec in (EXIT, SKIPS, SelfSpec.lookup())]
+    with unchanged(llama):
+        for thread in (*threads, failing := threading.Thread(target=fail)):
+            thread.start()
+        for thread in (*threads, failing):
+            thread.join()
+    assert found == [True] * 18
     assert_right(llama, EXIT)
 
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
+from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
+from hf_selfspec.model.plan import LayerPlan
 
 # As many rows as heads, so that nothing can tell a dimension of heads from the batch by its length.
 ROWS, WIDTH, HEADS = 4, 7, 4

@@ -26,7 +26,7 @@ from hf_selfspec import (
     tune,
 )
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.skip_space import SkipSpace
 from hf_selfspec.tuning import PROGRESS_NAME, _Runner
 

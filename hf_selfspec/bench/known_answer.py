@@ -16,7 +16,7 @@ from ..draft.skip_layers import SkipLayers
 from ..model.anatomy import Anatomy
 from ..model.given_cache import cache_for
 from ..model.layout import TreeLayout
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..pictures import new_figure, save
 from ..search.on_the_fly import ClosestLayers, OnTheFlySearch, Search

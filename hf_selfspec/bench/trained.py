@@ -17,7 +17,7 @@ from ..model import anatomy as anatomies
 from ..model.anatomy import Anatomy, Architecture, register_architecture
 from ..model.exits import Exits
 from ..model.given_cache import cache_for
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..search.choice import ExitChoice, LayerArm, replayed_arm
 from ..search.costs import MANY, ForwardCosts, Stopwatch

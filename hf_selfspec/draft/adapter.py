@@ -12,7 +12,7 @@ from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.head_rows import HeadRows
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.step import PrefillObserver
 from ..model.target import Target
 from ..parts.adapter import Adapter

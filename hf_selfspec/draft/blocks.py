@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from ..errors import SettingError
 from ..model.anatomy import Anatomy
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..parts.adapter import Adapter
 from ..search.choice import Choice
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ..model.anatomy import Anatomy
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..parts.reduced_head import ReducedHead
 from ..registry import register
 from ..search.choice import ExitChoice

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..parts.heads import METRICS, ExitHeads
 from ..parts.part import part_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import SettingError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..parts.lora import DraftLora
 from ..parts.part import part_of
 from ..parts.reduced_head import ReducedHead

@@ -10,7 +10,7 @@ import torch
 from ..errors import SettingTypeError
 from ..grammar.rows import Constraint
 from ..model.head_rows import HeadRows
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..search.costs import MANY, Stopwatch
 from ..stats import GenerationStats

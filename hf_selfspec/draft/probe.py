@@ -10,7 +10,7 @@ import torch
 from ..errors import SettingError, UnsupportedModelError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.head_rows import HeadRows
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..search.budget import Budget, share_of
 from ..search.choice import ExitChoice
@@ -296,6 +296,7 @@ class ProbingDraft(PartialDraft):
             for row, (root, count, start) in enumerate(zip(roots, unseen, starts, strict=True))
         ]
         self._seen_columns = [length - 1 for length in text.lengths]
+        self.target.obey()  # the exits' head is run in place of a forward, which must not change meanwhile
         self.exits.attach()
         try:
             few = self.study.tokens >= _SHORTLIST

@@ -10,7 +10,7 @@ import torch
 from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..notices import warn_once, warn_once_ignoring_numbers
 from ..search.budget import Budget, share_of

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import Anatomy
-from ..model.partial import LayerPlan, check_plan
+from ..model.plan import LayerPlan, check_plan
 from ..registry import register
 from ..search.choice import SkipChoice
 from ..search.on_the_fly import Search

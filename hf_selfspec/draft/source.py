@@ -13,7 +13,7 @@ from ..grammar.rows import Constraint
 from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stats import GenerationStats
 from ..stop.rules import Memory, StopRule

@@ -9,7 +9,8 @@ from ..draft.blocks import DraftBlocks
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.checkpointing import evaluating
-from ..model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
+from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.plan import LayerPlan
 
 # Tokens of the text on which the two are compared.
 _TOKENS = 16

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.partial import LayerPlan, check_plan
+from ..model.plan import LayerPlan, check_plan
 from .config import REFUSALS, no_such_config
 
 # Names of the last projection of an attention block and of an MLP, whose output is added to the residual stream.

@@ -93,9 +93,10 @@ def grouped_attention(
         attention_mask = for_groups(attention_mask, together, query.dtype)
     if apart or group == 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    parts = query.reshape(b, k, group // together, together * s, h).unbind(2) if together < group else None
     found = [
         scaled_dot_product_attention(part, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-        for part in query.reshape(b, k, group // together, together * s, h).unbind(2)
+        for part in parts or (query.reshape(b, k, group * s, h),)
     ]
     output = found[0] if len(found) == 1 else torch.stack(found, dim=2)
     return output.reshape(b, heads, s, value.shape[-1]).transpose(1, 2).contiguous(), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch.nn as nn
 
 Forward = Callable[..., Any]
 _MISSING = object()
+# Rounds without need after which a context is left.
+_KEPT_ROUNDS = 3
 
 
 class InstanceForwards:
@@ -92,6 +94,47 @@ class SharedChange:
         if shared.users == 0:
             shared.forwards.restore()
             self._models.pop(model, None)
+
+
+class WhileNeeded:
+    """A context that is entered when it is needed, and left after several rounds in a row that did not need it.
+
+    Used as a context manager itself, it leaves the other one at its end.
+
+    Args:
+        make: returns the context.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._entered: AbstractContextManager[Any] | None = None
+        self._unused = 0
+
+    def need(self) -> None:
+        """Enters the context, unless that was done."""
+        self._unused = 0
+        if self._entered is None:
+            context = self._make()
+            context.__enter__()
+            self._entered = context
+
+    def end_round(self) -> None:
+        """Leaves the context if it has not been needed for a while."""
+        if self._entered is not None:
+            self._unused += 1
+            if self._unused > _KEPT_ROUNDS:
+                self._leave()
+
+    def _leave(self) -> None:
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.__exit__(None, None, None)
+
+    def __enter__(self) -> WhileNeeded:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._leave()
 
 
 def states_of(output: Any) -> torch.Tensor:

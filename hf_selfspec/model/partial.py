@@ -1,6 +1,6 @@
 """Running part of a model through the model's own forward.
 
-While a generation runs, the decoder layers and their blocks carry an instance ``forward`` that obeys the
+While a generation drafts with layers, these and their blocks carry an instance ``forward`` that obeys the
 :class:`ForwardPass` of the current thread: run, pass the hidden state through, or start from a stored one. No
 architecture is reimplemented: logits of an early exit come from the model's own norm, head, scale and soft-cap.
 """
@@ -12,82 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 
-from ..errors import SettingError, UnsupportedModelError
 from ..transfer import upload
 from .additions import Additions
 from .anatomy import Anatomy
 from .autocast import Autocast
 from .forwards import Forward, InstanceForwards, SharedChange, residual_of, states_of, with_arity, with_states
 from .head_rows import HeadRows, output_head
-from .linear import few_token_forwards
-from .modules import all_modules
+from .linear import few_token_linears
+from .plan import LayerPlan
 from .step import Best
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """Which of a model's blocks run.
-
-    Attributes:
-        num_layers: ``L``.
-        skipped_attention: layers whose attention block is left out.
-        skipped_mlp: layers whose MLP block is left out.
-        additions: what is added to outputs of modules inside the layers, ``None`` for nothing.
-
-    A layer in both sets is skipped as a whole.
-    """
-
-    num_layers: int
-    skipped_attention: frozenset[int] = frozenset()
-    skipped_mlp: frozenset[int] = frozenset()
-    additions: Additions | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("skipped_attention", "skipped_mlp"):
-            wrong = sorted(index for index in getattr(self, name) if not 0 <= index < self.num_layers)
-            if wrong:
-                raise SettingError(
-                    f"{name.removeprefix('skipped_')} block {wrong[0]} does not exist: the model has "
-                    f"{self.num_layers} layers, 0 to {self.num_layers - 1}."
-                )
-
-    @classmethod
-    def early_exit(cls, num_layers: int, layer: int, additions: Additions | None = None) -> LayerPlan:
-        """The plan that runs layers ``0 .. layer-1``."""
-        skipped = frozenset(range(layer, num_layers))
-        return cls(num_layers, skipped, skipped, additions)
-
-    @classmethod
-    def of_picture(cls, picture: str) -> LayerPlan:
-        """The inverse of :meth:`picture`."""
-        attention = frozenset(index for index, mark in enumerate(picture) if mark in "m.")
-        return cls(len(picture), attention, frozenset(index for index, mark in enumerate(picture) if mark in "a."))
-
-    @property
-    def skipped_layers(self) -> frozenset[int]:
-        """The layers of which nothing runs."""
-        return self.skipped_attention & self.skipped_mlp
-
-    @property
-    def first_altered(self) -> int:
-        """The first layer that does not run in full (``L`` for the whole model).
-
-        Hidden states that enter it, and keys and values below it, are those of the full model: the exact prefix.
-        """
-        first = min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
-        return first if self.additions is None else min(first, self.additions.first_layer)
-
-    def picture(self) -> str:
-        """One character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing."""
-        marks = {(False, False): "#", (False, True): "a", (True, False): "m", (True, True): "."}
-        return "".join(
-            marks[index in self.skipped_attention, index in self.skipped_mlp] for index in range(self.num_layers)
-        )
-
 
 # Maps (layer, state that entered it, state that left it), both [b, s, d], to what enters the next layer.
 AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -142,6 +80,13 @@ class ForwardPass:
             outside = (*range(self.start), *range(stop, self.plan.num_layers))
             self.passed = self.plan.skipped_layers.union(outside)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the model's own forward, of which nothing is kept."""
+        functions = (self.after_layer, self.stop_fn, self.head_input_fn, self.head_rows)
+        whole = self.plan.is_whole and not self.passed and self.capture < 0 and self.state is None
+        return whole and self.ends is None and functions == (None,) * 4
+
     def check_stop(self, layer: int, state: torch.Tensor) -> None:
         """Ends the forward with the input of ``layer`` if ``stop_fn`` returns ``True``; later layers pass it on."""
         if self.start < layer and (self.stop is None or layer <= self.stop):
@@ -158,7 +103,8 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def _is_speculating() -> bool:
+def is_speculating() -> bool:
+    """Returns whether the current thread's forwards obey a :class:`ForwardPass`, without gradients."""
     return _current.forward_pass is not None and not torch.is_grad_enabled()
 
 
@@ -176,14 +122,12 @@ def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
 class _Installation:
     """The instance forwards on one model, shared by all threads that speculate with it."""
 
-    def __init__(self, anatomy: Anatomy, forwards: InstanceForwards) -> None:
+    def __init__(self, anatomy: Anatomy, forwards: InstanceForwards, arity: dict[type, int | None]) -> None:
         self.anatomy = anatomy
         self.forwards = forwards
-        self.arity: dict[type, int | None] = {}
+        self.arity = arity
 
     def install(self, model: nn.Module) -> None:
-        for linear, forward in few_token_forwards(all_modules(model), _is_speculating):
-            self.forwards.replace(linear, forward)
         if (head := output_head(model)) is not None:
             self.forwards.replace(head, _head_forward(head))
         self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
@@ -240,8 +184,7 @@ class _Installation:
                 output = with_arity(hidden, arity.get(kind))
             else:
                 output = original(*args, **kwargs)
-                if kind not in arity:
-                    arity[kind] = len(output) if isinstance(output, tuple) else None
+                arity[kind] = len(output) if isinstance(output, tuple) else None
             if current.after_layer is not None:
                 left = output[0] if isinstance(output, tuple) else output
                 left = current.after_layer(index, hidden, left)
@@ -261,7 +204,7 @@ class _Installation:
             current = _current.forward_pass
             if current is None or index not in getattr(current.plan, skipped):
                 output = original(*args, **kwargs)
-                if kind not in arity:
+                if current is not None:
                     arity[kind] = len(output) if isinstance(output, tuple) else None
                 return output
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -308,6 +251,8 @@ def _prepare_additions(forwards: InstanceForwards, additions: Iterable[Additions
 
 
 _installations = SharedChange()
+# How many values the blocks of each class returned, in a tuple or (``None``) without one, when they last ran.
+_arities: WeakKeyDictionary[nn.Module, dict[type, int | None]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -315,35 +260,20 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy, additions: Iterable[Add
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`.
 
     Threads without one are not affected. Several threads share one preparation; the last one to leave removes it, also
-    after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards.
+    after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards. Faster
+    linear layers (:func:`few_token_linears`) come first and leave last, so that either can leave in any thread.
 
     Args:
         model: the model.
         anatomy: its parts.
         additions: what plans add to outputs of its modules.
     """
-    with _installations.of(
-        model,
-        lambda forwards: _Installation(anatomy, forwards).install(model),
-        lambda forwards: _prepare_additions(forwards, additions),
+    with (
+        few_token_linears(model, is_speculating),
+        _installations.of(
+            model,
+            lambda forwards: _Installation(anatomy, forwards, _arities.setdefault(model, {})).install(model),
+            lambda forwards: _prepare_additions(forwards, additions),
+        ),
     ):
         yield
-
-
-def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:
-    """Checks that the model has every block that ``plan`` skips on its own.
-
-    Raises:
-        UnsupportedModelError: a block to be skipped was not found in the model.
-    """
-    for name, skipped, found in (
-        ("attention", plan.skipped_attention - plan.skipped_mlp, anatomy.attention),
-        ("mlp", plan.skipped_mlp - plan.skipped_attention, anatomy.mlp),
-    ):
-        missing = sorted(index for index in skipped if not found[index])
-        if missing:
-            raise UnsupportedModelError(
-                f"the {name} block of layer {missing[0]} was not found in {anatomy.model_name}, so it cannot be "
-                "skipped on its own. Name it with register_architecture(model_type, "
-                f"Architecture({name}=...)), or skip the layer as a whole."
-            )

@@ -99,6 +99,7 @@ class OwnPrefill:
         arguments = self.arguments | {"past_key_values": past}
         states: list[torch.Tensor] = []
         begun = perf_counter()
+        target.obey()
         with obeying(_watching(target, states)) as run, at_positions(None):
             target.forwards += 1
             output = model._prefill(self.input_ids, self.config, dict(arguments))

@@ -28,7 +28,8 @@ class Step:
     Attributes:
         logits: ``[b, s, v]``, or ``None`` for a forward without the output head.
         prefix_state: ``[b, s, d]`` hidden state that enters the captured layer, ``None`` if none was captured.
-        exit_state: ``[b, s, d]`` hidden state that left the last layer that ran, before the final norm.
+        exit_state: ``[b, s, d]`` hidden state that left the last layer that ran, before the final norm; ``None`` where
+            the model ran as it is.
         best: the tokens with the highest logits, if a graph has found them, too.
     """
 

@@ -23,15 +23,18 @@ from .compiled import eagerly, is_compiled
 from .eager import EagerForwards, Forward
 from .fixed import FixedShapes
 from .following import Following
+from .forwards import WhileNeeded
 from .given_cache import cache_name
 from .head_rows import HeadRows
 from .hooks import ROW_BLIND, has_hooks
 from .kernels import served_kernels
 from .layout import TreeLayout
+from .linear import few_token_linears
 from .masks import speculative_attention
 from .modules import forward_parameters
 from .parallel import clock_of
-from .partial import AfterLayer, ForwardPass, LayerPlan, StopFn, partial_forwards
+from .partial import AfterLayer, ForwardPass, StopFn, is_speculating, partial_forwards
+from .plan import LayerPlan
 from .positions import LastPositions
 from .prompt import Holes
 from .rows import ActiveRows
@@ -94,12 +97,14 @@ class Target:
         self.autocast: Autocast | None = None
         self.prefill_observer: PrefillObserver | None = None
         self.additions: list[Additions] = []
+        self._partial_forwards = WhileNeeded(lambda: partial_forwards(model, anatomy, self.additions))
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:
         """Prepares the model for speculation, and restores it afterwards."""
         with ExitStack() as stack:
-            stack.enter_context(partial_forwards(self.model, self.anatomy, self.additions))
+            stack.enter_context(few_token_linears(self.model, is_speculating))
+            stack.enter_context(self._partial_forwards)
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(speculative_attention())
             stack.enter_context(without_cudnn_attention())
@@ -110,6 +115,14 @@ class Target:
             if self.fixed is not None:
                 stack.enter_context(self.fixed.running())
             yield self
+
+    def obey(self) -> None:
+        """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""
+        self._partial_forwards.need()
+
+    def end_round(self) -> None:
+        """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
+        self._partial_forwards.end_round()
 
     def compile(self, config: CompileConfig) -> None:
         """Runs forwards over a few tokens as compiled graphs, where the call allows it."""
@@ -316,6 +329,8 @@ class Target:
         """Returns the logits, ``None`` if the module has none, and the forward with its stored states."""
         self.forwards += 1
         run, rows, starts = ForwardPass(plan) if run is None else run, self.active_rows, RowNumbers.of(cursors)
+        if self.fixed is not None or counts is not None or not run.is_plain:
+            self.obey()
         if rows is not None:
             tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
             run = rows.enter(run)

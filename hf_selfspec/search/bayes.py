@@ -11,7 +11,7 @@ from bayes_opt import BayesianOptimization
 from bayes_opt.acquisition import UpperConfidenceBound
 from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct
 
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from .skip_space import SkipSpace
 
 # The authors' settings of the Gaussian process and its acquisition function. Their kernel is the package's (Matérn),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..control.controller import LEAST_SPEEDUP
 from ..files import as_count, as_number
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..stop.rules import StopRule
 from .costs import ForwardCosts
 from .replay import Replay, Rule, Trace, replays, rule_of, rule_state

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..model.layout import TreeLayout
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..types import Text
 

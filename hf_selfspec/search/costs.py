@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..files import as_count, as_number
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..transfer import RowNumbers, wait_for
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 
 # Rounds of fitting sets and windows alternately. On 20 simulated searches (120 trials, 40 sets, 20 windows) estimates
 # are within 1e-5 of those of 400 rounds; four rounds leave 8e-4.

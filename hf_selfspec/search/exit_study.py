@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace
 from .choice import ExitChoice, LayerArm, fastest, replayed_arm

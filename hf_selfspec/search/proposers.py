@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from .block_effects import BlockEffects, block_effects
 from .estimates import Scores, effects
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from .costs import ForwardCosts
 

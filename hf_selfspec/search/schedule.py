@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from .estimates import Scores
 from .on_the_fly import Search
 from .proposers import ProposeLayers, Proposer

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..files import as_count
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace
 from .choice import SkipChoice

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import SettingError
 from ..model.anatomy import Anatomy
-from ..model.partial import LayerPlan, check_plan
+from ..model.plan import LayerPlan, check_plan
 
 _BLOCKS = ("attention", "mlp")
 # A layer that is skipped as a whole or not at all.

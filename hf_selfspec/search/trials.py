@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..files import as_count
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from .choice import LayerArm, fastest_run
 from .costs import ForwardCosts
 from .estimates import Scores

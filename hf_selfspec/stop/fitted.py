@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..errors import SettingError
 from ..model.fingerprint import Fingerprint
-from ..model.partial import LayerPlan
+from ..model.plan import LayerPlan
 from ..notices import warn_once
 from ..parts.probe import LinearProbe
 from .adaptive import AdaptiveThreshold

@@ -18,7 +18,8 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.forwards import states_of
 from ..model.masks import Geometry, at_positions, speculative_attention
-from ..model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
+from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.plan import LayerPlan
 from ..parts.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit

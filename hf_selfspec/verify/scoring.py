@@ -108,7 +108,9 @@ class Scorer:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
         no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-        return self._all(no_prefix, flat).view_as(logits)
+        for processor in self._all:  # the list itself would look up what each of them takes, in every call
+            flat = processor(no_prefix, flat)
+        return flat.view_as(logits)
 
     def roughly(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores of logits ``[..., v]``; raw logits if processors need a prefix: they change draft and target alike."""

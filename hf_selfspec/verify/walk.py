@@ -77,9 +77,9 @@ def verify(
         NumericalError: a NaN or an infinity among the logits.
     """
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
-    # a CPU scores to sample from are computed one by one: top-p sorts the vocabulary for each, and none is needed after
-    # a rejection.
-    at_once = scorer.prefix_free and not (scorer.do_sample and logits.device.type == "cpu")
+    # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
+    # and none is needed after a rejection.
+    at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
     known = [draft.tokens] if draft.listed is None else []
     highest = [] if whose is None else [logits.amax(-1) if best is None else best.highest]

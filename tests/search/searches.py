@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from hf_selfspec import FixedLength
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import feedback
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
 from hf_selfspec.search.estimates import Scores

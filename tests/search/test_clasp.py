@@ -16,7 +16,7 @@ from hf_selfspec.draft import searching
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.clasp import closest_layers
 from hf_selfspec.search.on_the_fly import ClosestLayers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from searches import BOLD, CAREFUL, predicted, timed_search
 
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.estimates import Scores, effects
 from hf_selfspec.search.on_the_fly import OnTheFlySearch
 

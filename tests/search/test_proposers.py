@@ -7,7 +7,7 @@ import pytest
 from searches import matchness_of, no_layers, predicted, random_sets, scores_of, skipping, space
 from sklearn.gaussian_process import GaussianProcessRegressor
 
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch
 from hf_selfspec.search.proposers import Closest
 from hf_selfspec.search.skip_search import SkipSearch

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, call
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.types import Draft, Text

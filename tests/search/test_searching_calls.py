@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.draft.searching import SearchingDraft
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.feedback import Feedback
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search

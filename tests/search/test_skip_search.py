@@ -21,7 +21,7 @@ from searches import (
 )
 
 from hf_selfspec import ConfidenceThreshold, FixedLength
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import schedule, skip_search
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.replay import Trace

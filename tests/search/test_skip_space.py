@@ -12,7 +12,7 @@ from conftest import tiny_llama
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SettingTypeError, SkipLayers
 from hf_selfspec.bench.synthetic import LlamaShape, acceptance, known_skips_llama
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, usual_ratio
 from hf_selfspec.search.skip_space import SkipSpace
 

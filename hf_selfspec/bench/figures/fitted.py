@@ -19,7 +19,7 @@ from ...draft.early_exit import EarlyExit
 from ...draft.exit_heads import DynamicExit
 from ...files import path_of
 from ...loading import NamedModel
-from ...model.partial import LayerPlan
+from ...model.plan import LayerPlan
 from ...parts import Adapter, ExitHeads, LinearProbe
 from ...parts.heads import METRICS
 from ...search.replay import Replay, Trace, replays, rules

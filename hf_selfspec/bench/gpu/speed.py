@@ -15,7 +15,7 @@ from ...errors import brief
 from ...model.anatomy import Anatomy
 from ...model.attention import without_cudnn_attention
 from ...model.given_cache import cache_for
-from ...model.partial import LayerPlan
+from ...model.plan import LayerPlan
 from ...model.target import Target
 from ...search.costs import seconds_of
 from ...stats import GenerationStats

@@ -1,0 +1,94 @@
+"""Which of a model's blocks run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import SettingError, UnsupportedModelError
+from .additions import Additions
+from .anatomy import Anatomy
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which of a model's blocks run.
+
+    Attributes:
+        num_layers: ``L``.
+        skipped_attention: layers whose attention block is left out.
+        skipped_mlp: layers whose MLP block is left out.
+        additions: what is added to outputs of modules inside the layers, ``None`` for nothing.
+
+    A layer in both sets is skipped as a whole.
+    """
+
+    num_layers: int
+    skipped_attention: frozenset[int] = frozenset()
+    skipped_mlp: frozenset[int] = frozenset()
+    additions: Additions | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("skipped_attention", "skipped_mlp"):
+            wrong = sorted(index for index in getattr(self, name) if not 0 <= index < self.num_layers)
+            if wrong:
+                raise SettingError(
+                    f"{name.removeprefix('skipped_')} block {wrong[0]} does not exist: the model has "
+                    f"{self.num_layers} layers, 0 to {self.num_layers - 1}."
+                )
+
+    @classmethod
+    def early_exit(cls, num_layers: int, layer: int, additions: Additions | None = None) -> LayerPlan:
+        """The plan that runs layers ``0 .. layer-1``."""
+        skipped = frozenset(range(layer, num_layers))
+        return cls(num_layers, skipped, skipped, additions)
+
+    @classmethod
+    def of_picture(cls, picture: str) -> LayerPlan:
+        """The inverse of :meth:`picture`."""
+        attention = frozenset(index for index, mark in enumerate(picture) if mark in "m.")
+        return cls(len(picture), attention, frozenset(index for index, mark in enumerate(picture) if mark in "a."))
+
+    @property
+    def skipped_layers(self) -> frozenset[int]:
+        """The layers of which nothing runs."""
+        return self.skipped_attention & self.skipped_mlp
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the model as it is."""
+        return not self.skipped_attention and not self.skipped_mlp and self.additions is None
+
+    @property
+    def first_altered(self) -> int:
+        """The first layer that does not run in full (``L`` for the whole model).
+
+        Hidden states that enter it, and keys and values below it, are those of the full model: the exact prefix.
+        """
+        first = min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
+        return first if self.additions is None else min(first, self.additions.first_layer)
+
+    def picture(self) -> str:
+        """One character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing."""
+        marks = {(False, False): "#", (False, True): "a", (True, False): "m", (True, True): "."}
+        return "".join(
+            marks[index in self.skipped_attention, index in self.skipped_mlp] for index in range(self.num_layers)
+        )
+
+
+def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:
+    """Checks that the model has every block that ``plan`` skips on its own.
+
+    Raises:
+        UnsupportedModelError: a block to be skipped was not found in the model.
+    """
+    for name, skipped, found in (
+        ("attention", plan.skipped_attention - plan.skipped_mlp, anatomy.attention),
+        ("mlp", plan.skipped_mlp - plan.skipped_attention, anatomy.mlp),
+    ):
+        missing = sorted(index for index in skipped if not found[index])
+        if missing:
+            raise UnsupportedModelError(
+                f"the {name} block of layer {missing[0]} was not found in {anatomy.model_name}, so it cannot be "
+                "skipped on its own. Name it with register_architecture(model_type, "
+                f"Architecture({name}=...)), or skip the layer as a whole."
+            )
