@@ -160,12 +160,13 @@ class Probed:
         self.looked = 0
         self.drafted_before: list[int] = []
         monkeypatch.setattr(parallel, "perf_counter", clock)
-        propose, try_one, look = ProbingDraft.propose, ProbingDraft._trace_of, ProbingDraft._traces
+        propose, try_one, look = ControlledDrafter.propose, ProbingDraft._trace_of, ProbingDraft._traces
 
         def proposed(draft: Any, text: Any, room: list[int]) -> Any:
             found = propose(draft, text, room)
             self.clock.now += 1.0
-            if draft.study.choice is None:
+            (probing,) = draft.others.values()
+            if probing.study.choice is None:
                 self.drafted_before.append(found.size)
             return found
 
@@ -189,7 +190,7 @@ class Probed:
             self.take(1.0)
             return 1.0
 
-        monkeypatch.setattr(ProbingDraft, "propose", proposed)
+        monkeypatch.setattr(ControlledDrafter, "propose", proposed)
         monkeypatch.setattr(ProbingDraft, "_trace_of", tried)
         monkeypatch.setattr(ProbingDraft, "_traces", looked)
         monkeypatch.setattr(costs_module, "seconds_of", seconds_of)
