@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from hf_selfspec import fit_adapter, fit_exit_heads, fit_probe
 from hf_selfspec.parts.part import Part
-from hf_selfspec.train.fitting import training_arguments
+from hf_selfspec.train.fit_trainer import training_arguments
 
 
 def fit_all(args: TrainingArguments, folder: Path | None = None) -> dict[str, Part]:

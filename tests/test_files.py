@@ -31,8 +31,8 @@ from hf_selfspec import (
 from hf_selfspec.files import check_folder, folder_written_whole, read_json
 from hf_selfspec.parts.part import Part
 from hf_selfspec.spec_text import read_spec
-from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.checkpoints import checkpoints_of
+from hf_selfspec.train.frozen_model import FrozenModel
 from hf_selfspec.train.texts import texts
 from hf_selfspec.tuning import PROGRESS_NAME, tune
 
@@ -193,7 +193,7 @@ def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Adapter.from_pretrained("~/adapter").exit_layer == 2
     draft = EarlyExitAdapter("~/adapter")
     assert draft.adapter == str(tmp_path / "home" / "adapter")
-    Backbone(tiny_llama(), (2,), "~/states")
+    FrozenModel(tiny_llama(), (2,), "~/states")
     (tmp_path / "home" / "text.txt").write_text("text")
     assert texts("~/text.txt") == ["text"]
     check_folder("--out", "~/spec", ["a.json"])
@@ -271,7 +271,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_states_and_steps_that_cannot_be_kept(tmp_path: Path) -> None:
     model, folder = tiny_llama(), as_file(tmp_path)
     with pytest.raises(SettingError, match="cannot be written"):
-        Backbone(model, (2,), folder)
+        FrozenModel(model, (2,), folder)
     (tmp_path / PROGRESS_NAME).write_text("[" * 600)
     with pytest.raises(SettingError, match=rf"{PROGRESS_NAME} was cut short or changed"):
         tune(model, lambda text, **_: {"input_ids": [3, 4, 5]}, ["a"], folder=tmp_path)

@@ -27,7 +27,7 @@ from ...selfspec import SelfSpec
 from ...stop.adaptive import AdaptiveThreshold
 from ...stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from ...train import fit_adapter, fit_exit_heads, fit_probe
-from ...train.fitting import training_arguments
+from ...train.fit_trainer import training_arguments
 from ..trained import Asked, Speed, Way, _traces, compare, forward_costs
 from .figure import Figure, print_head
 from .prompts import PROMPT, add_prompts, column, held_out_texts, load, prompts_of, standard_library
