@@ -115,11 +115,7 @@ def _submodule(anatomy: Anatomy, layer: int, path: str) -> nn.Module | None:
 
 
 def _shape(found: Any, exit_layer: int) -> Shape:
-    """One entry of ``shapes``, as JSON holds it.
-
-    Raises:
-        SettingError, SettingTypeError: it is not one.
-    """
+    """One entry of ``shapes``, as JSON holds it; raises for anything else."""
     is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 3
     if not is_list or not isinstance(found[0], str):
         raise SettingTypeError(f"DraftLora(shapes) must hold [name, width of input, width of output], got {found!r}.")

@@ -146,19 +146,23 @@ class Part(nn.Module, PyTorchModelHubMixin):
         """
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (_file(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
-        config = _config(cls.kind, config_file)
+        damaged = f"is not a saved {cls.kind}, or was cut short or changed"
+        try:
+            config = read_json(config_file)
+            if not isinstance(config, dict):
+                raise ValueError(f"it holds {repr(config)[:SHOWN]}")
+        except ValueError as error:
+            raise SettingError(f"{config_file} {damaged} ({error}). Fit and save it again.") from error
         try:
             tensors = load_file(weights_file)
             with torch.device("meta"):
                 part = cls(**config)
-            _check_shapes(part, tensors)
+            _check_shapes(part, tensors)  # before memory is allocated for what the settings want
             part.float().to_empty(device="cpu").load_state_dict(tensors)
         except SelfSpecError as error:
             raise SettingError(f"{config_file}: {error}") from error
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:
-            raise SettingError(
-                f"{name} is not a saved {cls.kind}, or was cut short or changed ({error}). Fit and save it again."
-            ) from error
+            raise SettingError(f"{name} {damaged} ({error}). Fit and save it again.") from error
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
@@ -197,11 +201,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
 
 def _object(name: str, value: object) -> dict[str, Any]:
-    """Returns a dict with names as keys, an empty one for ``None``.
-
-    Raises:
-        SettingTypeError: it is something else.
-    """
+    """Returns a dict with names as keys, an empty one for ``None``; raises for anything else."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -210,11 +210,7 @@ def _object(name: str, value: object) -> dict[str, Any]:
 
 
 def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
-    """The path of a file in a folder, or in a repository of the Hub.
-
-    Raises:
-        SettingError: there is no such file.
-    """
+    """The path of a file in a folder, or in a repository of the Hub."""
     if os.path.isdir(folder := path_of(name)):
         if not (folder / file).is_file():
             raise SettingError(f"{name} has no {file}: give a folder that holds a saved {kind}.")
@@ -228,35 +224,16 @@ def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
         ) from error
 
 
-def _config(kind: str, file: Path) -> dict[str, Any]:
-    try:
-        config = read_json(file)
-    except ValueError as error:
-        raise SettingError(
-            f"{file} does not belong to a saved {kind}, or was cut short or changed ({error}). Fit and save it again."
-        ) from error
-    if not isinstance(config, dict):
-        raise SettingError(
-            f"{file} does not belong to a saved {kind}: it holds {repr(config)[:SHOWN]}. Fit and save it again."
-        )
-    return config
-
-
 def _check_shapes(part: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the weights in a file have the shapes that its settings imply, before memory is allocated for them.
-
-    Raises:
-        SettingError: they are not.
-    """
-    expected = {name: list(value.shape) for name, value in part.state_dict().items()}
-    found = {name: list(value.shape) for name, value in tensors.items()}
-    for name in [*expected, *found]:
-        if expected.get(name) != found.get(name):
-            raise SettingError(
-                "these settings do not match the weights saved with them, or one of the two was cut short or changed: "
-                f"{name} should be {expected.get(name, 'absent')} and is {found.get(name, 'absent')}. Fit and save it "
-                "again."
-            )
+    """Raises if the weights in a file do not have the shapes that its settings imply."""
+    expected, found = ({name: list(of.shape) for name, of in held.items()} for held in (part.state_dict(), tensors))
+    wrong = next((name for name in [*expected, *found] if expected.get(name) != found.get(name)), None)
+    if wrong is not None:
+        raise SettingError(
+            "these settings do not match the weights saved with them, or one of the two was cut short or changed: "
+            f"{wrong} should be {expected.get(wrong, 'absent')} and is {found.get(wrong, 'absent')}. Fit and save it "
+            "again."
+        )
 
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
@@ -266,23 +243,11 @@ def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any
 
 
 def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
-    """Loads the part of a setting that is a part or the path of a saved one.
-
-    Returns:
-        What the setting keeps, which is the part itself or its path, and the part.
-
-    Raises:
-        SettingError, SettingTypeError: it is neither, or no part is saved there.
-    """
+    """Returns what a setting keeps that is a module or the path of a saved one, and the module, loaded."""
     if isinstance(given, kind):
         return given, given
     if not isinstance(given, (str, os.PathLike)):
         raise SettingTypeError(f"{name} must be {kind.__name__} or the path of a saved one, got {given!r}.")
-    path = _saved_at(given)
+    folder = path_of(given)
+    path = str(folder.resolve()) if os.path.isdir(folder) else os.fspath(given)  # valid in any working directory
     return path, kind.load(path)
-
-
-def _saved_at(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a folder, which is valid in any working directory; a name on the Hub as it is."""
-    folder = path_of(path)
-    return str(folder.resolve()) if os.path.isdir(folder) else os.fspath(path)

@@ -3,8 +3,7 @@
 from typing import Any
 
 from .adapter import AdapterFit, fit_adapter
-from .curriculum import Gradual, Rotational
-from .early_exit_loss import EarlyExitLoss, even, loss_scale
+from .early_exit_loss import EarlyExitLoss, Gradual, Rotational, even, loss_scale
 from .fit import Fit
 from .heads import HeadsFit, calibrate_exit_heads, fit_exit_heads
 from .layer_dropout import LayerDropout, constant, exponential

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
 from accelerate import PartialState
@@ -105,8 +105,8 @@ def as_function(
         return settings(*args, **kwargs)(model, tokenizer, dataset)
 
     kind = cast(type[Fit[M]], settings)
-    first = list(inspect.signature(fit).parameters.values())[:3]
-    named = inspect.signature(kind).parameters.values()
+    first, hints = list(inspect.signature(fit).parameters.values())[:3], get_type_hints(kind)
+    named = [one.replace(annotation=hints[name]) for name, one in inspect.signature(kind).parameters.items()]
     fit.__name__ = fit.__qualname__ = kind.function
     fit.__doc__, fit.__module__ = kind.__doc__, kind.__module__
     vars(fit)["__signature__"] = inspect.Signature([*first, *named])
@@ -233,7 +233,8 @@ class TrainedFit(Fit[M]):
                 metrics = trainer.evaluate() if len(held_out) else {}
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures: dict[str, float] = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
-        figures |= {name.replace("_", " "): metrics[f"eval_{name}"] for name in trained.names}
+        means = {name: metrics.get(f"eval_{name}") for name in trained.names}
+        figures |= {name.replace("_", " "): mean for name, mean in means.items() if mean is not None}
         figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
         figures |= speed_figures(module, {name.removeprefix("eval_"): value for name, value in metrics.items()})
         saved(module, module.about | {"figures": figures}, self.output_dir)

@@ -200,18 +200,9 @@ def seeded(args: TrainingArguments | None) -> Iterator[None]:
 def per_token(
     metric: Metric, head: Head, states: torch.Tensor, teacher_head: Head, final: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
-    """Applies ``metric`` to the logits of two heads, for a chunk of tokens at a time.
+    """Applies ``metric`` to the logits of two heads, for a chunk of tokens at a time; returns ``[b s]`` values.
 
-    Args:
-        metric: from logits ``[n, v]`` of the draft and of the whole model to ``[n]`` values.
-        head: the draft's head; gradients flow through it.
-        states: ``[b, s, d]`` the input of ``head``.
-        teacher_head: the whole model's head.
-        final: ``[b, s, d]`` the input of ``teacher_head``.
-        vocabulary: ``v``.
-
-    Returns:
-        ``[b s]``, a value for each token.
+    Gradients flow through ``head``, which reads ``states`` ``[b, s, d]``; the whole model's head reads ``final``.
     """
 
     def of(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def weighted_exit_losses(
     Args:
         head: from states ``[n, d]`` to logits ``[n, v]``.
         parameters: the head's trainable parameters.
-        states: ``[k, n, d]`` what goes into the head at ``k`` exits.
+        states: ``[k, n, d]`` what goes into the head at ``k`` exits, of which each has one of the ``weights``.
         targets: ``[n]`` token ids.
         weights: weight of each exit.
         vocabulary: ``v``, which determines the size of the chunks.
@@ -40,8 +40,7 @@ def weighted_exit_losses(
             targets instead. The loss is then ``KL(p ‖ q)``, whose gradient is that of the cross entropy.
 
     Returns:
-        ``Σ weight · Σ loss`` (a scalar with a gradient) and the sums of the losses ``[k]``, without one; all in nats
-        and float32.
+        ``Σ weight · Σ loss`` (a scalar with a gradient) and the sums of the losses ``[k]``, without one; in nats.
     """
     chunk = max(1, LOGIT_ELEMENTS // vocabulary)
     total, sums = _ExitLosses.apply(head, targets, teacher, tuple(weights), chunk, states, *parameters)
