@@ -29,7 +29,7 @@ from hf_selfspec import (
     SkipLayers,
 )
 from hf_selfspec.files import check_folder, folder_written_whole, read_json
-from hf_selfspec.parts.part import Part
+from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.spec_text import read_spec
 from hf_selfspec.train.checkpoints import checkpoints_of
 from hf_selfspec.train.frozen_model import FrozenModel
@@ -108,7 +108,7 @@ def test_a_file_names_parts_by_their_whole_path_or_on_the_hub(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(Part, "load", classmethod(lambda cls, path: asked.append(path)))
+    monkeypatch.setattr(DraftModule, "load", classmethod(lambda cls, path: asked.append(path)))
     drafts = [{"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}]
     if place is not None:  # drafts have the whole head then
         drafts.append({"class": "EarlyExit", "layer": 2, "head": place})
@@ -127,7 +127,7 @@ def test_parts_that_were_saved_go_on_loading(tmp_path: Path, monkeypatch: pytest
     loaded = SelfSpec.from_pretrained(tmp_path / "kept")
     assert isinstance(loaded.draft, EarlyExitAdapter)
     assert loaded.draft.adapter == str(tmp_path / "adapter")
-    monkeypatch.setattr(Part, "load", classmethod(lambda cls, path: Adapter(2, 64, 4)))
+    monkeypatch.setattr(DraftModule, "load", classmethod(lambda cls, path: Adapter(2, 64, 4)))
     for name in ("gpt2", "me/my-adapter.v2"):
         content = json.loads((tmp_path / "kept" / FILE).read_text())
         content["settings"]["draft"]["adapter"] = name

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import interrupted_in, tiny_llama
+from conftest import tiny_llama
 from test_fitting import EXIT, arguments, rows
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainerState, trainer
+from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, TrainerState, trainer
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from hf_selfspec import (
@@ -27,7 +27,7 @@ from hf_selfspec import (
     fit_probe,
 )
 from hf_selfspec.draft.lookup import LookupDrafter
-from hf_selfspec.parts.part import Part
+from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import speedup
 from hf_selfspec.train.speedup import SpeedupEvaluator, greedily, speed_figures
 from hf_selfspec.types import Text
@@ -121,8 +121,10 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(
 
 def test_all_kinds_of_parts_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by generation with them, in the middle of a fit, too; they are written once, with all figures."""
-    model, written, save = tiny_llama(factor=0.05), list[Path](), Part.save_pretrained
-    monkeypatch.setattr(Part, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder))
+    model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
+    monkeypatch.setattr(
+        DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
+    )
     options: dict[str, Any] = {"block_size": 32, "patience": 1}
     for fit, chosen in (
         (fit_adapter, {"exit_layer": EXIT}),
@@ -200,20 +202,6 @@ def test_parts_are_compared_to_the_model_alone() -> None:
         assert spec.stats is None
         model.generate(TEXT[:1], max_new_tokens=2)
         assert spec.stats is not None
-
-
-def test_a_fit_that_was_stopped_in_its_last_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is not trained again."""
-
-    def fit(name: str) -> Adapter:
-        return fit_adapter(tiny_llama(), None, rows(40), exit_layer=EXIT, block_size=32, output_dir=tmp_path / name)
-
-    whole = fit("whole")
-    with interrupted_in(SpeedupEvaluator, "metrics"):
-        fit("out")
-    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
-    assert is_like(fit("out"), whole.state_dict())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 @pytest.mark.filterwarnings("error")

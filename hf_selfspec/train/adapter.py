@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from ..errors import SettingError
-from ..parts.adapter import Adapter
+from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit
-from .fit import Option, TrainedFit, as_function
-from .fit_trainer import Metric, agreement, cross_entropy, per_token
+from .fit import Option, TrainedFit, as_function, words
 from .frozen_model import FrozenModel, HiddenStates
+from .losses import Metric, agreement, cross_entropy, per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,9 @@ class AdapterFit(TrainedFit[Adapter]):
     function: ClassVar[str] = "fit_adapter"
 
     exit_layer: Annotated[int | None, Option("The exit layer; 2 by default, 3 from 40 layers on.")] = None
-    blocks: Annotated[Sequence[str], Option("attention, mlp, or both separated by a comma.")] = ("attention",)
+    blocks: Annotated[Sequence[str], Option("attention, mlp, or both separated by a comma.", parse=words)] = (
+        "attention",
+    )
     num_heads: Annotated[int | None, Option("Attention heads, the model's by default.", "heads")] = None
     own_head: Annotated[bool, Option("Fit a head of its own as well.")] = False
 

@@ -37,7 +37,7 @@ def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -
     The main process removes the checkpoints, but those that the user has asked for.
     """
     if PartialState().is_main_process:
-        if args.output_dir is not None:
+        if args.output_dir is not None and args.save_strategy != "no":
             Path(args.output_dir, _RECORD).unlink(missing_ok=True)
         if output_dir is not None:
             shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)

@@ -10,6 +10,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
@@ -19,16 +20,17 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
-from ..parts.part import Part, about
+from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_positive
+from ..spec_text import split
 from .checkpoints import forget
 from .fit_trainer import FitModule, FitTrainer, resumable_arguments, seeded, training_arguments
 from .frozen_model import FrozenModel, HiddenStates
 from .packing import HELD_OUT, PackedDataset
 from .speedup import SpeedupEvaluator, speed_figures
 
-M = TypeVar("M", bound=Part)
+M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
 
 
@@ -39,10 +41,17 @@ class Option:
     Args:
         help: what the setting is.
         name: the option's name, by default the setting's.
+        parse: makes the setting of the option's text, where it is not a text or a number.
     """
 
     help: str
     name: str | None = None
+    parse: Callable[[str], Any] | None = None
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The items of an option that are separated by commas."""
+    return tuple(split([text]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +130,7 @@ class TrainedFit(Fit[M]):
     args: TrainingArguments | None = None
     cache_dir: Annotated[
         str | os.PathLike[str] | None,
-        Option("Folder that keeps the model's states for further epochs and fits.", "cache"),
+        Option("Folder that keeps the model's states for further epochs and fits.", "cache", str),
     ] = None
     cache_bytes: int | None = None
     patience: Annotated[
@@ -213,13 +222,8 @@ class TrainedFit(Fit[M]):
             args = self._arguments(frozen.device, folder)
             self.start(module, frozen)
             recipe = self.recipe(module)
-            trained = FitModule(
-                module,
-                frozen,
-                lambda states: self.loss(module, frozen, states),
-                lambda states: self.metrics(module, frozen, states),
-                recipe,
-            )
+            loss, metrics = partial(self.loss, module, frozen), partial(self.metrics, module, frozen)
+            trained = FitModule(module, frozen, loss, metrics, recipe)
             trainer = FitTrainer(trained, rows, held_out, speedup, args, self.patience, folder)
             begun = perf_counter()
             trainer.train()
@@ -230,13 +234,13 @@ class TrainedFit(Fit[M]):
             module.about = about(model, recipe, {})
             self.finish(module, frozen, held_out.rows)
             with seeded(args):
-                metrics = trainer.evaluate() if len(held_out) else {}
+                found = trainer.evaluate() if len(held_out) else {}
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures: dict[str, float] = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
-        means = {name: metrics.get(f"eval_{name}") for name in trained.names}
+        means = {name: found.get(f"eval_{name}") for name in trained.names}
         figures |= {name.replace("_", " "): mean for name, mean in means.items() if mean is not None}
         figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
-        figures |= speed_figures(module, {name.removeprefix("eval_"): value for name, value in metrics.items()})
+        figures |= speed_figures(module, {name.removeprefix("eval_"): value for name, value in found.items()})
         saved(module, module.about | {"figures": figures}, self.output_dir)
         forget(args, self.output_dir)
         return module

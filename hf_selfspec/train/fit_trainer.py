@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalPrediction, IntervalStrategy, SaveStrategy
 
-from ..model.exits import LOGIT_ELEMENTS
 from ..model.fingerprint import Fingerprint
-from ..parts.part import Part
+from ..modules.draft_module import DraftModule
 from .checkpoints import checkpoints_of, last_checkpoint
 from .frozen_model import FrozenModel, HiddenStates
 from .packing import PackedDataset
@@ -30,10 +28,6 @@ SAVE_STEPS = 100
 _EVERY, _LOOKS = 100, 10
 # A smaller gain in speed may be chance.
 _GAIN = 0.02
-
-# A value for each token, from the logits [n, v] of a draft and those of the whole model.
-Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FitModule(nn.Module):
@@ -49,7 +43,7 @@ class FitModule(nn.Module):
 
     def __init__(
         self,
-        module: Part,
+        module: DraftModule,
         frozen: FrozenModel,
         loss: Callable[[HiddenStates], torch.Tensor],
         metrics: Callable[[HiddenStates], dict[str, torch.Tensor]],
@@ -195,35 +189,3 @@ def seeded(args: TrainingArguments | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(42 if args is None else args.seed)
         yield
-
-
-def per_token(
-    metric: Metric, head: Head, states: torch.Tensor, teacher_head: Head, final: torch.Tensor, vocabulary: int
-) -> torch.Tensor:
-    """Applies ``metric`` to the logits of two heads, for a chunk of tokens at a time; returns ``[b s]`` values.
-
-    Gradients flow through ``head``, which reads ``states`` ``[b, s, d]``; the whole model's head reads ``final``.
-    """
-
-    def of(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            teacher_logits = teacher_head(others).float()
-        return metric(head(some).float(), teacher_logits)
-
-    pairs = states.flatten(0, 1), final.flatten(0, 1)
-    chunk = max(1, LOGIT_ELEMENTS // vocabulary)
-    found = []
-    for start in range(0, len(pairs[0]), chunk):
-        some = [rows[start : start + chunk] for rows in pairs]
-        found.append(checkpoint(of, *some, use_reentrant=False) if torch.is_grad_enabled() else of(*some))
-    return torch.cat(found)
-
-
-def cross_entropy(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """``[n]`` cross entropy of the draft's distribution against the whole model's (Kangaroo, equation 3)."""
-    return -(teacher.softmax(-1) * drafted.log_softmax(-1)).sum(-1)
-
-
-def agreement(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """``[n]`` whether both have the same first choice."""
-    return (drafted.argmax(-1) == teacher.argmax(-1)).float()

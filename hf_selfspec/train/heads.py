@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm
 from ..model.fingerprint import Fingerprint
-from ..parts.heads import (
+from ..modules.draft_module import module_of
+from ..modules.heads import (
     METRICS,
     ExitHeads,
     HeadPredictions,
@@ -28,12 +29,11 @@ from ..parts.heads import (
     figures_of,
     reached,
 )
-from ..parts.part import part_of
 from ..selfspec import SelfSpec
 from ..settings import MOST_LAYERS, check_count, check_exit, check_flag, check_share
-from .fit import Option, TrainedFit, as_function, check_length, saved
-from .fit_trainer import Metric, agreement, per_token
+from .fit import Option, TrainedFit, as_function, check_length, saved, words
 from .frozen_model import FrozenModel, HiddenStates
+from .losses import Metric, agreement, per_token
 from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
 from .speedup import SpeedupEvaluator, greedily, speed_figures
 
@@ -47,6 +47,10 @@ _USUAL_HEADS = 4
 
 # Texts that the model has continued, and the length of what it was given.
 _Texts = Sequence[tuple[torch.Tensor, int]]
+
+
+def _numbers(text: str) -> list[int]:
+    return list(int(word) for word in words(text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,8 @@ class HeadsFit(TrainedFit[ExitHeads]):
     function: ClassVar[str] = "fit_exit_heads"
 
     layers: Annotated[
-        Sequence[int] | None, Option("Exit layers separated by commas, spread over the depth by default.")
+        Sequence[int] | None,
+        Option("Exit layers separated by commas, spread over the depth by default.", parse=_numbers),
     ] = None
     num_heads: Annotated[int, Option("Number of heads if no layers are given.", "heads")] = _USUAL_HEADS
     rank: Annotated[int | None, Option("Rank of the heads' linear layers, full by default.")] = None
@@ -219,7 +224,7 @@ def calibrate_exit_heads(
     check_length(name, block_size, inner.config.get_text_config(decoder=True))
     rows = PackedDataset(tokenizer, dataset, block_size, name).rows[:MOST_HELD_OUT]
     _check(name, metric, epsilons, block_size)
-    _, given = part_of(f"{name}(heads)", heads, ExitHeads)
+    _, given = module_of(f"{name}(heads)", heads, ExitHeads)
     given.check(lambda: Fingerprint.of_decoder(inner))
     frozen = FrozenModel(inner, given.layers)
     found = copy.deepcopy(given.on(frozen.device)).eval()

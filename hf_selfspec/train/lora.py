@@ -17,12 +17,12 @@ from ..model.anatomy import Anatomy
 from ..model.forwards import states_of
 from ..model.masks import Geometry, at_positions, speculative_attention
 from ..model.partial import ForwardPass, LayerPlan, obeying, partial_forwards
-from ..parts.lora import DraftLora, Shape, widths
+from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit
 from .fit import Option, TrainedFit, as_function
-from .fit_trainer import agreement, cross_entropy, per_token
 from .frozen_model import FrozenModel, HiddenStates
+from .losses import agreement, cross_entropy, per_token
 
 # Tokens that are drafted one after another in the fit.
 _WINDOW = 4

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..errors import SettingError
-from ..parts.probe import LinearProbe
+from ..modules.probe import LinearProbe
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit, check_flag, check_positive, check_share
 from .fit import Option, TrainedFit, as_function
-from .fit_trainer import agreement, per_token
 from .frozen_model import FrozenModel, HiddenStates
+from .losses import agreement, per_token
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import torch
 
 from ..errors import SettingError, UnsupportedModelError
 from ..model.head_rows import output_head
-from ..parts.part import about
-from ..parts.reduced_head import ReducedHead
+from ..modules.draft_module import about
+from ..modules.reduced_head import ReducedHead
 from ..settings import check_count
 from .fit import Fit, Option, as_function, saved
 from .packing import HELD_OUT, PackedDataset

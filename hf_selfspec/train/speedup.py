@@ -17,7 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..draft.cascade import Cascade
 from ..draft.lookup import Lookup
-from ..parts.part import Part
+from ..model.checkpointing import evaluating
+from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
 
 # Rows whose first half is a prompt, the most tokens generated after it, and tokens of a call that warms up.
@@ -67,7 +68,7 @@ class SpeedupEvaluator:
         """Whether there is text to continue."""
         return bool(self._prompts.numel()) and self._new > 1
 
-    def metrics(self, module: Part, in_training: bool = False) -> dict[str, float]:
+    def metrics(self, module: DraftModule, in_training: bool = False) -> dict[str, float]:
         """Returns speeds in times of plain ``generate``'s; none where nothing can be measured.
 
         Args:
@@ -118,19 +119,17 @@ class SpeedupEvaluator:
 
 
 @contextmanager
-def _ready(module: Part) -> Iterator[None]:
+def _ready(module: DraftModule) -> Iterator[None]:
     """The module in eval mode, without copies of it on other devices from before."""
-    was_training = module.training
-    module.eval()
-    try:
+    with evaluating(module):
         module.forget_copies()
-        yield
-    finally:
-        module.forget_copies()
-        module.train(was_training)
+        try:
+            yield
+        finally:
+            module.forget_copies()
 
 
-def speed_figures(module: Part, metrics: dict[str, float]) -> dict[str, float]:
+def speed_figures(module: DraftModule, metrics: dict[str, float]) -> dict[str, float]:
     """Returns the figures of a module's speed, none if it was not measured; warns if the module does not pay."""
     if "speedup" not in metrics:
         return {}

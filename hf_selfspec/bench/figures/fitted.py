@@ -20,8 +20,8 @@ from ...draft.exit_heads import DynamicExit
 from ...files import path_of
 from ...loading import NamedModel
 from ...model.partial import LayerPlan
-from ...parts import Adapter, ExitHeads, LinearProbe
-from ...parts.heads import METRICS
+from ...modules import Adapter, ExitHeads, LinearProbe
+from ...modules.heads import METRICS
 from ...search.replay import Replay, Trace, replays, rules
 from ...selfspec import SelfSpec
 from ...stop.adaptive import AdaptiveThreshold

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -107,35 +106,28 @@ def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
     """The command of a fit: an option for each of its settings that has one."""
     from hf_selfspec.train.fit import Option, TrainedFit
 
-    hints = get_type_hints(kind, include_extras=True)
-    options: dict[str, str] = {}
-    items: dict[str, type] = {}
+    hints, options = get_type_hints(kind, include_extras=True), dict[str, tuple[str, Option]]()
     parameters = [Parameter("common", Parameter.KEYWORD_ONLY, annotation=FitOptions)]
     if issubclass(kind, TrainedFit):
         parameters.append(Parameter("training", Parameter.KEYWORD_ONLY, annotation=TrainingOptions))
     for one in fields(kind):
-        annotation, option, *_ = (*get_args(hints[one.name]), None) if get_origin(hints[one.name]) else (None, None)
-        if not isinstance(option, Option):
-            continue
-        options[one.name] = f"--{option.name or one.name.replace('_', '-')}"
-        members = get_args(annotation) or (annotation,)
-        listed = next((of for of in (annotation, *members) if get_origin(of) is Sequence), None)
-        default: Any = ... if one.default is MISSING else one.default
-        if listed is not None:
-            items[one.name] = get_args(listed)[0]
+        option = next((found for found in get_args(hints[one.name])[1:] if isinstance(found, Option)), None)
+        if option is not None:
+            name = f"--{option.name or one.name.replace('_', '-')}"
+            options[one.name] = name, option
+            default: Any = ... if one.default is MISSING else one.default
             default = ",".join(default) if isinstance(default, tuple) else default
-        taken: Any = str if listed is not None or str in members else next(of for of in members if of is not NoneType)
-        described = typer.Option(default, options[one.name], help=option.help)
-        hint = taken | None if default is None else taken
-        parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=described, annotation=hint))
+            hint = get_args(hints[one.name])[0] if option.parse is None else str | None
+            described = typer.Option(default, name, help=option.help)
+            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=described, annotation=hint))
 
     def command(common: FitOptions, training: TrainingOptions | None = None, **settings: Any) -> None:
-        for name, item in items.items():
-            if settings[name] is not None:
-                settings[name] = _listed(options[name], settings[name], item)
+        for setting, (name, option) in options.items():
+            if option.parse is not None and settings[setting] is not None:
+                settings[setting] = _parsed(name, settings[setting], option.parse)
         if training is not None:
             settings |= training.settings(common.out, settings["cache_dir"])
-        with _named_as(options, kind):
+        with _named_as({setting: name for setting, (name, _) in options.items()}, kind):
             _fit(kind(output_dir=common.out, **settings), common)
 
     vars(command)["__signature__"] = Signature(parameters)
@@ -148,7 +140,7 @@ def _fit(settings: Fit[Any], common: FitOptions) -> None:
 
     from hf_selfspec.files import check_folder
     from hf_selfspec.loading import NamedModel
-    from hf_selfspec.parts.part import FILES
+    from hf_selfspec.modules.draft_module import FILES
     from hf_selfspec.train.texts import texts
 
     settings.check()
@@ -166,12 +158,11 @@ def _fit(settings: Fit[Any], common: FitOptions) -> None:
     print(f"{module.kind} of {module.num_parameters:,} parameters in {common.out}")
 
 
-def _listed(option: str, text: str, item: type) -> tuple[Any, ...]:
+def _parsed(option: str, text: str, parse: Callable[[str], Any]) -> Any:
     from hf_selfspec import SettingError
-    from hf_selfspec.spec_text import split
 
     try:
-        return tuple(item(word) for word in split([text]))
+        return parse(text)
     except ValueError as error:
         raise SettingError(f"{option} {text}: give whole numbers separated by commas, e.g. 3,6,12.") from error
 

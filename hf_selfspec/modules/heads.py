@@ -16,7 +16,7 @@ from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import SHOWN
 from ..model.linear import FewTokenLinear
 from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_share
-from .part import Part
+from .draft_module import DraftModule
 
 # Most tokens of a draft (DSSD §4.1).
 _LONGEST = 32
@@ -44,7 +44,7 @@ def default_layers(num_layers: int, heads: int) -> list[int]:
     return sorted({layer for k in range(1, heads + 1) if (layer := k * num_layers // (heads + 1)) >= 1})
 
 
-class ExitHeads(Part):
+class ExitHeads(DraftModule):
     """A norm and a linear layer after each of some layers, and the confidence from which each head is trusted.
 
     Args:
@@ -54,7 +54,7 @@ class ExitHeads(Part):
         rank: rank of the linear layer as a product of two, with ``rank (d + v)`` parameters a head; ``None`` for a full
             one, with ``d v``.
         norm_eps: epsilon of the norms, between 0 and 1.
-        about: see :class:`Part`; ``about["calibration"]`` is what :func:`calibrate` returned.
+        about: see :class:`DraftModule`; ``about["calibration"]`` is what :func:`calibrate` returned.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

@@ -26,26 +26,26 @@ from ..model.fingerprint import SHOWN, Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
 _copying = threading.RLock()
-_P = TypeVar("_P", bound="Part")
+_M = TypeVar("_M", bound="DraftModule")
 
 
-class Part(nn.Module, PyTorchModelHubMixin):
+class DraftModule(nn.Module, PyTorchModelHubMixin):
     """A small module that was fitted to one frozen model.
 
     ``save_pretrained``, ``from_pretrained`` and ``push_to_hub`` are those of huggingface_hub: ``config.json``,
     ``model.safetensors`` and a model card with the recipe and the figures.
 
     Attributes:
-        kind: what messages call such a part.
+        kind: what messages call such a module.
         about: ``{"fingerprint": ..., "recipe": ..., "figures": ...}``: the model that it belongs to, how it was fitted
             and what was measured then.
     """
 
-    kind: ClassVar[str] = "part"
+    kind: ClassVar[str] = "module"
 
     @property
     def about(self) -> dict[str, Any]:
-        """The model that the part belongs to, the recipe and the figures, see the class."""
+        """The model that the module belongs to, the recipe and the figures, see the class."""
         found: dict[str, Any] = self.__dict__["_about"]
         return found
 
@@ -61,10 +61,10 @@ class Part(nn.Module, PyTorchModelHubMixin):
         self.__dict__["_about"] = found
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        """Checks entries that only one kind of part has."""
+        """Checks entries that only one kind of module has."""
 
     def on(self, device: torch.device) -> Self:
-        """Returns the part itself if it is on that device already, otherwise a copy there, which is made once."""
+        """Returns the module itself if it is on that device already, otherwise a copy there, which is made once."""
         if next(self.parameters()).device == device:
             return self
         with _copying:
@@ -90,7 +90,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
     @property
     def digest(self) -> str:
-        """A short hash of the weights, of up to 1,024 values of each; it tells parts apart that have one shape."""
+        """A short hash of the weights, of up to 1,024 values of each; it tells modules apart that have one shape."""
         weights = self.state_dict(keep_vars=True).values()
         # Tensors of inference mode do not count their changes.
         state = [None if value.is_inference() else (value._version, value.data_ptr()) for value in weights]
@@ -105,14 +105,14 @@ class Part(nn.Module, PyTorchModelHubMixin):
         return str(known[1])
 
     def extra_repr(self) -> str:
-        """What tells the part from others of its kind."""
+        """What tells the module from others of its kind."""
         return self.digest
 
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
-        """Checks that the part was fitted to the model with this fingerprint, if the part has one to compare it with.
+        """Checks that the module was fitted to the model with this fingerprint, if it has one to compare it with.
 
         Raises:
-            SettingError: the part was fitted to another model.
+            SettingError: the module was fitted to another model.
         """
         kept = self.about.get("fingerprint")
         if kept is None:
@@ -156,9 +156,9 @@ class Part(nn.Module, PyTorchModelHubMixin):
         try:
             tensors = load_file(weights_file)
             with torch.device("meta"):
-                part = cls(**config)
-            _check_shapes(part, tensors)  # before memory is allocated for what the settings want
-            part.float().to_empty(device="cpu").load_state_dict(tensors)
+                module = cls(**config)
+            _check_shapes(module, tensors)  # before memory is allocated for what the settings want
+            module.float().to_empty(device="cpu").load_state_dict(tensors)
         except SelfSpecError as error:
             raise SettingError(f"{config_file}: {error}") from error
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:
@@ -166,7 +166,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
-        return part.eval()
+        return module.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
         """Like huggingface_hub's, but the folder is written as a whole or not at all.
@@ -185,7 +185,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
         return None
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """Returns the model card: what the part is, its recipe and its figures."""
+        """Returns the model card: what the module is, its recipe and its figures."""
         data = ModelCardData(library_name="hf_selfspec", tags=["hf_selfspec", "self-speculative-decoding"])
         recipe, figures = (
             "\n".join(f"- {name}: {value}" for name, value in (self.about.get(entry) or {}).items())
@@ -224,9 +224,9 @@ def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
         ) from error
 
 
-def _check_shapes(part: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_shapes(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises if the weights in a file do not have the shapes that its settings imply."""
-    expected, found = ({name: list(of.shape) for name, of in held.items()} for held in (part.state_dict(), tensors))
+    expected, found = ({name: list(of.shape) for name, of in held.items()} for held in (module.state_dict(), tensors))
     wrong = next((name for name in [*expected, *found] if expected.get(name) != found.get(name)), None)
     if wrong is not None:
         raise SettingError(
@@ -242,7 +242,7 @@ def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
 
 
-def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
+def module_of(name: str, given: Any, kind: type[_M]) -> tuple[_M | str, _M]:
     """Returns what a setting keeps that is a module or the path of a saved one, and the module, loaded."""
     if isinstance(given, kind):
         return given, given

@@ -23,7 +23,7 @@ from hf_selfspec import (
     SettingError,
     SettingTypeError,
 )
-from hf_selfspec.parts.part import Part, about
+from hf_selfspec.modules.draft_module import DraftModule, about
 
 CALIBRATION = {
     "metric": "entropy",
@@ -33,14 +33,14 @@ CALIBRATION = {
     "acceptance": {"entropy": [0.6, None], "margin": [0.5, 0.95]},
     "auc": {"entropy": [0.7, None], "margin": [0.8, 0.9]},
 }
-PARTS: dict[type[Part], Callable[[], Part]] = {
+PARTS: dict[type[DraftModule], Callable[[], DraftModule]] = {
     Adapter: lambda: Adapter(2, 64, 4, about=about(tiny_llama(), {"steps": 3}, {"last loss": 1.5})),
     ExitHeads: lambda: ExitHeads([1, 3], 64, VOCABULARY, about={"calibration": CALIBRATION}),
     LinearProbe: lambda: LinearProbe(2, 64, True, about={"figures": None}),
 }
 
 
-def changed(folder: Path, part: Part, keys: tuple[Any, ...], value: Any) -> Path:
+def changed(folder: Path, part: DraftModule, keys: tuple[Any, ...], value: Any) -> Path:
     """A saved part with one value of its config.json replaced."""
     part.save_pretrained(folder)
     content = inner = json.loads((folder / "config.json").read_text())
@@ -51,7 +51,7 @@ def changed(folder: Path, part: Part, keys: tuple[Any, ...], value: Any) -> Path
     return folder
 
 
-def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
+def junk(kind: type[DraftModule]) -> list[tuple[tuple[Any, ...], Any, str]]:
     """What may stand in a config.json, and what the message says of it."""
     name = kind.__name__
     any_part = [
@@ -69,7 +69,7 @@ def junk(kind: type[Part]) -> list[tuple[tuple[Any, ...], Any, str]]:
         (("hidden_size",), -64, rf"{name}\(hidden_size\) must be at least 1"),
     ]
     fingerprint = ("about", "fingerprint")
-    own: dict[type[Part], list[tuple[tuple[Any, ...], Any, str]]] = {
+    own: dict[type[DraftModule], list[tuple[tuple[Any, ...], Any, str]]] = {
         Adapter: [
             ((*fingerprint, "num_layers"), "6", r"\['fingerprint'\]\.num_layers must be a whole number"),
             ((*fingerprint, "weights"), [1], r"\['fingerprint'\]\.weights must be a text"),
@@ -122,7 +122,9 @@ IDS = [f"{kind.__name__} {'.'.join(map(str, keys))} {str(value)[:20]}" for kind,
 
 
 @pytest.mark.parametrize(("kind", "keys", "value", "words"), CASES, ids=IDS)
-def test_junk_in_a_config(kind: type[Part], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path) -> None:
+def test_junk_in_a_config(
+    kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
+) -> None:
     """One error at load, with the file and the field, whichever way it is loaded."""
     changed(tmp_path, PARTS[kind](), keys, value)
     for load in (kind.load, kind.from_pretrained):
@@ -135,7 +137,7 @@ def test_junk_in_a_config(kind: type[Part], keys: tuple[Any, ...], value: Any, w
     "text", ["[]", "3", "null", '{"exit_layer": 2,', "[" * 600, '{"exit_layer": 1' + "0" * 500 + "}"]
 )
 @pytest.mark.parametrize("kind", PARTS)
-def test_configs_that_are_something_else(kind: type[Part], text: str, tmp_path: Path) -> None:
+def test_configs_that_are_something_else(kind: type[DraftModule], text: str, tmp_path: Path) -> None:
     PARTS[kind]().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SettingError, match=r"config\.json is not a saved"):
@@ -143,7 +145,9 @@ def test_configs_that_are_something_else(kind: type[Part], text: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_nothing_large_is_made_for_a_file(kind: type[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_large_is_made_for_a_file(
+    kind: type[DraftModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights tell how large a part is before there is memory for what its settings want."""
     changed(tmp_path, PARTS[kind](), ("hidden_size",), 2**20)
     made: list[torch.Tensor] = []
@@ -161,7 +165,7 @@ def test_nothing_large_is_made_for_a_file(kind: type[Part], tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_parts_come_back(kind: type[Part], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_come_back(kind: type[DraftModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = PARTS[kind]()
     torch.nn.init.normal_(next(part.parameters()))
     part.save_pretrained(tmp_path)
@@ -217,7 +221,7 @@ def test_tables_of_all_kinds(tmp_path: Path) -> None:
         (lambda: LinearProbe(2, 64, about=[]), r"LinearProbe\(about\) must be a dict"),
     ],
 )
-def test_parts_with_wrong_arguments(make: Callable[[], Part], words: str) -> None:
+def test_parts_with_wrong_arguments(make: Callable[[], DraftModule], words: str) -> None:
     with pytest.raises((SettingError, SettingTypeError), match=words):
         make()
 
@@ -231,7 +235,7 @@ def test_places_that_hold_no_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("inference", [False, True])
-def test_names_tell_weights_apart(inference: bool, kind: type[Part]) -> None:
+def test_names_tell_weights_apart(inference: bool, kind: type[DraftModule]) -> None:
     with torch.inference_mode(inference):
         part = PARTS[kind]()
         other = copy.deepcopy(part)
