@@ -46,13 +46,7 @@ def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -
 def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> str | None:
     """Returns the checkpoint from which a fit resumes, ``None`` to begin; the first call records which fit it is.
 
-    Args:
-        args: arguments of the Trainer; without a ``save_strategy`` there are no checkpoints.
-        fit: description of the module and its model.
-        rows: ``[n, s]`` the text.
-
-    Raises:
-        SettingError: the folder holds another fit.
+    Raises if the folder holds another fit: of another module or model (``fit``), text, or with other arguments.
     """
     if args.save_strategy == "no" or args.output_dir is None:
         return None

@@ -70,25 +70,13 @@ class Fit(ABC, Generic[M]):
     output_dir: str | os.PathLike[str] | None = None
 
     def check(self) -> None:
-        """Checks the settings alone.
-
-        Raises:
-            SettingError, SettingTypeError: one is not allowed.
-        """
+        """Checks the settings alone."""
 
     def check_config(self, config: Any) -> None:
-        """Checks the settings against the config of a model's text decoder.
-
-        Raises:
-            SettingError: the model has not what is named.
-        """
+        """Checks the settings against the config of a model's text decoder."""
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
-        """Returns the text as rows of tokens.
-
-        Raises:
-            SettingError, SettingTypeError: there is too little, or something that is not text.
-        """
+        """Returns the text as rows of tokens; raises if there is too little."""
         return PackedDataset(tokenizer, dataset, 1, self.function)
 
     @abstractmethod
@@ -266,11 +254,7 @@ class TrainedFit(Fit[M]):
 
 
 def check_length(name: str, block_size: object, config: Any) -> None:
-    """Checks that rows are no longer than the positions of a model with this config.
-
-    Raises:
-        SettingError: they are longer.
-    """
+    """Raises if rows are longer than the positions of a model with this config."""
     positions = max_positions(config)
     if positions is not None and isinstance(block_size, int) and block_size > positions:
         raise SettingError(f"{name}(block_size={block_size}) is more than the {positions} positions of the model.")

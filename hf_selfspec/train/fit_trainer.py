@@ -34,10 +34,9 @@ class FitModule(nn.Module):
     """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved.
 
     Args:
-        module: the module to fit.
-        frozen: the frozen model.
+        module, frozen: the module to fit, and the frozen model.
         loss: the loss as a function of the model's states.
-        metrics: for each token ``[b, s]`` the values of some metrics by name, computed in evaluations alone.
+        metrics: for each token ``[b s]`` the values of some metrics by name, computed in evaluations alone.
         recipe: the settings that determine the module, besides the text and the Trainer's arguments.
     """
 
@@ -82,15 +81,11 @@ class FitTrainer(Trainer):
 
     Args:
         model: the module and its frozen model.
-        text: rows to train on.
-        held_out: rows to evaluate on.
+        text, held_out: rows to train on, and to evaluate on.
         speedup: measures generation with the module.
         args: the Trainer's arguments.
         patience: evaluations in a row without a gain in speed after which training ends; ``None`` for all steps.
         folder: a temporary one, for the best weights where the arguments save nothing.
-
-    Raises:
-        SettingError: the arguments' folder holds another fit that was stopped.
     """
 
     def __init__(

@@ -70,9 +70,6 @@ class FrozenModel:
             no forward; ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` values.
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs each
             time. ``None`` for no limit.
-
-    Raises:
-        SettingError, UnsupportedModelError: an exit does not exist, or its states cannot go into the head.
     """
 
     def __init__(
@@ -104,11 +101,7 @@ class FrozenModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the input ids.
-
-        Raises:
-            UnsupportedModelError: the model is offloaded.
-        """
+        """The device of the input ids."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
             raise UnsupportedModelError(
@@ -123,11 +116,7 @@ class FrozenModel:
 
     @property
     def width(self) -> int:
-        """``d`` of the states.
-
-        Raises:
-            UnsupportedModelError: the head takes states of another width.
-        """
+        """``d`` of the states; raises if the head takes states of another width."""
         with self.frozen():
             seen = self._forward(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         width, final = seen[f"states_{self.layers[0]}"].shape[-1], seen["final"].shape[-1]
@@ -189,11 +178,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def copy_head(self, linear: nn.Linear) -> None:
-        """Copies the weights of the model's own head into a linear layer, without the head's bias, scale or soft-cap.
-
-        Raises:
-            UnsupportedModelError: the head is not a matrix of the same shape.
-        """
+        """Copies the weights of the model's own head, without its bias, scale or soft-cap, into a linear layer."""
         weight = getattr(self.model.get_output_embeddings(), "weight", None)
         if weight is None or weight.shape != linear.weight.shape:
             raise UnsupportedModelError(
@@ -241,11 +226,7 @@ class FrozenModel:
 
 
 def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
-    """The name of a folder for the states of a model with its present weights, precision and active adapters.
-
-    Raises:
-        SettingError: the weights cannot be identified.
-    """
+    """The name of a folder for the states of a model with its present weights, precision and active adapters."""
     if fingerprint.weights is None:
         raise SettingError(
             "cache_dir: this model's weights cannot be read (quantised, sharded or offloaded), so its states cannot be "

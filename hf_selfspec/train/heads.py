@@ -50,7 +50,7 @@ _Texts = Sequence[tuple[torch.Tensor, int]]
 
 
 def _numbers(text: str) -> list[int]:
-    return list(int(word) for word in words(text))
+    return [int(word) for word in words(text)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,6 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         length: tokens of a row. Texts are concatenated, each with an end-of-text token if there is one; an incomplete
             row at the end is dropped.
         name: name of the calling function, for messages.
-
-    Raises:
-        SettingError, SettingTypeError: there is no text, too little for one row, or something that is not text.
     """
 
     def __init__(

@@ -71,12 +71,8 @@ class SpeedupEvaluator:
     def metrics(self, module: DraftModule, in_training: bool = False) -> dict[str, float]:
         """Returns speeds in times of plain ``generate``'s; none where nothing can be measured.
 
-        Args:
-            module: what drafts.
-            in_training: whether only the speed with the module is wanted, 0 if it cannot draft (yet).
-
-        Returns:
-            ``speedup``, and after the training ``speedup_of_free_drafts`` and ``speedup_with_free_drafts``.
+        In training only the ``speedup`` with the module, 0 if it cannot draft (yet), and after it those of and with
+        free drafts.
         """
         if not self.has_text:
             return {}
