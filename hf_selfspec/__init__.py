@@ -34,7 +34,7 @@ from .grammar import Grammar, register_grammar
 from .inspection import Inspection, Share, inspect_model
 from .integration import install, uninstall
 from .model.anatomy import Architecture, register_architecture
-from .parts import Adapter, DraftLora, ExitHeads, LinearProbe, ReducedHead
+from .modules import Adapter, DraftLora, ExitHeads, LinearProbe, ReducedHead
 from .registry import register
 from .report import ExitReport, exit_report
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice

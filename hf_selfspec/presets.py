@@ -11,9 +11,9 @@ from .draft.exit_heads import DynamicExit
 from .draft.lookup import Lookup
 from .draft.skip_layers import SkipLayers
 from .errors import SettingError
-from .parts.adapter import Adapter
-from .parts.heads import ExitHeads
-from .parts.probe import LinearProbe
+from .modules.adapter import Adapter
+from .modules.heads import ExitHeads
+from .modules.probe import LinearProbe
 from .search.on_the_fly import OnTheFlySearch, Search
 from .settings import MOST_DRAFT, check_count
 from .stop.adaptive import AdaptiveThreshold

@@ -11,7 +11,7 @@ from typing import Any
 from .draft.lora import EarlyExitLora
 from .errors import SelfSpecError, SettingError, brief
 from .files import path_of
-from .parts.part import CONFIG
+from .modules.draft_module import CONFIG
 from .registry import class_named
 from .saving import FILE_NAME
 from .selfspec import SelfSpec

@@ -280,7 +280,7 @@ def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def interrupted_in(place: Any, name: str) -> Iterator[None]:
     """The user stops what runs inside as soon as it calls this function of a module."""
 
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,14 +10,14 @@ from test_fitting import EXIT, rows
 from transformers import TrainingArguments
 
 from hf_selfspec import fit_adapter, fit_exit_heads, fit_probe
-from hf_selfspec.parts.part import Part
-from hf_selfspec.train.fitting import training_arguments
+from hf_selfspec.modules.draft_module import DraftModule
+from hf_selfspec.train.fit_trainer import training_arguments
 
 
-def fit_all(args: TrainingArguments, folder: Path | None = None) -> dict[str, Part]:
+def fit_all(args: TrainingArguments, folder: Path | None = None) -> dict[str, DraftModule]:
     """An adapter, heads and a probe, fitted to the same model."""
     model = tiny_llama(factor=2.0)
-    found: dict[str, Part] = {}
+    found: dict[str, DraftModule] = {}
     for name, fit, options in (
         ("adapter", fit_adapter, {"exit_layer": EXIT}),
         ("heads", fit_exit_heads, {"num_heads": 2}),

@@ -34,7 +34,7 @@ from hf_selfspec import (
 from hf_selfspec.control import moments
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.parts import Adapter, DraftLora, LinearProbe
+from hf_selfspec.modules import Adapter, DraftLora, LinearProbe
 
 _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}

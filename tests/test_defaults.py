@@ -34,8 +34,8 @@ from hf_selfspec import (
     fit_probe,
     fit_reduced_head,
 )
-from hf_selfspec.parts import DraftLora, LinearProbe
-from hf_selfspec.parts.part import Part
+from hf_selfspec.modules import DraftLora, LinearProbe
+from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.presets import Presets
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of parts that are not good
@@ -116,7 +116,7 @@ def test_the_same_tokens_are_drawn(tree: TopKTree | None, kind: str) -> None:
 
 
 # Arguments of a fit, by its function.
-FITS: dict[Callable[..., Part], dict[str, Any]] = {
+FITS: dict[Callable[..., DraftModule], dict[str, Any]] = {
     fit_adapter: {"exit_layer": 2, "blocks": ("attention", "mlp")},
     fit_draft_lora: {"exit_layer": 2},
     fit_exit_heads: {"layers": (1, 3)},
@@ -127,7 +127,7 @@ FITS: dict[Callable[..., Part], dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 @pytest.mark.parametrize("fit", FITS, ids=lambda fit: fit.__name__)
-def test_fitted_parts(fit: Callable[..., Part], kind: str, tmp_path: Path) -> None:
+def test_fitted_parts(fit: Callable[..., DraftModule], kind: str, tmp_path: Path) -> None:
     options = FITS[fit]
     if fit is not fit_reduced_head:
         options = options | {"block_size": 32, "args": arguments(tmp_path / "fit", max_steps=2)}

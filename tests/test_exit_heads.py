@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import VOCABULARY, check_lossless, interrupted_in, ragged_batch, tiny_llama
+from conftest import VOCABULARY, check_lossless, ragged_batch, tiny_llama
 from test_fitting import arguments, rows, weights
-from transformers import LlamaForCausalLM, PreTrainedModel, Trainer
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_selfspec import (
     DynamicExit,
@@ -30,8 +30,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.calibration import drafts, roc_auc, threshold
 from hf_selfspec.model.target import Target
-from hf_selfspec.parts.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
-from hf_selfspec.train import heads as heads_fit
+from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
 
 LAYERS = (2, 4, 6)
 
@@ -374,26 +373,6 @@ def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
     assert found[0] == found[1]
 
 
-def test_heads_that_were_stopped_in_their_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Are calibrated, on the model's own text, and not trained again."""
-    model: LlamaForCausalLM = tiny_llama(factor=1.5)
-
-    def fit(name: str = "out") -> ExitHeads:
-        with unreached("fit_exit_heads", "at best 0|no head"):
-            return fit_exit_heads(model, None, rows(80), num_heads=2, block_size=32, output_dir=tmp_path / name)
-
-    kept = fit("whole").state_dict()
-    with interrupted_in(heads_fit, "calibrate"):
-        fit()
-    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
-    with attach(model, SelfSpec.early_exit_only(2)) as spec:
-        heads = fit()
-    assert spec.stats is None
-    assert heads.about["calibration"]["tokens"] == 4 * 24
-    assert all(torch.equal(value, kept[name]) for name, value in heads.state_dict().items())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-
-
 def test_copies_begin_as_the_models_own_exits(tmp_path: Path) -> None:
     model: LlamaForCausalLM = tiny_llama(factor=1.5)
     args = arguments(tmp_path, max_steps=1, learning_rate=1e-9)
@@ -426,9 +405,11 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
     for name, value in (usual | {"eos_token_id": end}).items():
         setattr(model.generation_config, name, value)
     before = model.generation_config
-    found = calibrate_exit_heads(
-        heads, model, None, given, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
-    )
+    with attach(model, SelfSpec.early_exit_only(2)) as attached:
+        found = calibrate_exit_heads(
+            heads, model, None, given, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
+        )
+    assert attached.stats is None
     sure: list[list[torch.Tensor]] = [[], [], []]
     right: list[list[torch.Tensor]] = [[], [], []]
     for row, at in zip(written, ends, strict=True):

@@ -29,10 +29,10 @@ from hf_selfspec import (
     SkipLayers,
 )
 from hf_selfspec.files import check_folder, folder_written_whole, read_json
-from hf_selfspec.parts.part import Part
+from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.spec_text import read_spec
-from hf_selfspec.train.backbone import Backbone
 from hf_selfspec.train.checkpoints import checkpoints_of
+from hf_selfspec.train.frozen_model import FrozenModel
 from hf_selfspec.train.texts import texts
 from hf_selfspec.tuning import PROGRESS_NAME, tune
 
@@ -108,7 +108,7 @@ def test_a_file_names_parts_by_their_whole_path_or_on_the_hub(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(Part, "load", classmethod(lambda cls, path: asked.append(path)))
+    monkeypatch.setattr(DraftModule, "load", classmethod(lambda cls, path: asked.append(path)))
     drafts = [{"class": "EarlyExitAdapter", "adapter": place}, {"class": "DynamicExit", "heads": place}]
     if place is not None:  # drafts have the whole head then
         drafts.append({"class": "EarlyExit", "layer": 2, "head": place})
@@ -127,7 +127,7 @@ def test_parts_that_were_saved_go_on_loading(tmp_path: Path, monkeypatch: pytest
     loaded = SelfSpec.from_pretrained(tmp_path / "kept")
     assert isinstance(loaded.draft, EarlyExitAdapter)
     assert loaded.draft.adapter == str(tmp_path / "adapter")
-    monkeypatch.setattr(Part, "load", classmethod(lambda cls, path: Adapter(2, 64, 4)))
+    monkeypatch.setattr(DraftModule, "load", classmethod(lambda cls, path: Adapter(2, 64, 4)))
     for name in ("gpt2", "me/my-adapter.v2"):
         content = json.loads((tmp_path / "kept" / FILE).read_text())
         content["settings"]["draft"]["adapter"] = name
@@ -193,7 +193,7 @@ def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Adapter.from_pretrained("~/adapter").exit_layer == 2
     draft = EarlyExitAdapter("~/adapter")
     assert draft.adapter == str(tmp_path / "home" / "adapter")
-    Backbone(tiny_llama(), (2,), "~/states")
+    FrozenModel(tiny_llama(), (2,), "~/states")
     (tmp_path / "home" / "text.txt").write_text("text")
     assert texts("~/text.txt") == ["text"]
     check_folder("--out", "~/spec", ["a.json"])
@@ -271,7 +271,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_states_and_steps_that_cannot_be_kept(tmp_path: Path) -> None:
     model, folder = tiny_llama(), as_file(tmp_path)
     with pytest.raises(SettingError, match="cannot be written"):
-        Backbone(model, (2,), folder)
+        FrozenModel(model, (2,), folder)
     (tmp_path / PROGRESS_NAME).write_text("[" * 600)
     with pytest.raises(SettingError, match=rf"{PROGRESS_NAME} was cut short or changed"):
         tune(model, lambda text, **_: {"input_ids": [3, 4, 5]}, ["a"], folder=tmp_path)

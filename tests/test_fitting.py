@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -42,11 +41,12 @@ from hf_selfspec import (
     fit_adapter,
     fit_probe,
 )
-from hf_selfspec.train import backbone, checkpoints, fitting, speed
-from hf_selfspec.train.backbone import Backbone
-from hf_selfspec.train.blocks import Blocks
-from hf_selfspec.train.costs import FitCosts
-from hf_selfspec.train.fitting import Fitting, cross_entropy, per_token, training_arguments
+from hf_selfspec.train import fit as fits
+from hf_selfspec.train import fit_trainer, frozen_model
+from hf_selfspec.train.fit_trainer import training_arguments
+from hf_selfspec.train.frozen_model import FrozenModel
+from hf_selfspec.train.losses import cross_entropy, per_token
+from hf_selfspec.train.packing import PackedDataset
 
 EXIT = 2
 
@@ -129,11 +129,11 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equation 3 over all positions, whatever the chunks."""
     model = tiny_llama()
     adapter, ids = adapter_of(model), torch.randint(2, VOCABULARY, (2, 9))
-    seen = Backbone(model, (EXIT,))
+    seen = FrozenModel(model, (EXIT,))
     with seen.frozen():
-        observed = seen.observe(ids)
+        observed = seen.hidden_states(ids)
         for elements in (10**9, 4 * VOCABULARY):
-            monkeypatch.setattr("hf_selfspec.train.fitting.LOGIT_ELEMENTS", elements)
+            monkeypatch.setattr("hf_selfspec.train.losses.LOGIT_ELEMENTS", elements)
             hidden = adapter(observed.states[EXIT])
             found = per_token(cross_entropy, seen.own_head, hidden, seen.own_head, observed.final, VOCABULARY)
             assert found.shape == (18,)
@@ -197,8 +197,8 @@ def _sampled(logits: torch.Tensor) -> torch.Tensor:
 def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second fit on the same text runs no layer and comes to the same; a file that was cut short is made anew."""
     model, calls = tiny_llama(), []
-    original = Backbone._forward
-    monkeypatch.setattr(Backbone, "_forward", lambda self, ids: calls.append(ids.numel()) or original(self, ids))
+    original = FrozenModel._forward
+    monkeypatch.setattr(FrozenModel, "_forward", lambda self, ids: calls.append(ids.numel()) or original(self, ids))
 
     def fit() -> Adapter:
         args = arguments(tmp_path, max_steps=4, seed=1)
@@ -224,9 +224,9 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
     """Only what has no room goes through the model in each epoch, nothing is written twice; the part is the same."""
     looked, written = list[int](), list[Path]()
     text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (60, 32)).tolist()]
-    forward, write = Backbone._forward, backbone._write
-    monkeypatch.setattr(Backbone, "_forward", lambda self, ids: looked.append(len(ids)) or forward(self, ids))
-    monkeypatch.setattr(backbone, "_write", lambda file, states: written.append(file) or write(file, states))
+    forward, write = FrozenModel._forward, frozen_model.save_file
+    monkeypatch.setattr(FrozenModel, "_forward", lambda self, ids: looked.append(len(ids)) or forward(self, ids))
+    monkeypatch.setattr(frozen_model, "save_file", lambda *given: written.append(given[1]) or write(*given))
 
     def fit(room: int | None, folder: Path | None) -> tuple[Adapter, int]:
         options: dict[str, Any] = {"args": arguments(tmp_path, num_train_epochs=4), "cache_dir": folder}
@@ -255,41 +255,7 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
     with pytest.raises(SettingError, match="cache_bytes must be at least 1, got 0"):
         fit(0, tmp_path / "none")
     with pytest.raises(SettingError, match="cache_bytes=9 has no effect without cache_dir"):
-        Backbone(tiny_llama(), (EXIT,), None, 9)
-
-
-def test_costs_are_told_before_the_fit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, text = tiny_llama(), Blocks(None, rows(40), 32)
-    frozen = Backbone(model, (EXIT,), tmp_path)
-    probe = LinearProbe(EXIT, 64, False)
-    fitting = Fitting(probe, frozen, lambda observed: probe.scores(observed.states[EXIT]).mean(), {})
-    with frozen.frozen():
-        costs = FitCosts.of(fitting, text, arguments(tmp_path, num_train_epochs=3, per_device_train_batch_size=4))
-    assert (costs.parameters, costs.memory) == (65, 65 * 16)
-    assert costs.steps == 3 * -(-len(text) // 4)
-    assert 0 < costs.seconds < 600
-    distinct = len({tuple(row) for row in text.rows.tolist()})
-    assert 3 * 32 * 64 * 4 < costs.disk / distinct < 3 * 32 * 64 * 4 + 4096
-    assert all(parameter.grad is None for parameter in probe.parameters())
-    assert not list(tmp_path.glob("*/*.safetensors"))
-    args = arguments(tmp_path, num_train_epochs=3, per_device_train_batch_size=4)
-    with frozen.frozen():
-        monkeypatch.setattr(Fitting, "seconds", lambda *_: (1.0, 0.0))
-        assert FitCosts.of(fitting, text, args).seconds == pytest.approx(costs.steps / 3)  # one epoch
-        for row in text.rows:
-            frozen.observe(row[None])
-        known = FitCosts.of(fitting, text, args)
-        assert (known.seconds, known.disk) == (0.0, 0)
-    other = Backbone(model, (EXIT + 1,), tmp_path)
-    with other.frozen():
-        assert FitCosts.of(Fitting(probe, other, lambda _: torch.zeros(()), {}), text, args).disk == costs.disk
-    monkeypatch.undo()
-    fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=arguments(tmp_path, max_steps=2))
-    told = [record.message for record in caplog.records if record.name == "hf_selfspec.train.costs"]
-    assert len(told) == 1
-    assert re.fullmatch(r"adapter: [\d,]+ parameters, 2 steps, about \d+ s of training, \d+ KiB of memory.*", told[0])
+        FrozenModel(tiny_llama(), (EXIT,), None, 9)
 
 
 @pytest.mark.filterwarnings("ignore:.*reach none of the accuracies:UserWarning")
@@ -313,22 +279,11 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
         assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
 
 
-def test_states_in_an_autocast_are_other_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Fits in bfloat16 keep states of their own, and know what they take in it."""
-    seen: list[torch.dtype | None] = []
-
-    class Seen(FitCosts):
-        @classmethod
-        def of(cls, *given: Any) -> FitCosts:
-            seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
-            return FitCosts.of(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "FitCosts", Seen)
-        for bf16 in (False, True):
-            args = arguments(tmp_path / "out", max_steps=2, bf16=bf16)
-            fit_adapter(tiny_llama(), None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
-    assert seen == [None, torch.bfloat16]
+def test_states_in_an_autocast_are_other_states(tmp_path: Path) -> None:
+    """Fits in bfloat16 keep states of their own."""
+    for bf16 in (False, True):
+        args = arguments(tmp_path / "out", max_steps=2, bf16=bf16)
+        fit_adapter(tiny_llama(), None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
     names = [file.stem for file in tmp_path.glob("*/*.safetensors")]
     halves = {name.removesuffix("-bfloat16") for name in names if name.endswith("-bfloat16")}
     assert halves
@@ -352,11 +307,11 @@ def test_rows_of_text() -> None:
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [ord(letter) for letter in text]}
 
-    found = Blocks(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
+    found = PackedDataset(Tokens(), ["abc", {"text": "de"}, {"input_ids": [5, 6]}], 4)
     assert found.rows.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
-    many = Blocks(None, rows(40), 32)
+    many = PackedDataset(None, rows(40), 32)
     training, held_out = many.split()
-    assert torch.equal(torch.cat([training.rows, held_out]), many.rows)
+    assert torch.equal(torch.cat([training.rows, held_out.rows]), many.rows)
     assert len(held_out) == 2
 
 
@@ -747,10 +702,9 @@ class StoppedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", [5, 11])
-def test_a_fit_that_was_stopped_goes_on(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the part of a fit that was not; nothing is left beside it then."""
-    monkeypatch.setitem(checkpoints.KEPT, "save_steps", 3)
+    monkeypatch.setattr(fit_trainer, "SAVE_STEPS", 3)
     model, out = tiny_llama(factor=2.0), tmp_path / "adapter"
     kept = tmp_path / "adapter-checkpoints"
 
@@ -758,15 +712,15 @@ def test_a_fit_that_was_stopped_goes_on(at: int, tmp_path: Path, monkeypatch: py
         return fit_adapter(model, None, rows(text), exit_layer=exit_layer, block_size=32, output_dir=folder)
 
     whole = fit(tmp_path / "whole")
-    observe, seen = Backbone.observe, []
+    observe, seen = FrozenModel.hidden_states, []
 
-    def stopping(self: Backbone, ids: torch.Tensor) -> Any:
+    def stopping(self: FrozenModel, ids: torch.Tensor) -> Any:
         seen.append(len(ids))
-        if len(ids) == 8 and seen.count(8) == at:
+        if len(ids) == 8 and seen.count(8) == 8:
             raise StoppedError
         return observe(self, ids)
 
-    monkeypatch.setattr(Backbone, "observe", stopping)
+    monkeypatch.setattr(FrozenModel, "hidden_states", stopping)
     with pytest.raises(StoppedError):
         fit(out)
     assert list(kept.glob("checkpoint-*"))
@@ -793,7 +747,7 @@ def fit_in(folder: Path, exit_layer: int = EXIT, **changed: Any) -> Adapter:
 
 def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fit_in(tmp_path / "whole")
-    with interrupted_in(speed, "speeds_of"):
+    with interrupted_in(fits, "about"):
         fit_in(tmp_path / "stopped")
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
     again = fit_in(tmp_path / "stopped")
@@ -807,7 +761,7 @@ def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:
     """In the user's own folder, whose checkpoints stay; the next fit begins anew, also after it was stopped itself."""
     expected = fit_in(tmp_path / "other", EXIT + 1)
     fit_in(tmp_path / "kept")
-    with interrupted_in(fitting, "tell"):
+    with interrupted_in(fits, "perf_counter"):
         fit_in(tmp_path / "kept", EXIT + 1)
     assert {path.name for path in (tmp_path / "kept").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     found = fit_in(tmp_path / "kept", EXIT + 1)
@@ -822,6 +776,11 @@ def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
     adapter = fit_in(tmp_path, eval_strategy="steps", eval_steps=2, learning_rate=1e-9)
     log = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     found = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    figures = adapter.about["figures"]
+    for entry in log:
+        if "eval_loss" in entry:
+            assert entry["eval_agreement_with_the_whole_model"] == figures["agreement with the whole model"]
+            assert entry["eval_speedup"] > 0
     held_out = torch.tensor([row["input_ids"] for row in rows(40)[-2:]])
     assert found == pytest.approx([loss_of(tiny_llama(factor=2.0), adapter, held_out)] * 2, rel=1e-4)
     args = arguments(tmp_path, eval_strategy="epoch")

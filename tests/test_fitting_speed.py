@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import interrupted_in, tiny_llama
-from safetensors.torch import save_file
+from conftest import tiny_llama
 from test_fitting import EXIT, arguments, rows
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainerState
+from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, TrainerState, trainer
+from transformers.trainer import DEFAULT_CALLBACKS
 
 from hf_selfspec import (
     Adapter,
@@ -27,22 +27,23 @@ from hf_selfspec import (
     fit_probe,
 )
 from hf_selfspec.draft.free import FreeDrafts
-from hf_selfspec.parts.part import Part
-from hf_selfspec.train import adapter as adapter_fit
-from hf_selfspec.train import speed
-from hf_selfspec.train.speed import HeldOutSpeed, greedily, speeds_of
+from hf_selfspec.modules.draft_module import DraftModule
+from hf_selfspec.train import speedup
+from hf_selfspec.train.speedup import SpeedupEvaluator, greedily, speed_figures
 from hf_selfspec.types import Text
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
-    """Has measurements give these, then the last one again; returns the weights that each was of."""
-    coming, seen = iter(found), list[dict[str, torch.Tensor]]()
+    """Has measurements in training give these, then the last one again; returns the weights that each was of."""
+    coming, seen, original = iter(found), list[dict[str, torch.Tensor]](), SpeedupEvaluator.metrics
 
-    def of(self: HeldOutSpeed, part: Any) -> float:
-        seen.append({name: value.clone() for name, value in part.state_dict().items()})
-        return next(coming, found[-1])
+    def metrics(self: SpeedupEvaluator, module: Any, in_training: bool = False) -> dict[str, float]:
+        if not in_training:
+            return original(self, module)
+        seen.append({name: value.clone() for name, value in module.state_dict().items()})
+        return {"speedup": next(coming, found[-1])}
 
-    monkeypatch.setattr(HeldOutSpeed, "of", of)
+    monkeypatch.setattr(SpeedupEvaluator, "metrics", metrics)
     return seen
 
 
@@ -51,12 +52,12 @@ def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_fit_ends_when_it_gets_no_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest weights are kept, and a gain of a hundredth is none."""
+    """The fastest weights are kept; a gain of a hundredth does not count."""
     seen = speeds(monkeypatch, 1.0, 1.2, 1.21, 1.1, 9.0)
     args = arguments(tmp_path, max_steps=40, eval_steps=3)
     adapter = fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=2)
     assert adapter.about["recipe"]["steps"] == 12
-    assert [is_like(adapter, weights) for weights in seen] == [False, True, False, False]
+    assert [is_like(adapter, weights) for weights in seen] == [False, False, True, False]
 
 
 def test_a_fit_that_never_drafts_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +92,13 @@ def test_short_fits_are_measured_ten_times(
 def test_a_fit_that_resumes_knows_the_fastest_weights(
     killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And how often it has not become faster."""
     seen = speeds(monkeypatch, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
-    kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 12}
+    kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 20}
 
     def fit() -> Adapter:
         args = arguments(tmp_path / "checkpoints", **kept)
-        return fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=9)
+        return fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=4)
 
     class Killed(TrainerCallback):
         def on_step_begin(self, args: Any, state: TrainerState, control: Any, **options: Any) -> None:
@@ -108,18 +110,21 @@ def test_a_fit_that_resumes_knows_the_fastest_weights(
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        usual = speed.early_stop
-        patch.setattr(adapter_fit, "early_stop", lambda *given: [Killed(), *usual(*given)])
+        usual = DEFAULT_CALLBACKS[:]
+        patch.setattr(trainer, "DEFAULT_CALLBACKS", [*usual, Killed])
         with pytest.raises(KeyboardInterrupt):
             fit()
-    fastest = seen[1]
-    assert is_like(fit(), fastest)
+    adapter = fit()
+    assert is_like(adapter, seen[1])
+    assert adapter.about["recipe"]["steps"] == 12
 
 
 def test_all_kinds_of_parts_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by generation with them, in the middle of a fit, too; they are written once, with all figures."""
-    model, written, save = tiny_llama(factor=0.05), list[Path](), Part.save_pretrained
-    monkeypatch.setattr(Part, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder))
+    model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
+    monkeypatch.setattr(
+        DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
+    )
     options: dict[str, Any] = {"block_size": 32, "patience": 1}
     for fit, chosen in (
         (fit_adapter, {"exit_layer": EXIT}),
@@ -148,7 +153,7 @@ class Clock:
             return original(model, *args, **options)
 
         monkeypatch.setattr(type(model), "generate", generate)
-        monkeypatch.setattr(speed, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(speedup, "perf_counter", lambda: self.now)
 
 
 TEXT = torch.tensor([row["input_ids"] for row in rows(6)])
@@ -159,7 +164,7 @@ def test_speed_is_that_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     Clock(monkeypatch, model)
     part, usual = Adapter(EXIT, 64, 4).train(), model.generation_config
     part.__dict__["_copies"] = {"device": "stale"}
-    assert HeldOutSpeed(model, TEXT, SelfSpec.kangaroo).of(part) == pytest.approx(2.0)
+    assert SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(part, True) == {"speedup": pytest.approx(2.0)}
     assert part.training
     assert "_copies" not in part.__dict__
     assert model.generation_config is usual
@@ -174,7 +179,7 @@ def test_copies_of_a_measurement_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
         part.__dict__["_copies"] = {"device": "of now"}
         return SelfSpec.kangaroo(part)
 
-    HeldOutSpeed(model, TEXT, copied).of(part)
+    SpeedupEvaluator(model, TEXT, copied).metrics(part)
     assert "_copies" not in part.__dict__
 
 
@@ -183,31 +188,20 @@ def test_a_part_that_cannot_draft_has_no_speed(error: Exception) -> None:
     def refuse(part: Any) -> SelfSpec:
         raise error
 
-    assert HeldOutSpeed(tiny_llama(), TEXT, refuse).of(LinearProbe(EXIT, 64, False)) == 0.0
+    known = SpeedupEvaluator(tiny_llama(), TEXT, refuse)
+    assert known.metrics(LinearProbe(EXIT, 64), in_training=True) == {"speedup": 0.0}
+    with pytest.warns(UserWarning, match="probe: its speed could not be measured"):
+        assert known.metrics(LinearProbe(EXIT, 64)) == {}
 
 
 def test_parts_are_compared_to_the_model_alone() -> None:
     """Not to what is attached to it."""
     model = tiny_llama()
     with attach(model, SelfSpec.early_exit_only(2)) as spec:
-        HeldOutSpeed(model, TEXT, SelfSpec.kangaroo).with_free_drafts(Adapter(EXIT, 64, 4))
+        SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(Adapter(EXIT, 64, 4))
         assert spec.stats is None
         model.generate(TEXT[:1], max_new_tokens=2)
         assert spec.stats is not None
-
-
-def test_a_fit_that_was_stopped_in_its_last_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is not trained again."""
-
-    def fit(name: str) -> Adapter:
-        return fit_adapter(tiny_llama(), None, rows(40), exit_layer=EXIT, block_size=32, output_dir=tmp_path / name)
-
-    whole = fit("whole")
-    with interrupted_in(speed, "speeds_of"):
-        fit("out")
-    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
-    assert is_like(fit("out"), whole.state_dict())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -218,22 +212,22 @@ def test_parts_that_add_nothing_to_free_drafts_are_told(
     """Free drafts, and both together, take so many seconds; the part alone 1 and plain generate 2."""
     model = tiny_llama()
     Clock(monkeypatch, model, with_free)
-    original = HeldOutSpeed.with_free_drafts
+    part, original = Adapter(EXIT, 64, 4), SpeedupEvaluator.measured
 
-    def slower_together(self: HeldOutSpeed, part: Any) -> tuple[float, float, float]:
-        alone, free, both = original(self, part)
-        return alone, free, both / 2
+    def slower_together(self: SpeedupEvaluator, specs: list[SelfSpec]) -> list[float]:
+        alone, free, both = original(self, specs)
+        return [alone, free, both / 2]
 
-    monkeypatch.setattr(HeldOutSpeed, "with_free_drafts", slower_together)
-    known, part = HeldOutSpeed(model, TEXT, SelfSpec.kangaroo), Adapter(EXIT, 64, 4)
+    monkeypatch.setattr(SpeedupEvaluator, "measured", slower_together)
+    metrics = SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(part)
     if pays:
-        found = speeds_of(part, known)
+        found = speed_figures(part, metrics)
     else:
         with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
-            found = speeds_of(part, known)
+            found = speed_figures(part, metrics)
     assert found["speed over plain generate"] == 2.0
     assert found["speed of free drafts alone"] == round(2 / with_free, 2)
-    assert speeds_of(part, HeldOutSpeed(model, TEXT[:0], SelfSpec.kangaroo)) == {}
+    assert SpeedupEvaluator(model, TEXT[:0], SelfSpec.kangaroo).metrics(part) == speed_figures(part, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -242,10 +236,10 @@ def test_parts_that_add_nothing_to_free_drafts_are_told(
 def test_a_fit_is_not_lost_to_its_measurement(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: HeldOutSpeed, part: Any) -> tuple[float, float, float]:
+    def fail(self: SpeedupEvaluator, specs: list[SelfSpec]) -> list[float]:
         raise error
 
-    monkeypatch.setattr(HeldOutSpeed, "with_free_drafts", fail)
+    monkeypatch.setattr(SpeedupEvaluator, "measured", fail)
     options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": arguments(tmp_path, max_steps=2)}
     with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
         adapter = fit_adapter(tiny_llama(), None, rows(), **options, output_dir=tmp_path / "out")
@@ -275,27 +269,11 @@ def test_free_drafts_do_not_know_what_is_measured(monkeypatch: pytest.MonkeyPatc
         finish(self, text)
 
     monkeypatch.setattr(FreeDrafts, "finish", noted)
-    HeldOutSpeed(model, TEXT, SelfSpec.kangaroo).with_free_drafts(Adapter(EXIT, 64, 4))
+    SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(Adapter(EXIT, 64, 4))
     prompts, warm = [row[:16].tolist() for row in TEXT[:4]], [text for text in texts if len(text) == 24]
     assert len(warm) == 2
     assert sum(text[:16] in prompts for text in texts) == len(texts) - 2
     assert all(text[:16] not in prompts for text in warm)
-
-
-@pytest.mark.parametrize("damage", ["cut", "other"])
-def test_fastest_weights_that_were_cut_short(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds(monkeypatch, 1.0, 2.0)
-    given: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "patience": 9}
-    args = arguments(tmp_path, save_strategy="steps", save_steps=2, eval_steps=2, max_steps=4)
-    with interrupted_in(speed, "speeds_of"):
-        fit_adapter(tiny_llama(), None, rows(), args=args, **given)
-    file = tmp_path / "fastest.safetensors"
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:100])
-    else:
-        save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(SettingError, match=r"fastest\.safetensors was cut short or changed.*Remove it"):
-        fit_adapter(tiny_llama(), None, rows(), args=args, **given)
 
 
 def test_wrong_patience(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.parts import LinearProbe
+from hf_selfspec.modules import LinearProbe
 from hf_selfspec.spec_text import PRESETS, read_spec, split
 
 

@@ -15,9 +15,9 @@ from ..model.head_rows import HeadRows
 from ..model.plan import LayerPlan
 from ..model.step import PrefillObserver
 from ..model.target import Target
-from ..parts.adapter import Adapter
-from ..parts.part import part_of
-from ..parts.reduced_head import ReducedHead
+from ..modules.adapter import Adapter
+from ..modules.draft_module import module_of
+from ..modules.reduced_head import ReducedHead
 from ..registry import register
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
@@ -52,7 +52,7 @@ class EarlyExitAdapter(DraftSource):
     head: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        kept, module = part_of("EarlyExitAdapter(adapter)", self.adapter, Adapter)
+        kept, module = module_of("EarlyExitAdapter(adapter)", self.adapter, Adapter)
         object.__setattr__(self, "adapter", kept)
         object.__setattr__(self, "_module", module)
         take_head(self, "EarlyExitAdapter")

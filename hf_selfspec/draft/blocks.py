@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
-from ..parts.adapter import Adapter
+from ..modules.adapter import Adapter
 from ..search.choice import Choice
 
 _C = TypeVar("_C", bound=Choice)

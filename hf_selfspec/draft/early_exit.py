@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
-from ..parts.reduced_head import ReducedHead
+from ..modules.reduced_head import ReducedHead
 from ..registry import register
 from ..search.choice import ExitChoice
 from ..settings import MOST_LAYERS, check_count, check_exit

@@ -14,8 +14,8 @@ from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
 from ..model.target import Target
-from ..parts.heads import METRICS, ExitHeads
-from ..parts.part import part_of
+from ..modules.draft_module import module_of
+from ..modules.heads import METRICS, ExitHeads
 from ..registry import register
 from ..settings import check_flag, check_share
 from ..stats import GenerationStats
@@ -55,7 +55,7 @@ class DynamicExit(DraftSource):
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
         check_flag("DynamicExit(lossless)", self.lossless)
-        kept, module = part_of("DynamicExit(heads)", self.heads, ExitHeads)
+        kept, module = module_of("DynamicExit(heads)", self.heads, ExitHeads)
         find = module.draft_thresholds if self.lossless else module.thresholds
         object.__setattr__(self, "_thresholds", find(self.epsilon, self.metric))
         object.__setattr__(self, "heads", kept)

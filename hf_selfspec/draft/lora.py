@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..errors import SettingError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
-from ..parts.lora import DraftLora
-from ..parts.part import part_of
-from ..parts.reduced_head import ReducedHead
+from ..modules.draft_module import module_of
+from ..modules.lora import DraftLora
+from ..modules.reduced_head import ReducedHead
 from ..registry import register
 from ..stop.rules import ConfidenceThreshold
 from .blocks import DraftBlocks, FindChoice
@@ -38,7 +38,7 @@ class EarlyExitLora(DraftSource):
     head: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        kept, module = part_of("EarlyExitLora(lora)", self.lora, DraftLora)
+        kept, module = module_of("EarlyExitLora(lora)", self.lora, DraftLora)
         object.__setattr__(self, "lora", kept)
         object.__setattr__(self, "_module", module)
         take_head(self, "EarlyExitLora")

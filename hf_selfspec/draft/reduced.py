@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError
 from ..model.head_rows import HeadRows
-from ..parts.part import part_of
-from ..parts.reduced_head import ReducedHead
+from ..modules.draft_module import module_of
+from ..modules.reduced_head import ReducedHead
 
 
 def take_head(source: Any, name: str) -> None:
@@ -20,7 +20,7 @@ def take_head(source: Any, name: str) -> None:
     """
     if source.head is None:
         return
-    kept, module = part_of(f"{name}(head)", source.head, ReducedHead)
+    kept, module = module_of(f"{name}(head)", source.head, ReducedHead)
     object.__setattr__(source, "head", kept)
     object.__setattr__(source, "_reduced", module)
 

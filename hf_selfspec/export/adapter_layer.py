@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
-from ..parts.adapter import Adapter
+from ..modules.adapter import Adapter
 
 _QUERY, _KEYS_AND_VALUES, _OUTPUT = "q_proj", ("k_proj", "v_proj"), "o_proj"
 _PROJECTIONS = (_QUERY, *_KEYS_AND_VALUES, _OUTPUT)

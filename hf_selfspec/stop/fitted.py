@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ..errors import SettingError
 from ..model.fingerprint import Fingerprint
 from ..model.plan import LayerPlan
+from ..modules.probe import LinearProbe
 from ..notices import warn_once
-from ..parts.probe import LinearProbe
 from .adaptive import AdaptiveThreshold
 from .rules import StopRule
 

@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from ..parts.adapter import Adapter
+from ..errors import SettingError
+from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
-from ..settings import check_exit
-from .backbone import Backbone, Observed
-from .checkpoints import ended
-from .fitting import (
-    Fitting,
-    Pair,
-    agreement,
-    cross_entropy,
-    fit,
-    per_token,
-    prepared,
-    seeded,
-)
-from .own_weights import copy_head, norm_like_the_models
-from .speed import HeldOutSpeed, early_stop, with_speeds
+from ..settings import check_count, check_exit
+from .fit import Option, TrainedFit, as_function, words
+from .frozen_model import FrozenModel, HiddenStates
+from .losses import Metric, agreement, cross_entropy, per_token
 
 
-def fit_adapter(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dataset: Iterable[Any],
-    *,
-    exit_layer: int | None = None,
-    blocks: Sequence[str] = ("attention",),
-    num_heads: int | None = None,
-    own_head: bool = False,
-    block_size: int = 256,
-    args: TrainingArguments | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
-    patience: int | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-) -> Adapter:
+@dataclass(frozen=True, kw_only=True)
+class AdapterFit(TrainedFit[Adapter]):
     """Fits Kangaroo's adapter (§3.1): cross entropy against the whole model's distribution, no labels needed.
 
     Args:
@@ -58,9 +33,10 @@ def fit_adapter(
         block_size: tokens of a row.
         args: arguments of the Trainer (learning rate, epochs, precision, devices, logging); one epoch at 1e-3 by
             default. With a ``save_strategy``, a fit that was stopped resumes from its last checkpoint in their
-            ``output_dir``. With an ``eval_strategy``, the loss of the held-out rows is logged.
+            ``output_dir``. With an ``eval_strategy``, the loss, the agreement with the whole model and the speed-up
+            on the held-out rows are logged.
         cache_dir: folder that keeps the model's states for further epochs and fits, which then run no layer (those of
-            a draft LoRA run the layers that it changes), see :class:`Backbone`.
+            a draft LoRA run the layers that it changes).
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs in each
             epoch.
         patience: ends the fit when the speed of generation on held-out text has not risen in so many measurements in a
@@ -76,48 +52,76 @@ def fit_adapter(
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model's layers were not found, or nothing can be fitted to them.
     """
-    name = "fit_adapter"
-    inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
-    rows, held_out = text.split()
-    config = inner.config.get_text_config(decoder=True)
-    chosen = usual_exit(config) if exit_layer is None else exit_layer
-    check_exit(name, "exit_layer", chosen, config.num_hidden_layers)
-    backbone = Backbone(inner, (chosen,), cache_dir, cache_bytes)
-    width = backbone.width
-    heads = num_heads or usual_heads(config.num_attention_heads, width)
-    with seeded(args):
-        vocabulary = config.vocab_size if own_head else None
-        settings = (usual_theta(config), usual_eps(config))
-        adapter = Adapter(chosen, width, heads, tuple(blocks), vocabulary, *settings).to(backbone.device, torch.float32)
-    if adapter.head is not None:
-        copy_head(adapter.head, backbone)
 
-    def logits_of(what: Pair, observed: Observed) -> torch.Tensor:
-        hidden, whole = adapter(observed.states[chosen]), backbone.own_head
-        head = whole if adapter.head is None else adapter.head
-        if adapter.head is None:
-            hidden = hidden.to(observed.final.dtype)
-        return per_token(what, head, hidden, whole, observed.final, config.vocab_size)
+    command: ClassVar[str] = "adapter"
+    function: ClassVar[str] = "fit_adapter"
 
-    recipe = {"exit layer": chosen, "blocks": ", ".join(blocks), "heads": heads, "own head": own_head}
-    speed = HeldOutSpeed(inner, held_out, SelfSpec.kangaroo)
-    callbacks = early_stop(name, adapter, speed, patience)
-    fitting = Fitting(adapter, backbone, lambda observed: logits_of(cross_entropy, observed).mean(), recipe)
-    with backbone.frozen():
-        norm_like_the_models(adapter.norm, backbone, chosen)
-        figures = {"agreement with the whole model": lambda observed: logits_of(agreement, observed)}
-        fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
-    return ended(with_speeds(adapter, backbone, speed, output_dir), args, output_dir)
+    exit_layer: Annotated[int | None, Option("The exit layer; 2 by default, 3 from 40 layers on.")] = None
+    blocks: Annotated[Sequence[str], Option("attention, mlp, or both separated by a comma.", parse=words)] = (
+        "attention",
+    )
+    num_heads: Annotated[int | None, Option("Attention heads, the model's by default.", "heads")] = None
+    own_head: Annotated[bool, Option("Fit a head of its own as well.")] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.num_heads is None:
+            return
+        check_count("fit_adapter(num_heads)", self.num_heads)
+        if "attention" not in self.blocks:
+            raise SettingError(
+                f"fit_adapter(num_heads={self.num_heads}) has no effect with "
+                f"fit_adapter(blocks={','.join(self.blocks)}): leave it out."
+            )
+
+    def check_config(self, config: Any) -> None:
+        super().check_config(config)
+        with torch.device("meta"):
+            self._adapter(config, config.hidden_size)
+
+    def exit_layers(self, config: Any) -> Sequence[int]:
+        usual = 3 if config.num_hidden_layers >= 40 else 2
+        layer = usual if self.exit_layer is None else self.exit_layer
+        check_exit(self.function, "exit_layer", layer, config.num_hidden_layers)
+        return (layer,)
+
+    def module(self, frozen: FrozenModel) -> Adapter:
+        adapter = self._adapter(frozen.model.config.get_text_config(decoder=True), frozen.width)
+        if adapter.head is not None:
+            frozen.copy_head(adapter.head)
+        return adapter
+
+    def start(self, module: Adapter, frozen: FrozenModel) -> None:
+        frozen.imitate_norm(module.norm, module.exit_layer)
+
+    def loss(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
+        return _per_token(cross_entropy, module, frozen, states).mean()
+
+    def metrics(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
+        return {"agreement_with_the_whole_model": _per_token(agreement, module, frozen, states)}
+
+    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[Adapter], SelfSpec]:
+        return SelfSpec.kangaroo
+
+    def recipe(self, module: Adapter) -> dict[str, Any]:
+        shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}
+        return {"exit layer": module.exit_layer, **shape, "own head": self.own_head}
+
+    def _adapter(self, config: Any, width: int) -> Adapter:
+        most = config.num_attention_heads
+        usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
+        return Adapter(
+            self.exit_layers(config)[0],
+            width,
+            self.num_heads or usual,
+            tuple(self.blocks),
+            config.vocab_size if self.own_head else None,
+            usual_theta(config),
+            usual_eps(config),
+        )
 
 
-def usual_exit(config: Any) -> int:
-    """The paper's exit layer for a model of this config."""
-    return 3 if config.num_hidden_layers >= 40 else 2
-
-
-def usual_heads(most: int, width: int) -> int:
-    """The number of attention heads of an adapter: the model's, or fewer so that each has an even width."""
-    return next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
+fit_adapter = as_function(AdapterFit)
 
 
 def usual_theta(config: Any) -> float:
@@ -130,3 +134,12 @@ def usual_eps(config: Any) -> float:
     """Epsilon of an adapter's norms: the model's, or 1e-6."""
     eps = getattr(config, "rms_norm_eps", None)
     return float(eps) if isinstance(eps, (int, float)) and 0 < eps < 1 else 1e-6
+
+
+def _per_token(metric: Metric, adapter: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
+    """``[b s]`` the values of a metric, from the logits behind the adapter and those of the whole model."""
+    hidden, teacher = adapter(states.states[adapter.exit_layer]), frozen.own_head
+    head = teacher if adapter.head is None else adapter.head
+    if adapter.head is None:
+        hidden = hidden.to(states.final.dtype)
+    return per_token(metric, head, hidden, teacher, states.final, frozen.vocabulary)

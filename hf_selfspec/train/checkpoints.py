@@ -7,25 +7,18 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from safetensors.torch import load_file
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..errors import SettingError
 from ..files import path_of, reported, written_whole
-from ..parts.part import Part
 
-# Arguments of the Trainer: how often a checkpoint is saved; only the last one is kept.
-KEPT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
-# Which fit the checkpoints in a folder belong to, and the fastest weights of a fit that ends when it gets no faster.
-_RECORD, FASTEST = "fit.json", "fastest.safetensors"
-_P = TypeVar("_P", bound=Part)
+# Which fit the checkpoints in a folder belong to, as long as it has not ended.
+_RECORD = "fit.json"
 # Arguments of the Trainer that decide what is fitted.
 _DECIDING = (
     "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -38,36 +31,28 @@ def checkpoints_of(output_dir: str | os.PathLike[str]) -> str:
     return f"{os.path.normpath(path_of(output_dir))}-checkpoints"
 
 
-def ended(part: _P, args: TrainingArguments | None, output_dir: str | os.PathLike[str] | None) -> _P:
-    """Returns the part of a fit that has come to its end, which the next one in that folder will not resume.
+def forget(args: TrainingArguments, output_dir: str | os.PathLike[str] | None) -> None:
+    """Ends a fit, which the next one in that folder will not resume.
 
     The main process removes the checkpoints, but those that the user has asked for.
     """
     if PartialState().is_main_process:
-        if args is not None and args.output_dir is not None and args.save_strategy != "no":
-            for name in (_RECORD, FASTEST):
-                Path(args.output_dir, name).unlink(missing_ok=True)
+        if args.output_dir is not None and args.save_strategy != "no":
+            Path(args.output_dir, _RECORD).unlink(missing_ok=True)
         if output_dir is not None:
             shutil.rmtree(checkpoints_of(output_dir), ignore_errors=True)
-    return part
 
 
-def last_checkpoint(args: TrainingArguments, part: str, rows: torch.Tensor) -> str | None:
+def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> str | None:
     """Returns the checkpoint from which a fit resumes, ``None`` to begin; the first call records which fit it is.
 
-    Args:
-        args: arguments of the Trainer; without a ``save_strategy`` there are no checkpoints.
-        part: description of the part and its model.
-        rows: ``[n, s]`` the text.
-
-    Raises:
-        SettingError: the folder holds another fit.
+    Raises if the folder holds another fit: of another module or model (``fit``), text, or with other arguments.
     """
     if args.save_strategy == "no" or args.output_dir is None:
         return None
     folder = Path(args.output_dir)
     wanted = {name: str(getattr(args, name)) for name in _DECIDING}
-    wanted |= {"part": part, "text": hashlib.sha256(rows.numpy().tobytes()).hexdigest()}
+    wanted |= {"part": fit, "text": hashlib.sha256(rows.numpy().tobytes()).hexdigest()}
     record = folder / _RECORD
     with reported(folder), PartialState().main_process_first():
         if not record.exists():
@@ -90,13 +75,3 @@ def _states(folder: Path) -> dict[str, str]:
     """The checkpoints in a folder, each with what its state hashes to."""
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     return {state.parent.name: hashlib.sha256(state.read_bytes()).hexdigest() for state in states}
-
-
-def weights_of_whole(checkpoint: str | None) -> dict[str, torch.Tensor] | None:
-    """The weights of a checkpoint after the last step (the Trainer would do one more step), else ``None``."""
-    if checkpoint is None:
-        return None
-    state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-    if state.global_step < state.max_steps:
-        return None
-    return dict(load_file(os.path.join(checkpoint, SAFE_WEIGHTS_NAME)))

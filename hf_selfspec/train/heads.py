@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import SettingError, SettingTypeError
+from ..model.anatomy import causal_lm
 from ..model.fingerprint import Fingerprint
-from ..parts.heads import (
+from ..modules.draft_module import module_of
+from ..modules.heads import (
     METRICS,
     ExitHeads,
     HeadPredictions,
@@ -26,24 +29,13 @@ from ..parts.heads import (
     figures_of,
     reached,
 )
-from ..parts.part import part_of
 from ..selfspec import SelfSpec
-from ..settings import MOST_LAYERS, check_count, check_exit, check_share
-from .backbone import Backbone, Observed
-from .blocks import HELD_OUT, MOST_HELD_OUT, Blocks
-from .checkpoints import ended
-from .fitting import (
-    Fitting,
-    Pair,
-    agreement,
-    fit,
-    keep,
-    per_token,
-    prepared,
-    seeded,
-)
-from .own_weights import copy_head, norm_like_the_models
-from .speed import HeldOutSpeed, early_stop, greedily, with_speeds
+from ..settings import MOST_LAYERS, check_count, check_exit, check_flag, check_share
+from .fit import Option, TrainedFit, as_function, check_length, saved, words
+from .frozen_model import FrozenModel, HiddenStates
+from .losses import Metric, agreement, per_token
+from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
+from .speedup import SpeedupEvaluator, greedily, speed_figures
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
@@ -51,30 +43,22 @@ _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in 
 _GIVEN, _AT_ONCE = 4, 16
 # Accuracy at which the speed with heads is measured, if they reach it: the preset's.
 _USUAL_EPSILON = 0.9
+_USUAL_HEADS = 4
+
+# Texts that the model has continued, and the length of what it was given.
+_Texts = Sequence[tuple[torch.Tensor, int]]
 
 
-def fit_exit_heads(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dataset: Iterable[Any],
-    *,
-    layers: Sequence[int] | None = None,
-    num_heads: int = 4,
-    rank: int | None = None,
-    copied: bool = False,
-    labels: float = 0.0,
-    metric: str | None = None,
-    epsilons: Sequence[float] = _EPSILONS,
-    block_size: int = 256,
-    args: TrainingArguments | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
-    patience: int | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-) -> ExitHeads:
-    """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates them, see :func:`calibrate_exit_heads`.
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in words(text)]
 
-    A head learns the whole model's distribution, or the next token, or both.
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsFit(TrainedFit[ExitHeads]):
+    """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates their thresholds (§3.4).
+
+    A head learns the whole model's distribution, or the next token, or both. They are calibrated on what the model
+    writes after the first quarter of each held-out row, as by :func:`calibrate_exit_heads`.
 
     Args:
         model, tokenizer, dataset, block_size, args, cache_dir, cache_bytes, patience, output_dir: see
@@ -96,54 +80,112 @@ def fit_exit_heads(
         SettingError, SettingTypeError, UnsupportedModelError: see :func:`fit_adapter`; or there is too little text to
             hold any out.
     """
-    name = "fit_exit_heads"
-    inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
-    rows, held_out = split(name, text)
-    config = inner.config.get_text_config(decoder=True)
-    check_share(f"{name}(labels)", labels, zero=True, one=True)
-    _check(name, metric, epsilons, block_size)
-    if copied and rank is not None:
-        raise SettingError(f"{name}(copied=True, rank={rank}): the model's own head has full rank, so leave rank out.")
-    chosen = chosen_layers(name, config.num_hidden_layers, num_heads, layers)
-    backbone = Backbone(inner, chosen, cache_dir, cache_bytes)
-    with seeded(args):
-        heads = ExitHeads(chosen, backbone.width, config.vocab_size, rank).to(backbone.device, torch.float32)
 
-    def divergence(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        return F.kl_div(drafted.log_softmax(-1), whole.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    command: ClassVar[str] = "heads"
+    function: ClassVar[str] = "fit_exit_heads"
 
-    def loss(observed: Observed) -> torch.Tensor:
+    layers: Annotated[
+        Sequence[int] | None,
+        Option("Exit layers separated by commas, spread over the depth by default.", parse=_numbers),
+    ] = None
+    num_heads: Annotated[int, Option("Number of heads if no layers are given.", "heads")] = _USUAL_HEADS
+    rank: Annotated[int | None, Option("Rank of the heads' linear layers, full by default.")] = None
+    copied: Annotated[bool, Option("Start with copies of the model's own head.")] = False
+    labels: float = 0.0
+    metric: Annotated[str | None, Option("Metric of confidence; by default the best one.")] = None
+    epsilons: Sequence[float] = _EPSILONS
+
+    def check(self) -> None:
+        super().check()
+        name = self.function
+        check_share(f"{name}(labels)", self.labels, zero=True, one=True)
+        check_flag(f"{name}(copied)", self.copied)
+        _check(name, self.metric, self.epsilons, self.block_size)
+        check_count(f"{name}(num_heads)", self.num_heads, most=MOST_LAYERS)
+        if self.layers is not None and self.num_heads != _USUAL_HEADS:
+            raise SettingError(
+                f"{name}(num_heads={self.num_heads}) has no effect with {name}(layers), which gives their number: "
+                "leave it out."
+            )
+        if self.copied and self.rank is not None:
+            raise SettingError(
+                f"{name}(copied=True, rank={self.rank}): the model's own head has full rank, so leave rank out."
+            )
+
+    def check_config(self, config: Any) -> None:
+        super().check_config(config)
+        with torch.device("meta"):
+            ExitHeads(self.exit_layers(config), config.hidden_size, config.vocab_size, self.rank)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
+        text = super().read(tokenizer, dataset)
+        if len(text) < HELD_OUT:
+            raise SettingError(
+                f"{self.function} was given {len(text)} rows of {self.block_size} tokens, of which none can be held "
+                f"out to calibrate on: give at least {HELD_OUT} rows."
+            )
+        return text
+
+    def exit_layers(self, config: Any) -> list[int]:
+        count = config.num_hidden_layers
+        chosen = default_layers(count, self.num_heads) or [1] if self.layers is None else list(self.layers)
+        if not chosen:
+            raise SettingError(f"{self.function}(layers) needs at least one exit layer, got {self.layers!r}.")
+        for layer in chosen:
+            check_exit(self.function, "layers", layer, count)
+        return chosen
+
+    def module(self, frozen: FrozenModel) -> ExitHeads:
+        return ExitHeads(frozen.layers, frozen.width, frozen.vocabulary, self.rank)
+
+    def start(self, module: ExitHeads, frozen: FrozenModel) -> None:
+        if self.copied:
+            for layer, head in zip(module.layers, module.heads, strict=True):
+                norm, linear = cast(nn.Sequential, head)
+                frozen.copy_head(cast(nn.Linear, linear))
+                frozen.imitate_norm(cast(nn.RMSNorm, norm), layer)
+
+    def loss(self, module: ExitHeads, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         losses = []
-        for head, layer in enumerate(chosen):
-            found = torch.zeros((), device=observed.final.device, dtype=torch.float32)
-            if labels < 1:
-                found = (1 - labels) * _of_head(divergence, backbone, heads, head, observed).mean()
-            if labels:
-                predicted = heads.logits(head, observed.states[layer][:, :-1]).float()
-                found = found + labels * F.cross_entropy(predicted.flatten(0, 1), observed.ids[:, 1:].flatten())
+        for head, layer in enumerate(module.layers):
+            found = torch.zeros((), device=states.final.device, dtype=torch.float32)
+            if self.labels < 1:
+                found = (1 - self.labels) * _per_token(_divergence, frozen, module, head, states).mean()
+            if self.labels:
+                predicted = module.logits(head, states.states[layer][:, :-1]).float()
+                found = found + self.labels * F.cross_entropy(predicted.flatten(0, 1), states.ids[:, 1:].flatten())
             losses.append(found)
         return torch.stack(losses).mean()
 
-    texts: list[tuple[torch.Tensor, int]] = []  # of a frozen model, written once
-
-    def with_thresholds(part: ExitHeads) -> SelfSpec:
-        if not texts:
-            texts.extend(_written(backbone, held_out[:_AT_ONCE]))
-        tried = copy.copy(part)
-        tried.about = {"calibration": calibrate(_predictions(backbone, part, texts), epsilons, metric)}
-        return _dssd(tried)
-
-    recipe = {"exit layers": chosen, "rank": rank, "copied": copied, "weight of labels": labels}
-    callbacks = early_stop(name, heads, HeldOutSpeed(inner, held_out, with_thresholds), patience)
-    with backbone.frozen():
-        if copied:
-            _copy_own_head(heads, backbone)
-        figures = {
-            f"agreement at layer {layer}": partial(_of_head, agreement, backbone, heads, head)
-            for head, layer in enumerate(chosen)
+    def metrics(self, module: ExitHeads, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
+        return {
+            f"agreement_at_layer_{layer}": _per_token(agreement, frozen, module, head, states)
+            for head, layer in enumerate(module.layers)
         }
-        fit(Fitting(heads, backbone, loss, recipe), rows, held_out, figures, args, output_dir, callbacks)
-    return ended(_calibrated(name, heads, backbone, held_out, epsilons, metric, output_dir), args, output_dir)
+
+    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[ExitHeads], SelfSpec | None]:
+        texts: list[tuple[torch.Tensor, int]] = []  # of a frozen model, written once
+
+        def spec(module: ExitHeads) -> SelfSpec | None:
+            if module.about.get("calibration"):
+                return _dssd(module)
+            if not texts:  # in training, some of the text is enough
+                texts.extend(_written(frozen, held_out[:_AT_ONCE]))
+            heads, predictions = copy.copy(module), _predictions(frozen, module, texts)
+            heads.about = {"calibration": calibrate(predictions, self.epsilons, self.metric)}
+            return _dssd(heads)
+
+        return spec
+
+    def recipe(self, module: ExitHeads) -> dict[str, Any]:
+        shape = {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
+        return {**shape, "weight of labels": self.labels}
+
+    def finish(self, module: ExitHeads, frozen: FrozenModel, held_out: torch.Tensor) -> None:
+        _calibrate(self.function, module, frozen, held_out, self.epsilons, self.metric)
+
+
+fit_exit_heads = as_function(HeadsFit)
 
 
 def calibrate_exit_heads(
@@ -178,13 +220,19 @@ def calibrate_exit_heads(
         SettingError, SettingTypeError: there is no text, a setting is not allowed, or the heads are another model's.
     """
     name = "calibrate_exit_heads"
-    inner, text = prepared(name, model, tokenizer, dataset, block_size, None)
+    inner = causal_lm(model, name)
+    check_length(name, block_size, inner.config.get_text_config(decoder=True))
+    rows = PackedDataset(tokenizer, dataset, block_size, name).rows[:MOST_HELD_OUT]
     _check(name, metric, epsilons, block_size)
-    _, given = part_of(f"{name}(heads)", heads, ExitHeads)
+    _, given = module_of(f"{name}(heads)", heads, ExitHeads)
     given.check(lambda: Fingerprint.of_decoder(inner))
-    backbone = Backbone(inner, given.layers)
-    found = copy.deepcopy(given.on(backbone.device)).eval()
-    return _calibrated(name, found, backbone, text.rows[:MOST_HELD_OUT], epsilons, metric, output_dir)
+    frozen = FrozenModel(inner, given.layers)
+    found = copy.deepcopy(given.on(frozen.device)).eval()
+    with frozen.frozen():
+        _calibrate(name, found, frozen, rows, epsilons, metric)
+        speeds = SpeedupEvaluator(inner, rows, _dssd).metrics(found)
+    figures = {**(found.about["figures"] or {}), **speed_figures(found, speeds)}
+    return saved(found, found.about | {"figures": figures}, output_dir)
 
 
 def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
@@ -199,113 +247,74 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
         raise SettingError(f"{name}(epsilons) must be in increasing order, got {list(epsilons)!r}.")
 
 
-def split(name: str, text: Blocks) -> tuple[Blocks, torch.Tensor]:
-    """Returns the rows to train on, and those that are held out to calibrate on.
-
-    Raises:
-        SettingError: there are too few rows to hold any out.
-    """
-    rows, held_out = text.split()
-    if not len(held_out):
-        raise SettingError(
-            f"{name} was given {len(rows)} rows of {rows.rows.shape[1]} tokens, of which none can be held out to "
-            f"calibrate on: give at least {HELD_OUT} rows."
-        )
-    return rows, held_out
-
-
-def chosen_layers(name: str, num_layers: int, num_heads: int, layers: Sequence[int] | None) -> list[int]:
-    """Exit layers of a model of ``num_layers`` layers, spread over its depth if none were given.
-
-    Raises:
-        SettingError, SettingTypeError: the model does not have these layers, or no exit layer at all.
-    """
-    check_count(f"{name}(num_heads)", num_heads, most=MOST_LAYERS)
-    chosen = default_layers(num_layers, num_heads) or [1] if layers is None else list(layers)
-    if not chosen:
-        raise SettingError(f"{name}(layers) needs at least one exit layer, got {layers!r}.")
-    for layer in chosen:
-        check_exit(name, "exit_layer", layer, num_layers)
-    return chosen
-
-
-def _unreached(name: str, epsilon: float, rate: float) -> str:
-    best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
-    return (
-        f"{name}: these exit heads reach none of the accuracies from {epsilon} on ({best}), so SelfSpec.dssd cannot "
-        "draft with them at such an epsilon. Fit them on more text or for more epochs, or with copied=True, or "
-        "calibrate them on text that is closer to what they are used for."
-    )
-
-
-def _calibrated(
+def _calibrate(
     name: str,
     heads: ExitHeads,
-    backbone: Backbone,
+    frozen: FrozenModel,
     rows: torch.Tensor,
     epsilons: Sequence[float],
     metric: str | None,
-    folder: str | os.PathLike[str] | None,
-) -> ExitHeads:
-    with backbone.frozen():
-        calibration = calibrate(_predictions(backbone, heads, _written(backbone, rows)), epsilons, metric)
+) -> None:
+    """Calibrates heads on what the model writes after the beginnings of rows; warns if they reach no accuracy."""
+    calibration = calibrate(_predictions(frozen, heads, _written(frozen, rows)), epsilons, metric)
     figures = (heads.about.get("figures") or {}) | figures_of(calibration)
     heads.about = {**heads.about, "figures": figures, "calibration": calibration}
-    if reached(calibration) < epsilons[0]:
-        warnings.warn(_unreached(name, epsilons[0], reached(calibration)), stacklevel=3)
-        return keep(heads, heads.about, folder)
-    return with_speeds(heads, backbone, HeldOutSpeed(backbone.model, rows, _dssd), folder)
+    if (rate := reached(calibration)) < epsilons[0]:
+        best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
+        warnings.warn(
+            f"{name}: these exit heads reach none of the accuracies from {epsilons[0]} on ({best}), so SelfSpec.dssd "
+            "cannot draft with them at such an epsilon. Fit them on more text or for more epochs, or with copied=True, "
+            "or calibrate them on text that is closer to what they are used for.",
+            stacklevel=3,
+        )
 
 
-def _dssd(heads: ExitHeads) -> SelfSpec:
-    """Returns the preset at the usual accuracy, or at the highest one that the heads reach."""
-    return SelfSpec.dssd(heads, min(_USUAL_EPSILON, reached(heads.about["calibration"])))
+def _dssd(heads: ExitHeads) -> SelfSpec | None:
+    """The preset at the usual accuracy or at the highest one that the heads reach, ``None`` if they reach none."""
+    calibration = heads.about["calibration"]
+    rate = reached(calibration)
+    return None if rate < calibration["epsilons"][0] else SelfSpec.dssd(heads, min(_USUAL_EPSILON, rate))
 
 
-def _of_head(what: Pair, backbone: Backbone, heads: ExitHeads, head: int, observed: Observed) -> torch.Tensor:
-    """Applies ``what`` to a head's logits and the whole model's, see :func:`per_token`."""
-    states = observed.states[heads.layers[head]].float()
+def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """``[n]`` the Kullback-Leibler divergence of the draft's distribution from the whole model's."""
+    return F.kl_div(drafted.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+
+
+def _per_token(metric: Metric, frozen: FrozenModel, heads: ExitHeads, head: int, states: HiddenStates) -> torch.Tensor:
+    """Applies ``metric`` to a head's logits and the whole model's, see :func:`.fit_trainer.per_token`."""
     own = partial(heads.logits, head)
-    return per_token(what, own, states, backbone.own_head, observed.final, heads.vocabulary)
+    return per_token(
+        metric, own, states.states[heads.layers[head]].float(), frozen.own_head, states.final, heads.vocabulary
+    )
 
 
 @torch.no_grad()
-def _predictions(
-    backbone: Backbone, heads: ExitHeads, texts: Sequence[tuple[torch.Tensor, int]]
-) -> list[HeadPredictions]:
+def _predictions(frozen: FrozenModel, heads: ExitHeads, texts: _Texts) -> list[HeadPredictions]:
     """What heads predict where the model continues the beginnings of rows."""
 
-    def both(drafted: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        return torch.stack([agreement(drafted, whole), *(metric(drafted) for metric in METRICS.values())], -1)
+    def both(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        return torch.stack([agreement(drafted, teacher), *(metric(drafted) for metric in METRICS.values())], -1)
 
     found = []
     for ids, given in texts:
-        observed = backbone.look(ids[None])
-        predicted = [_of_head(both, backbone, heads, head, observed) for head in range(len(heads.layers))]
+        states = frozen.run(ids[None])
+        predicted = [_per_token(both, frozen, heads, head, states) for head in range(len(heads.layers))]
         right, *sure = torch.stack(predicted)[:, given - 1 : -1].cpu().unbind(-1)
         found.append(HeadPredictions(dict(zip(METRICS, sure, strict=True)), right))
     return found
 
 
-def _written(backbone: Backbone, rows: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+def _written(frozen: FrozenModel, rows: torch.Tensor) -> _Texts:
     """For each row, its beginning with the model's continuation, and the length of the beginning."""
-    length, model = rows.shape[1], backbone.model
+    length, model = rows.shape[1], frozen.model
     given = max(1, length // _GIVEN)
     found = []
     with greedily(model, length - given) as ends:
-        for some in rows.to(backbone.device).split(_AT_ONCE):
+        for some in rows.to(frozen.device).split(_AT_ONCE):
             texts = model.generate(some[:, :given], attention_mask=torch.ones_like(some[:, :given]), assistant=False)
             for ids in texts:
                 written = enumerate(ids[given:].tolist(), given)
                 end = next((at for at, token in written if token in ends), len(ids) - 1)
                 found.append((ids[: end + 1], given))
     return found
-
-
-@torch.no_grad()
-def _copy_own_head(heads: ExitHeads, backbone: Backbone) -> None:
-    """Copies the model's own norm, as far as that only scales, and its head into all heads."""
-    for head, layer in enumerate(heads.layers):
-        behind = cast(nn.Sequential, heads.heads[head])
-        copy_head(cast(nn.Linear, behind[1]), backbone)
-        norm_like_the_models(cast(nn.RMSNorm, behind[0]), backbone, layer)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..draft.lora import EarlyExitLora
@@ -20,44 +18,21 @@ from ..model.forwards import states_of
 from ..model.masks import Geometry, at_positions, speculative_attention
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.plan import LayerPlan
-from ..parts.lora import DraftLora, Shape, widths
+from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..settings import check_count, check_exit
-from .backbone import Backbone, Observed
-from .checkpoints import ended
-from .fitting import (
-    Fitting,
-    Pair,
-    agreement,
-    cross_entropy,
-    fit,
-    per_token,
-    prepared,
-    seeded,
-)
-from .speed import HeldOutSpeed, early_stop, with_speeds
+from .fit import Option, TrainedFit, as_function
+from .frozen_model import FrozenModel, HiddenStates
+from .losses import agreement, cross_entropy, per_token
 
-USUAL_RANK = 16
 # Tokens that are drafted one after another in the fit.
 _WINDOW = 4
 # What a stack of layers has to take.
 _TAKEN = {"input_ids", "position_ids", "past_key_values"}
 
 
-def fit_draft_lora(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dataset: Iterable[Any],
-    *,
-    exit_layer: int | None = None,
-    rank: int = USUAL_RANK,
-    block_size: int = 256,
-    args: TrainingArguments | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
-    patience: int | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-) -> DraftLora:
+@dataclass(frozen=True, kw_only=True)
+class LoraFit(TrainedFit[DraftLora]):
     """Fits LoRA to the first layers that is active while they draft: the whole model's output stays what it is.
 
     The layers learn the distribution of the model's own last layer (cross entropy, no labels needed), as they will
@@ -80,52 +55,54 @@ def fit_draft_lora(
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model's layers were not found, or do not draft after given keys and values.
     """
-    name = "fit_draft_lora"
-    inner, text = prepared(name, model, tokenizer, dataset, block_size, args)
-    check_count(f"{name}(rank)", rank)
-    rows, held_out = text.split()
-    layers = inner.config.get_text_config(decoder=True).num_hidden_layers
-    chosen = quarter(layers) if exit_layer is None else exit_layer
-    check_exit(name, "exit_layer", chosen, layers)
-    backbone = Backbone(inner, (chosen,), cache_dir, cache_bytes)
-    anatomy = backbone.anatomy
-    _check(anatomy)
-    shapes = list(linear_layers(anatomy, chosen))
-    if not shapes:
-        raise UnsupportedModelError(
-            f"{name}: no linear layer was found in the first {chosen} layers of {anatomy.model_name} (quantised by a "
-            "library with layers of its own?). Fit to the model as it was before, or fit an adapter: fit_adapter."
+
+    command: ClassVar[str] = "lora"
+    function: ClassVar[str] = "fit_draft_lora"
+
+    exit_layer: Annotated[int | None, Option("The exit layer; a quarter of the layers by default.")] = None
+    rank: Annotated[int, Option("Rank of what is added to each linear layer.")] = 16
+
+    def check(self) -> None:
+        super().check()
+        check_count("fit_draft_lora(rank)", self.rank)
+
+    def exit_layers(self, config: Any) -> Sequence[int]:
+        layer = max(1, config.num_hidden_layers // 4) if self.exit_layer is None else self.exit_layer
+        check_exit(self.function, "exit_layer", layer, config.num_hidden_layers)
+        return (layer,)
+
+    def module(self, frozen: FrozenModel) -> DraftLora:
+        _check(frozen.anatomy)
+        (exit_layer,) = frozen.layers
+        shapes = list(linear_layers(frozen.anatomy, exit_layer))
+        if not shapes:
+            raise UnsupportedModelError(
+                f"fit_draft_lora: no linear layer was found in the first {exit_layer} layers of "
+                f"{frozen.anatomy.model_name} (quantised by a library with layers of its own?). Fit to the model as it "
+                "was before, or fit an adapter: fit_adapter."
+            )
+        return DraftLora(exit_layer, self.rank, shapes)
+
+    def loss(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
+        drafted, teacher = drafted_states(frozen, module, states.ids).to(states.final), frozen.own_head
+        return per_token(cross_entropy, teacher, drafted, teacher, states.final, frozen.vocabulary).mean()
+
+    def metrics(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
+        drafted, teacher = drafted_states(frozen, module, states.ids).to(states.final), frozen.own_head
+        with_lora, without = (
+            per_token(agreement, teacher, some, teacher, states.final, frozen.vocabulary)
+            for some in (drafted, states.exits[module.exit_layer])
         )
-    with seeded(args):
-        lora = DraftLora(chosen, rank, shapes).to(backbone.device, torch.float32)
-    vocabulary = inner.config.get_text_config(decoder=True).vocab_size
-    drafting = _Drafting(backbone, lora)
+        return {"agreement_with_the_whole_model": with_lora, "agreement_without_LoRA": without}
 
-    def logits_of(what: Pair, observed: Observed) -> torch.Tensor:
-        whole = backbone.own_head
-        hidden = drafting.states(observed.ids.to(backbone.device)).to(observed.final)
-        return per_token(what, whole, hidden, whole, observed.final, vocabulary)
+    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[DraftLora], SelfSpec]:
+        return lambda lora: SelfSpec(EarlyExitLora(lora))
 
-    def plain(observed: Observed) -> torch.Tensor:
-        whole = backbone.own_head
-        return per_token(agreement, whole, observed.exits[chosen], whole, observed.final, vocabulary)
-
-    recipe = {"exit layer": chosen, "rank": rank, "tokens of a draft": _WINDOW}
-    speed = HeldOutSpeed(inner, held_out, lambda part: SelfSpec(EarlyExitLora(part)))
-    callbacks = early_stop(name, lora, speed, patience)
-    fitting = Fitting(lora, backbone, lambda observed: logits_of(cross_entropy, observed).mean(), recipe)
-    figures = {
-        "agreement with the whole model": lambda observed: logits_of(agreement, observed),
-        "agreement without LoRA": plain,
-    }
-    with backbone.frozen(), drafting.prepared():
-        fit(fitting, rows, held_out, figures, args, output_dir, callbacks)
-    return ended(with_speeds(lora, backbone, speed, output_dir), args, output_dir)
+    def recipe(self, module: DraftLora) -> dict[str, Any]:
+        return {"exit layer": module.exit_layer, "rank": self.rank, "tokens of a draft": _WINDOW}
 
 
-def quarter(num_layers: int) -> int:
-    """The exit layer of a draft LoRA: a quarter of the layers."""
-    return max(1, num_layers // 4)
+fit_draft_lora = as_function(LoraFit)
 
 
 def linear_layers(anatomy: Anatomy, exit_layer: int) -> Iterator[Shape]:
@@ -159,51 +136,35 @@ def _offset() -> int:
     return int(torch.randint(_WINDOW, (), device="cpu"))
 
 
-class _Drafting:
-    """The first layers of a model as they draft with LoRA.
+def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> torch.Tensor:
+    """Returns what goes into the head as the first layers draft with LoRA, ``[b, s, d]`` for ids ``[b, s]``.
 
-    Args:
-        backbone: the frozen model.
-        lora: the LoRA.
+    Each row is cut into windows, at another place in each call. In a window, a token reads keys and values of the
+    window from the layers with LoRA, and those of everything before it from the layers without.
     """
-
-    def __init__(self, backbone: Backbone, lora: DraftLora) -> None:
-        self._model, self._anatomy, self._lora = backbone.model, backbone.anatomy, lora
-
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
-        """Prepares the model for :meth:`states`, and restores it afterwards."""
-        additions = self._lora.additions(self._anatomy)
-        with partial_forwards(self._model, self._anatomy, [additions]), speculative_attention():
-            yield
-
-    def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns what goes into the head, ``[b, s, d]`` for ids ``[b, s]``.
-
-        Each row is cut into windows, at another place in each call. In a window, a token reads keys and values of the
-        window from the layers with LoRA, and those of everything before it from the layers without.
-        """
-        (b, s), device, lora = ids.shape, ids.device, self._lora
-        count, stack = self._anatomy.num_layers, self._anatomy.stack
-        known = DynamicCache()
-        places = torch.arange(s, device=device)
+    ids = ids.to(frozen.device)
+    (b, s), anatomy = ids.shape, frozen.anatomy
+    count, stack, additions = anatomy.num_layers, anatomy.stack, lora.additions(anatomy)
+    known = DynamicCache()
+    places = torch.arange(s, device=ids.device)
+    begins = places - (places + _offset()) % _WINDOW
+    before = places[None, :] < begins[:, None]  # [s, s], as below
+    within = (places[None, :] >= begins[:, None]) & (places[None, :] <= places[:, None])
+    geometry = Geometry(
+        query_positions=places.expand(b, s),
+        length=2 * s,
+        key_positions=torch.cat([places, places])[None],
+        visible=torch.cat([before, within], dim=1).expand(b, s, 2 * s),
+    )
+    with partial_forwards(frozen.model, anatomy, [additions]), speculative_attention():
         with torch.no_grad(), obeying(ForwardPass(LayerPlan(count), stop=lora.exit_layer)):
             stack(input_ids=ids, past_key_values=known, use_cache=True)
-        begins = places - (places + _offset()) % _WINDOW
-        before = places[None, :] < begins[:, None]  # [s, s], as below
-        within = (places[None, :] >= begins[:, None]) & (places[None, :] <= places[:, None])
-        geometry = Geometry(
-            query_positions=places.expand(b, s),
-            length=2 * s,
-            key_positions=torch.cat([places, places])[None],
-            visible=torch.cat([before, within], dim=1).expand(b, s, 2 * s),
-        )
-        plan = LayerPlan.early_exit(count, lora.exit_layer, lora.additions(self._anatomy))
+        plan = LayerPlan.early_exit(count, lora.exit_layer, additions)
         with obeying(ForwardPass(plan)), at_positions(geometry):
             output = stack(
                 input_ids=ids, position_ids=places.expand(b, s), past_key_values=_Behind(known), use_cache=True
             )
-        return states_of(output)
+    return states_of(output)
 
 
 class _Behind(Cache):

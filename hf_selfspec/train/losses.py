@@ -1,4 +1,4 @@
-"""Computes the losses of many exits without keeping their logits."""
+"""Losses and metrics of drafts against the whole model, without keeping the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from ..model.exits import LOGIT_ELEMENTS
 
 Head = Callable[[torch.Tensor], torch.Tensor]
+# A value for each token, from the logits [n, v] of a draft and those of the whole model.
+Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def weighted_exit_losses(
@@ -32,7 +35,7 @@ def weighted_exit_losses(
     Args:
         head: from states ``[n, d]`` to logits ``[n, v]``.
         parameters: the head's trainable parameters.
-        states: ``[k, n, d]`` what goes into the head at ``k`` exits.
+        states: ``[k, n, d]`` what goes into the head at ``k`` exits, of which each has one of the ``weights``.
         targets: ``[n]`` token ids.
         weights: weight of each exit.
         vocabulary: ``v``, which determines the size of the chunks.
@@ -40,8 +43,7 @@ def weighted_exit_losses(
             targets instead. The loss is then ``KL(p ‖ q)``, whose gradient is that of the cross entropy.
 
     Returns:
-        ``Σ weight · Σ loss`` (a scalar with a gradient) and the sums of the losses ``[k]``, without one; all in nats
-        and float32.
+        ``Σ weight · Σ loss`` (a scalar with a gradient) and the sums of the losses ``[k]``, without one; in nats.
     """
     chunk = max(1, LOGIT_ELEMENTS // vocabulary)
     total, sums = _ExitLosses.apply(head, targets, teacher, tuple(weights), chunk, states, *parameters)
@@ -105,3 +107,35 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor, wanted: torch.Tensor | No
         return F.cross_entropy(logits, targets.to(logits.device), reduction="sum")
     wanted = wanted.to(logits.device)
     return F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
+
+
+def per_token(
+    metric: Metric, head: Head, states: torch.Tensor, teacher_head: Head, final: torch.Tensor, vocabulary: int
+) -> torch.Tensor:
+    """Applies ``metric`` to the logits of two heads, for a chunk of tokens at a time; returns ``[b s]`` values.
+
+    Gradients flow through ``head``, which reads ``states`` ``[b, s, d]``; the whole model's head reads ``final``.
+    """
+
+    def of(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            teacher_logits = teacher_head(others).float()
+        return metric(head(some).float(), teacher_logits)
+
+    pairs = states.flatten(0, 1), final.flatten(0, 1)
+    chunk = max(1, LOGIT_ELEMENTS // vocabulary)
+    found = []
+    for start in range(0, len(pairs[0]), chunk):
+        some = [rows[start : start + chunk] for rows in pairs]
+        found.append(checkpoint(of, *some, use_reentrant=False) if torch.is_grad_enabled() else of(*some))
+    return torch.cat(found)
+
+
+def cross_entropy(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """``[n]`` cross entropy of the draft's distribution against the whole model's (Kangaroo, equation 3)."""
+    return -(teacher.softmax(-1) * drafted.log_softmax(-1)).sum(-1)
+
+
+def agreement(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """``[n]`` whether both have the same first choice."""
+    return (drafted.argmax(-1) == teacher.argmax(-1)).float()

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import SettingError, UnsupportedModelError
-from ..model.anatomy import causal_lm
 from ..model.head_rows import output_head
-from ..parts.part import about
-from ..parts.reduced_head import ReducedHead
+from ..modules.draft_module import about
+from ..modules.reduced_head import ReducedHead
 from ..settings import check_count
-from .blocks import HELD_OUT, Blocks
-from .fitting import keep
-
-USUAL_SIZE = 8192
+from .fit import Fit, Option, as_function, saved
+from .packing import HELD_OUT, PackedDataset
 
 
-def fit_reduced_head(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dataset: Iterable[Any],
-    *,
-    size: int = USUAL_SIZE,
-    output_dir: str | os.PathLike[str] | None = None,
-) -> ReducedHead:
+@dataclass(frozen=True, kw_only=True)
+class ReducedHeadFit(Fit[ReducedHead]):
     """Finds the most frequent tokens of some text, and adds the end-of-text tokens. Nothing is trained.
 
     Args:
@@ -47,27 +36,40 @@ def fit_reduced_head(
         SettingError, SettingTypeError: there is no text, or a setting is not allowed.
         UnsupportedModelError: the model has no output head.
     """
-    name = "fit_reduced_head"
-    check_count(f"{name}(size)", size)
-    inner = causal_lm(model, name)
-    if output_head(inner) is None:
-        raise UnsupportedModelError(f"{name}: {type(inner).__name__} has no output head. Give the causal LM around it.")
-    vocabulary = inner.config.get_text_config(decoder=True).vocab_size
-    tokens = Blocks(tokenizer, dataset, 1, name).rows.flatten()
-    if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
-        raise SettingError(
-            f"{name} was given tokens from {int(tokens.min())} to {int(tokens.max())}, but the model has {vocabulary}. "
-            "Give the model's own tokenizer."
-        )
-    held = len(tokens) // HELD_OUT
-    counted, held_out = tokens[: len(tokens) - held], tokens[len(tokens) - held :]
-    counts = torch.bincount(counted, minlength=vocabulary)
-    ends = inner.generation_config.eos_token_id
-    for end in [] if ends is None else ends if isinstance(ends, list) else [ends]:
-        if 0 <= end < vocabulary:
-            counts[end] = len(tokens)
-    # Of equally frequent tokens, those with lower ids: tokenizers give these to the tokens that they met most often.
-    chosen = counts.sort(descending=True, stable=True).indices[: min(size, vocabulary)].sort().values
-    head = ReducedHead.of(chosen.tolist(), vocabulary)
-    figures = {"share of held-out tokens": round(torch.isin(held_out, chosen).float().mean().item(), 4)} if held else {}
-    return keep(head, about(inner, {"tokens": len(chosen), "tokens of text": len(counted)}, figures), output_dir)
+
+    command: ClassVar[str] = "head"
+    function: ClassVar[str] = "fit_reduced_head"
+
+    size: Annotated[int, Option("How many tokens.")] = 8192
+
+    def check(self) -> None:
+        check_count("fit_reduced_head(size)", self.size)
+
+    def fit(self, model: Any, text: PackedDataset) -> ReducedHead:
+        if output_head(model) is None:
+            raise UnsupportedModelError(
+                f"fit_reduced_head: {type(model).__name__} has no output head. Give the causal LM around it."
+            )
+        vocabulary, tokens = model.config.get_text_config(decoder=True).vocab_size, text.rows.flatten()
+        if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
+            raise SettingError(
+                f"fit_reduced_head was given tokens from {int(tokens.min())} to {int(tokens.max())}, but the model has "
+                f"{vocabulary}. Give the model's own tokenizer."
+            )
+        held = len(tokens) // HELD_OUT
+        counted, held_out = tokens[: len(tokens) - held], tokens[len(tokens) - held :]
+        counts = torch.bincount(counted, minlength=vocabulary)
+        ends = model.generation_config.eos_token_id
+        for end in [] if ends is None else ends if isinstance(ends, list) else [ends]:
+            if 0 <= end < vocabulary:
+                counts[end] = len(tokens)
+        # Of equally frequent tokens, those with lower ids: tokenizers give these to the tokens they met most often.
+        chosen = counts.sort(descending=True, stable=True).indices[: min(self.size, vocabulary)].sort().values
+        head = ReducedHead.of(chosen.tolist(), vocabulary)
+        share = round(torch.isin(held_out, chosen).float().mean().item(), 4) if held else None
+        figures = {} if share is None else {"share of held-out tokens": share}
+        recipe = {"tokens": len(chosen), "tokens of text": len(counted)}
+        return saved(head, about(model, recipe, figures), self.output_dir)
+
+
+fit_reduced_head = as_function(ReducedHeadFit)

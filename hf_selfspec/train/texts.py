@@ -46,12 +46,7 @@ def texts(data: str, field: str | None = None) -> list[str]:
 def rows(data: str, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields the objects of a file, or the rows of a dataset of the Hub, each after its place, e.g. ``line 3``.
 
-    Args:
-        data: a ``.jsonl`` or ``.json`` file with an object in each line, or the name of a dataset.
-        field: name of the field in the examples of error messages.
-
-    Raises:
-        SettingError: there is no such file or dataset, or it cannot be read.
+    ``field`` is the name of a field in the examples of error messages.
     """
     suffix = Path(data).suffix
     if suffix in _LINES:
@@ -74,11 +69,7 @@ def rows(data: str, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def content(data: str) -> str:
-    """Returns the content of a text file.
-
-    Raises:
-        SettingError: there is no such file, or it is not text in UTF-8.
-    """
+    """Returns the content of a text file."""
     try:
         return read_text(path_of(data))
     except FileNotFoundError as error:
@@ -114,11 +105,7 @@ def _texts(data: str, found: Iterable[tuple[str, Mapping[str, Any]]], field: str
 
 
 def check_unicode(place: str, text: str) -> None:
-    """Checks that tokenizers accept a text.
-
-    Raises:
-        SettingError: it contains half of a surrogate pair.
-    """
+    """Raises if a text contains half of a surrogate pair, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -20,14 +20,14 @@ from ...draft.exit_heads import DynamicExit
 from ...files import path_of
 from ...loading import NamedModel
 from ...model.plan import LayerPlan
-from ...parts import Adapter, ExitHeads, LinearProbe
-from ...parts.heads import METRICS
+from ...modules import Adapter, ExitHeads, LinearProbe
+from ...modules.heads import METRICS
 from ...search.replay import Replay, Trace, replays, rules
 from ...selfspec import SelfSpec
 from ...stop.adaptive import AdaptiveThreshold
 from ...stop.rules import ConfidenceThreshold, FixedLength, ProductThreshold
 from ...train import fit_adapter, fit_exit_heads, fit_probe
-from ...train.fitting import training_arguments
+from ...train.fit_trainer import training_arguments
 from ..trained import Asked, Speed, Way, _traces, compare, forward_costs
 from .figure import Figure, print_head
 from .prompts import PROMPT, add_prompts, column, held_out_texts, load, prompts_of, standard_library

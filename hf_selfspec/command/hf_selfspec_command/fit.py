@@ -1,23 +1,60 @@
-"""``hf-selfspec fit``: a small module for a frozen model."""
+"""``hf-selfspec fit``: one command for each fit of the package, made of its settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from .options import DataOption, DtypeOption, FieldOption, ModelOption, takes_options
 
 if TYPE_CHECKING:
-    from hf_selfspec.train.request import FitRequest
+    from hf_selfspec.train.fit import Fit
 
-app = typer.Typer(help="Fit a small module to a frozen model.")
+# What the config of every causal LM has, by these names or by those that it maps to them.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+@functools.cache
+def _commands() -> dict[str, Any]:
+    from hf_selfspec.train import FITS
+
+    made = typer.Typer()
+    for kind in FITS:
+        made.command(kind.command, help=str(kind.__doc__).split("\n")[0])(_command(kind))
+    return dict(vars(typer.main.get_command(made))["commands"])
+
+
+class _Fits(TyperGroup):
+    """The commands of all fits. Their options are those of the package's settings, which is only imported for them."""
+
+    @property
+    def commands(self) -> dict[str, Any]:
+        return _commands()
+
+    @commands.setter
+    def commands(self, given: object) -> None:
+        """There are no others."""
+
+
+app = typer.Typer(cls=_Fits)
+
+
+@app.callback()
+def fit() -> None:
+    """Fit a small module to a frozen model."""
 
 
 @dataclass(frozen=True)
-class TextOptions:
-    """The options of every fit."""
+class FitOptions:
+    """The options of every fit, besides its settings."""
 
     model: ModelOption
     data: DataOption
@@ -27,110 +64,123 @@ class TextOptions:
 
 
 @dataclass(frozen=True)
-class FitOptions(TextOptions):
-    """The options of every fit that trains."""
+class TrainingOptions:
+    """The options of every fit that trains, besides its settings."""
 
-    block_size: Annotated[int, typer.Option(help="Tokens of a row.")] = 256
     batch: Annotated[int, typer.Option(help="Rows in a step, on each device.")] = 8
     learning_rate: float = 1e-3
     epochs: float = 1.0
-    cache: Annotated[
-        str | None, typer.Option(help="Folder that keeps the model's states for further epochs and fits.")
-    ] = None
-    cache_gib: Annotated[float | None, typer.Option(help="The most that the folder may hold, in GiB.")] = None
-    patience: Annotated[
-        int | None,
-        typer.Option(help="Looks at the speed (every 100 steps, or tenth of a fit) without a gain, then it ends."),
-    ] = None
+    cache_gib: Annotated[float | None, typer.Option(help="The most that the cache may hold, in GiB.")] = None
+
+    def settings(self, out: str, cache_dir: str | None) -> dict[str, Any]:
+        """The settings that these options stand for.
+
+        Raises:
+            SettingError: one is not allowed.
+        """
+        import torch
+
+        from hf_selfspec import SettingError
+        from hf_selfspec.files import check_folder
+        from hf_selfspec.settings import check_count, check_positive
+        from hf_selfspec.train.fit_trainer import resumable_arguments
+
+        check_count("--batch", self.batch)
+        check_positive("--learning-rate", self.learning_rate)
+        check_positive("--epochs", self.epochs)
+        if cache_dir is not None:
+            check_folder("--cache", cache_dir)
+        room = None
+        if self.cache_gib is not None:
+            check_positive("--cache-gib", self.cache_gib)
+            room = max(1, round(self.cache_gib * 2**30))
+            if cache_dir is None:
+                raise SettingError(f"--cache-gib {self.cache_gib} has no effect without --cache: leave it out.")
+        chosen = {"per_device_train_batch_size": self.batch, "learning_rate": self.learning_rate}
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        args = resumable_arguments(out, device, num_train_epochs=self.epochs, **chosen)
+        return {"args": args, "cache_bytes": room}
 
 
-@app.command()
-@takes_options
-def adapter(
-    common: FitOptions,
-    exit_layer: Annotated[int | None, typer.Option(help="The exit layer; 2 by default, 3 from 40 layers on.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads, the model's by default.")] = None,
-    blocks: Annotated[str, typer.Option(help="attention, mlp, or both separated by a comma.")] = "attention",
-    own_head: Annotated[bool, typer.Option("--own-head", help="Fit a head of its own as well.")] = False,
-) -> None:
-    """Fit Kangaroo's adapter, attention after a shallow exit."""
-    from hf_selfspec.spec_text import split
-    from hf_selfspec.train.request import AdapterFit
+def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
+    """The command of a fit: an option for each of its settings that has one."""
+    from hf_selfspec.train.fit import Option, TrainedFit
 
-    chosen: dict[str, Any] = {"exit_layer": exit_layer, "heads": heads, "own_head": own_head}
-    _fit(AdapterFit(**vars(common), blocks=tuple(split([blocks])), **chosen))
+    hints, options = get_type_hints(kind, include_extras=True), dict[str, tuple[str, Option]]()
+    parameters = [Parameter("common", Parameter.KEYWORD_ONLY, annotation=FitOptions)]
+    if issubclass(kind, TrainedFit):
+        parameters.append(Parameter("training", Parameter.KEYWORD_ONLY, annotation=TrainingOptions))
+    for one in fields(kind):
+        option = next((found for found in get_args(hints[one.name])[1:] if isinstance(found, Option)), None)
+        if option is not None:
+            name = f"--{option.name or one.name.replace('_', '-')}"
+            options[one.name] = name, option
+            default: Any = ... if one.default is MISSING else one.default
+            default = ",".join(default) if isinstance(default, tuple) else default
+            hint = get_args(hints[one.name])[0] if option.parse is None else str | None
+            described = typer.Option(default, name, help=option.help)
+            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=described, annotation=hint))
 
+    def command(common: FitOptions, training: TrainingOptions | None = None, **settings: Any) -> None:
+        for setting, (name, option) in options.items():
+            if option.parse is not None and settings[setting] is not None:
+                settings[setting] = _parsed(name, settings[setting], option.parse)
+        if training is not None:
+            settings |= training.settings(common.out, settings["cache_dir"])
+        with _named_as({setting: name for setting, (name, _) in options.items()}, kind):
+            _fit(kind(output_dir=common.out, **settings), common)
 
-@app.command()
-@takes_options
-def heads(
-    common: FitOptions,
-    layers: Annotated[
-        str | None, typer.Option(help="Exit layers separated by commas, spread over the depth by default.")
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Number of heads if no layers are given; 4 by default.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the heads' linear layers, full by default.")] = None,
-    copied: Annotated[bool, typer.Option("--copied", help="Start with copies of the model's own head.")] = False,
-    metric: Annotated[str | None, typer.Option(help="Metric of confidence; by default the best one.")] = None,
-) -> None:
-    """Fit DSSD's exit heads and calibrate their thresholds."""
-    from hf_selfspec.train.request import HeadsFit
-
-    chosen: dict[str, Any] = {"heads": heads, "rank": rank, "copied": copied, "metric": metric}
-    _fit(HeadsFit(**vars(common), layers=None if layers is None else _whole_numbers("--layers", layers), **chosen))
+    vars(command)["__signature__"] = Signature(parameters)
+    return takes_options(command)
 
 
-@app.command()
-@takes_options
-def lora(
-    common: FitOptions,
-    exit_layer: Annotated[int | None, typer.Option(help="The exit layer; a quarter of the layers by default.")] = None,
-    rank: Annotated[int, typer.Option(help="Rank of what is added to each linear layer.")] = 16,
-) -> None:
-    """Fit LoRA of the first layers that is active only while they draft."""
-    from hf_selfspec.train.request import LoraFit
+def _fit(settings: Fit[Any], common: FitOptions) -> None:
+    """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible."""
+    import torch
 
-    _fit(LoraFit(**vars(common), exit_layer=exit_layer, rank=rank))
+    from hf_selfspec.files import check_folder
+    from hf_selfspec.loading import NamedModel
+    from hf_selfspec.modules.draft_module import FILES
+    from hf_selfspec.train.texts import texts
 
-
-@app.command()
-@takes_options
-def probe(
-    common: FitOptions,
-    exit_layer: Annotated[int, typer.Option(help="The layer whose states the probe reads.")],
-    sample: Annotated[bool, typer.Option("--sample", help="Fit it for sampling instead of greedy decoding.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling, 1.0 by default.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Top-k of sampling.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Top-p of sampling.")] = None,
-) -> None:
-    """Fit AdaSPEED's probe, which predicts acceptance."""
-    from hf_selfspec.train.request import ProbeFit
-
-    drawing: dict[str, Any] = {"sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    _fit(ProbeFit(**vars(common), exit_layer=exit_layer, **drawing))
-
-
-@app.command()
-@takes_options
-def head(common: TextOptions, size: Annotated[int, typer.Option(help="How many tokens.")] = 8192) -> None:
-    """The most frequent tokens of the text, which drafts are made of (nothing is trained)."""
-    from hf_selfspec.train.request import HeadFit
-
-    _fit(HeadFit(**vars(common), size=size))
-
-
-def _fit(request: FitRequest) -> None:
-    part = request.run()
-    for name, value in {**part.about["recipe"], **part.about["figures"]}.items():
+    settings.check()
+    check_folder("--out", common.out, FILES)
+    data = texts(common.data, common.field)
+    named = NamedModel.find(common.model)
+    config = named.config().get_text_config(decoder=True)
+    if all(isinstance(getattr(config, size, None), int) for size in _SIZES):  # otherwise loading it raises
+        settings.check_config(config)
+    text = settings.read(named.tokenizer(), data)
+    device = settings.args.device if hasattr(settings, "args") else torch.device("cpu")
+    module = settings.fit(named.model(common.dtype, device), text)
+    for name, value in {**module.about["recipe"], **module.about["figures"]}.items():
         print(f"{name:<32} {value}")
-    print(f"{part.kind} of {part.num_parameters:,} parameters in {request.out}")
+    print(f"{module.kind} of {module.num_parameters:,} parameters in {common.out}")
 
 
-def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+def _parsed(option: str, text: str, parse: Callable[[str], Any]) -> Any:
     from hf_selfspec import SettingError
-    from hf_selfspec.spec_text import split
 
     try:
-        return tuple(int(item) for item in split([text]))
+        return parse(text)
     except ValueError as error:
         raise SettingError(f"{option} {text}: give whole numbers separated by commas, e.g. 3,6,12.") from error
+
+
+@contextmanager
+def _named_as(options: dict[str, str], kind: type[Fit[Any]]) -> Iterator[None]:
+    """Has messages name options in the place of settings: `--heads 3`, not `fit_adapter(num_heads=3)`."""
+    from hf_selfspec import SettingError, SettingTypeError
+
+    def named(found: re.Match[str]) -> str:
+        given = [setting.split("=") for setting in found[1].split(", ")]
+        if any(name not in options for name, *_ in given):
+            return found[0]
+        return " ".join(" ".join([options[name], *(of for of in value if of != "True")]) for name, *value in given)
+
+    module = get_args(kind.__orig_bases__[0])[0].__name__  # type: ignore[attr-defined]
+    try:
+        yield
+    except (SettingError, SettingTypeError) as error:
+        message = re.sub(rf"(?:{kind.function}|{module})\((.*?)\)", named, str(error))
+        raise type(error)(message.replace(kind.function, f"fit {kind.command}")) from error

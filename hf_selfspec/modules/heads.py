@@ -16,7 +16,7 @@ from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import SHOWN
 from ..model.linear import FewTokenLinear
 from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_share
-from .part import Part
+from .draft_module import DraftModule
 
 # Most tokens of a draft (DSSD §4.1).
 _LONGEST = 32
@@ -44,7 +44,7 @@ def default_layers(num_layers: int, heads: int) -> list[int]:
     return sorted({layer for k in range(1, heads + 1) if (layer := k * num_layers // (heads + 1)) >= 1})
 
 
-class ExitHeads(Part):
+class ExitHeads(DraftModule):
     """A norm and a linear layer after each of some layers, and the confidence from which each head is trusted.
 
     Args:
@@ -54,7 +54,7 @@ class ExitHeads(Part):
         rank: rank of the linear layer as a product of two, with ``rank (d + v)`` parameters a head; ``None`` for a full
             one, with ``d v``.
         norm_eps: epsilon of the norms, between 0 and 1.
-        about: see :class:`Part`; ``about["calibration"]`` is what :func:`calibrate` returned.
+        about: see :class:`DraftModule`; ``about["calibration"]`` is what :func:`calibrate` returned.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -176,83 +176,48 @@ class ExitHeads(Part):
 
 
 def check_metric(name: str, metric: str | None) -> None:
-    """Checks the name of a metric of confidence.
-
-    Raises:
-        SettingError: there is no such metric.
-    """
+    """Raises if there is no such metric of confidence."""
     if metric is not None and (not isinstance(metric, str) or metric not in METRICS):
         raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
 
 
 def check_calibration(name: str, found: object, heads: int) -> None:
-    """Checks that ``found`` has the form that :func:`calibrate` returns for ``heads`` heads.
-
-    Raises:
-        SettingError, SettingTypeError: it is not.
-    """
-    if not isinstance(found, dict) or not {"metric", "epsilons"} <= found.keys():
-        raise SettingTypeError(f"{name} must be a dict with a metric and epsilons, got {repr(found)[:SHOWN]}.")
-    if found["metric"] is None:
-        raise SettingError(f"{name}['metric'] must be one of {sorted(METRICS)}, got None.")
-    check_metric(name, found["metric"])
-    epsilons = _row(f"{name}['epsilons']", found["epsilons"])
-    for epsilon in epsilons:
-        check_share(f"{name}['epsilons']", epsilon, zero=False, one=True)
-    if not epsilons or epsilons != sorted(set(epsilons)):
-        raise SettingError(f"{name}['epsilons'] must be in increasing order, got {epsilons!r}.")
-    for table in ("thresholds", "acceptance"):
-        # A list of thresholds was written by an earlier version; such heads have to be calibrated again.
-        if isinstance(found.get(table, []), list):
-            continue
-        if not isinstance(found[table], dict) or not found[table].keys() <= METRICS.keys():
-            raise SettingTypeError(f"{name}['{table}'] must have tables for some of {sorted(METRICS)}.")
-        for metric, values in found[table].items():
-            place = f"{name}['{table}']['{metric}']"
-            if table == "acceptance":
-                _check_rates(place, values, len(epsilons))
-            elif len(_row(place, values)) != heads:
-                raise SettingError(f"{place} must have {heads} rows, one for each head, got {len(values)}.")
-            else:
-                for row in values:
-                    _check_thresholds(place, row, len(epsilons))
+    """Raises if ``found`` does not have the form that :func:`calibrate` returns for ``heads`` heads."""
+    if not isinstance(found, dict):
+        raise SettingError(f"{name} must be a dict with a metric and epsilons, got {repr(found)[:SHOWN]}.")
+    epsilons: Any = found.get("epsilons")
+    tables = [found.get(table, {}) for table in ("thresholds", "acceptance")]
+    # A list of thresholds was written by an earlier version; such heads have to be calibrated again.
+    thresholds, acceptance = ({} if isinstance(table, list) else table for table in tables)
+    wrong = {
+        "metric": found.get("metric") not in [*METRICS],
+        "epsilons": not _numbers(epsilons, 0, 1) or None in epsilons or epsilons != sorted(set(epsilons)),
+        "thresholds": not (isinstance(thresholds, dict) and thresholds.keys() <= METRICS.keys())
+        or not all(isinstance(rows, list) and len(rows) == heads for rows in thresholds.values())
+        or not all(_numbers(row, count=epsilons) for rows in thresholds.values() for row in rows),
+        "acceptance": not (isinstance(acceptance, dict) and acceptance.keys() <= METRICS.keys())
+        or not all(_numbers(row, 0, 1, count=epsilons) for row in acceptance.values()),
+    }
+    for entry, is_wrong in wrong.items():
+        if is_wrong:
+            raise SettingError(f"{name}[{entry!r}] is not one that calibrate_exit_heads has written for {heads} heads.")
 
 
-def _row(name: str, values: object) -> list[Any]:
-    if not isinstance(values, list):
-        raise SettingTypeError(f"{name} must be a list, got {repr(values)[:SHOWN]}.")
-    return values
-
-
-def _check_thresholds(name: str, values: object, count: int) -> None:
-    numbers = [value for value in _row(name, values) if value is not None]
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in numbers) or not all(
-        abs(value) < math.inf for value in numbers
-    ):
-        raise SettingTypeError(f"{name} must have finite numbers or None, got {repr(values)[:SHOWN]}.")
-    _check_length(name, values, count)
-
-
-def _check_rates(name: str, values: object, count: int) -> None:
-    for value in _row(name, values):
-        if value is not None:
-            check_share(name, value, zero=True, one=True)
-    _check_length(name, values, count)
-
-
-def _check_length(name: str, values: Any, count: int) -> None:
-    if len(values) != count:
-        raise SettingError(f"{name} must have {count} values, one for each of the epsilons, got {len(values)}.")
+def _numbers(values: Any, least: float = -math.inf, most: float = math.inf, count: Any = None) -> bool:
+    """Whether this is a list of finite numbers or None, as many as in ``count``."""
+    return (
+        isinstance(values, list)
+        and (count is None or (isinstance(count, list) and len(values) == len(count)))
+        and all(
+            value is None or (type(value) in (int, float) and least <= value <= most and math.isfinite(value))
+            for value in values
+        )
+    )
 
 
 @dataclass(frozen=True)
 class HeadPredictions:
-    """What heads predict along one text.
-
-    Attributes:
-        sure: for each metric, ``[K, n]`` the confidence of each head in each token.
-        right: ``[K, n]`` whether its first choice is the whole model's.
-    """
+    """What heads predict along one text: by metric the confidence ``[K, n]``, and whether they are right ``[K, n]``."""
 
     sure: dict[str, torch.Tensor]
     right: torch.Tensor
@@ -261,20 +226,13 @@ class HeadPredictions:
 def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
     """Finds thresholds of each head by each metric, and measures drafts with them and the metrics themselves.
 
-    Args:
-        texts: what the heads predict for each text.
-        epsilons: accuracies, in increasing order.
-        metric: the one to use by default; ``None`` for the one with the highest mean ROC AUC (DSSD §3.4.1).
-
-    Returns:
-        ``epsilons``, ``tokens``, ``metric``, and by metric ``thresholds`` ``[K][epsilons]``, ``acceptance``
-        ``[epsilons]`` (the acceptance rates of drafts) and ``auc`` ``[K]``; ``None`` where a value cannot be measured.
+    The metric to use is the given one, or that with the highest mean ROC AUC (DSSD §3.4.1). Returns ``epsilons``,
+    ``tokens``, ``metric``, and by metric ``thresholds`` ``[K][epsilons]``, ``acceptance`` ``[epsilons]`` (of drafts)
+    and ``auc`` ``[K]``; ``None`` where a value cannot be measured.
     """
     right = torch.cat([text.right for text in texts], 1)
-    found: dict[str, Any] = {"epsilons": list(epsilons), "tokens": right.shape[1]}
     thresholds: dict[str, list[list[float | None]]] = {}
-    acceptance: dict[str, list[float | None]] = {}
-    auc: dict[str, list[float | None]] = {}
+    acceptance, auc = dict[str, list[float | None]](), dict[str, list[float | None]]()
     for name in METRICS:
         sure = torch.cat([text.sure[name] for text in texts], 1)
         pairs = list(zip(sure, right, strict=True))
@@ -287,7 +245,8 @@ def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metri
         return mean(known) if known else 0.0
 
     chosen = metric or max(METRICS, key=telling)
-    return {**found, "metric": chosen, "thresholds": thresholds, "acceptance": acceptance, "auc": auc}
+    tables = {"thresholds": thresholds, "acceptance": acceptance, "auc": auc}
+    return {"epsilons": list(epsilons), "tokens": right.shape[1], "metric": chosen, **tables}
 
 
 def _acceptance(texts: Sequence[HeadPredictions], metric: str, limits: Sequence[float | None]) -> float | None:

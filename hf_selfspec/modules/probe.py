@@ -8,17 +8,17 @@ import torch
 import torch.nn as nn
 
 from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_flag
-from .part import Part
+from .draft_module import DraftModule
 
 
-class LinearProbe(Part):
+class LinearProbe(DraftModule):
     """``σ(v · h + b)`` of the state ``h`` from which a token is drafted; the ``confidence`` of a stop rule.
 
     Args:
         exit_layer: the exit layer ``E`` whose states the probe reads.
         hidden_size: their width ``d``.
         do_sample: whether the probe is for sampling, where acceptance is defined differently.
-        about: see :class:`Part`.
+        about: see :class:`DraftModule`.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

@@ -1,4 +1,4 @@
-"""Texts as rows of tokens, some of which are held out."""
+"""Texts packed into rows of tokens, some of which are held out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..settings import check_count
 HELD_OUT, MOST_HELD_OUT = 20, 64
 
 
-class Blocks(Dataset[dict[str, torch.Tensor]]):
+class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """Texts as rows of equal length.
 
     Args:
@@ -25,9 +25,6 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
         length: tokens of a row. Texts are concatenated, each with an end-of-text token if there is one; an incomplete
             row at the end is dropped.
         name: name of the calling function, for messages.
-
-    Raises:
-        SettingError, SettingTypeError: there is no text, too little for one row, or something that is not text.
     """
 
     def __init__(
@@ -60,12 +57,12 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.rows[index]}
 
-    def split(self) -> tuple[Blocks, torch.Tensor]:
+    def split(self) -> tuple[PackedDataset, PackedDataset]:
         """The rows to train on, and those at the end that are held out."""
         held = min(MOST_HELD_OUT, len(self) // HELD_OUT)
-        part = Blocks.__new__(Blocks)
-        part.rows = self.rows[: len(self) - held]
-        return part, self.rows[len(self) - held :]
+        training, held_out = PackedDataset.__new__(PackedDataset), PackedDataset.__new__(PackedDataset)
+        training.rows, held_out.rows = self.rows[: len(self) - held], self.rows[len(self) - held :]
+        return training, held_out
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase | None, text: Any, name: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""A frozen model, and the states that are read from it to fit a small module."""
+"""A frozen model, and the hidden states that are read from it to fit a small module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from accelerate import PartialState
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -33,8 +33,8 @@ _NAMES = 2048
 
 
 @dataclass(frozen=True)
-class Observed:
-    """The model's states on a batch of text.
+class HiddenStates:
+    """The model's hidden states on a batch of text.
 
     Attributes:
         ids: ``[b, s]`` the batch.
@@ -48,15 +48,19 @@ class Observed:
     exits: dict[int, torch.Tensor]
     final: torch.Tensor
 
-    def to(self, device: torch.device) -> Observed:
+    @classmethod
+    def of(cls, ids: torch.Tensor, named: dict[str, torch.Tensor], layers: Sequence[int]) -> HiddenStates:
+        """Returns the states of ``ids`` from those named ``states_E``, ``exits_E`` and ``final``."""
+        states, exits = ({layer: named[f"{kind}_{layer}"] for layer in layers} for kind in ("states", "exits"))
+        return cls(ids, states, exits, named["final"])
+
+    def to(self, device: torch.device) -> HiddenStates:
         """Returns the same states on another device."""
-        states, exits = (
-            {layer: state.to(device) for layer, state in found.items()} for found in (self.states, self.exits)
-        )
-        return Observed(self.ids.to(device), states, exits, self.final.to(device))
+        states, exits = ({layer: state.to(device) for layer, state in of.items()} for of in (self.states, self.exits))
+        return HiddenStates(self.ids.to(device), states, exits, self.final.to(device))
 
 
-class Backbone:
+class FrozenModel:
     """A model whose states are the data of a fit. Inside :meth:`frozen`, it is in eval mode and gets no gradients.
 
     Args:
@@ -66,9 +70,6 @@ class Backbone:
             no forward; ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` values.
         cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs each
             time. ``None`` for no limit.
-
-    Raises:
-        SettingError, UnsupportedModelError: an exit does not exist, or its states cannot go into the head.
     """
 
     def __init__(
@@ -98,25 +99,9 @@ class Backbone:
                 held = sum(file.stat().st_size for file in self._folder.glob(f"*{_SUFFIX}"))
                 self._room -= held // PartialState().num_processes
 
-    def room_for(self, rows: torch.Tensor) -> tuple[int, float, float]:
-        """Returns the bytes that ``rows`` ``[n, s]`` will add to the cache, and their shares in it before and after."""
-        if self._folder is None:
-            return 0, 0.0, 0.0
-        files = {self._file(row) for row in rows}
-        new = sum(not {*self._names, "final"} <= _names_in(file) for file in files)
-        shown = self.look(rows[:1, :1])
-        numbers = (*shown.states.values(), *shown.exits.values(), shown.final)
-        each = _NAMES + rows.shape[1] * sum(state.shape[-1] * state.element_size() for state in numbers)
-        fitting = new if math.isinf(self._room) else int(min(new, max(self._room, 0) // each))
-        return fitting * each, 1 - new / len(files), 1 - (new - fitting) / len(files)
-
     @property
     def device(self) -> torch.device:
-        """The device of the input ids.
-
-        Raises:
-            UnsupportedModelError: the model is offloaded.
-        """
+        """The device of the input ids."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         if device.type == "meta":
             raise UnsupportedModelError(
@@ -125,12 +110,13 @@ class Backbone:
         return device
 
     @property
-    def width(self) -> int:
-        """``d`` of the states.
+    def vocabulary(self) -> int:
+        """``v`` of the logits."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-        Raises:
-            UnsupportedModelError: the head takes states of another width.
-        """
+    @property
+    def width(self) -> int:
+        """``d`` of the states; raises if the head takes states of another width."""
         with self.frozen():
             seen = self._forward(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         width, final = seen[f"states_{self.layers[0]}"].shape[-1], seen["final"].shape[-1]
@@ -157,13 +143,13 @@ class Backbone:
                     parameter.requires_grad_(True)
 
     @torch.no_grad()
-    def observe(self, ids: torch.Tensor) -> Observed:
+    def hidden_states(self, ids: torch.Tensor) -> HiddenStates:
         """Returns the model's states on ``ids`` ``[b, s]``, from the cache if they are there."""
         if self._folder is None:
-            return self.look(ids)
-        ids, names = ids.to(self.device), {*self._names, "final"}
-        rows = [_read(self._file(row)) or {} for row in ids]
-        missing = [index for index, row in enumerate(rows) if not names <= row.keys()]
+            return self.run(ids)
+        ids, names = ids.to(self.device), {f"{kind}_{layer}" for layer in self.layers for kind in ("states", "exits")}
+        rows = [_read(self._file(row)) for row in ids]
+        missing = [index for index, row in enumerate(rows) if not names | {"final"} <= row.keys()]
         if missing:
             new = self._forward(ids[missing])
             for place, index in enumerate(missing):
@@ -172,31 +158,39 @@ class Backbone:
                 rows[index] = states
         elif not self.own_head.has_seen:
             self._forward(ids[:1, :1])
-        found = {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in names}
-        return self._observed(ids, found)
+        named = {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in (*names, "final")}
+        return HiddenStates.of(ids, named, self.layers)
 
     @torch.no_grad()
-    def look(self, ids: torch.Tensor) -> Observed:
-        """What the model shows of ``ids`` ``[b, s]``, without the cache."""
+    def run(self, ids: torch.Tensor) -> HiddenStates:
+        """Returns the model's states on ``ids`` ``[b, s]``, without the cache."""
         ids = ids.to(self.device)
-        return self._observed(ids, self._forward(ids))
+        return HiddenStates.of(ids, self._forward(ids), self.layers)
 
-    @property
-    def _names(self) -> list[str]:
-        return [f"{what}_{layer}" for layer in self.layers for what in ("states", "exits")]
+    @torch.no_grad()
+    def imitate_norm(self, norm: nn.RMSNorm, layer: int) -> None:
+        """Sets a norm's weight (``w`` of ``w x / |x|``) to match the model's own norm after a layer if that scales."""
+        seen = self.hidden_states(torch.arange(2, 10, device=self.device)[None])
+        states, normed = seen.states[layer].double(), seen.exits[layer].double()
+        if states.shape == normed.shape:
+            unit = states / states.pow(2).mean(-1, keepdim=True).sqrt()
+            norm.weight.copy_((unit * normed).sum((0, 1)) / (unit * unit).sum((0, 1)))
 
-    def _observed(self, ids: torch.Tensor, found: dict[str, torch.Tensor]) -> Observed:
-        return Observed(
-            ids=ids,
-            states={layer: found[f"states_{layer}"] for layer in self.layers},
-            exits={layer: found[f"exits_{layer}"] for layer in self.layers},
-            final=found["final"],
-        )
+    @torch.no_grad()
+    def copy_head(self, linear: nn.Linear) -> None:
+        """Copies the weights of the model's own head, without its bias, scale or soft-cap, into a linear layer."""
+        weight = getattr(self.model.get_output_embeddings(), "weight", None)
+        if weight is None or weight.shape != linear.weight.shape:
+            raise UnsupportedModelError(
+                f"{self.anatomy.model_name} has no output head of the shape {tuple(linear.weight.shape)} that could be "
+                "copied: leave copied=True or own_head=True out."
+            )
+        linear.weight.copy_(weight)
 
     def _file(self, row: torch.Tensor) -> Path:
         """Where the states of a row are; those in an autocast are others."""
         assert self._folder is not None
-        kind, name = self.device.type, _digest(row)
+        kind, name = self.device.type, hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:32]
         if torch.is_autocast_enabled(kind):
             name += f"-{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
         return self._folder / f"{name}{_SUFFIX}"
@@ -205,7 +199,9 @@ class Backbone:
         """Writes the states of a row, if there is room."""
         size = sum(tensor.nbytes for name, tensor in found.items() if name not in before)
         if size + _NAMES <= self._room:
-            _write(file, before | {name: tensor.cpu() for name, tensor in found.items()})
+            tensors = before | {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+            with reported(file), written_whole(file) as beside:
+                save_file(tensors, beside)
             self._room -= size + _NAMES
 
     def _forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -219,24 +215,18 @@ class Backbone:
             self.exits.chosen = ()
             for handle in handles:
                 handle.remove()
-        found = {name: state.to(self.device) for name, state in found.items()}
         if any(state.dim() != 3 for state in found.values()):
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} has several states for each token between its layers, to which nothing can "
                 "be fitted."
             )
         assert self.exits.states is not None
-        for layer, state in zip(self.layers, self.exits.states, strict=True):
-            found[f"exits_{layer}"] = state.to(self.device)
-        return found | {"final": final[-1].to(self.device)}
+        found |= {f"exits_{layer}": state for layer, state in zip(self.layers, self.exits.states, strict=True)}
+        return {name: state.to(self.device) for name, state in (found | {"final": final[-1]}).items()}
 
 
 def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:
-    """The name of a folder for the states of a model with its present weights, precision and active adapters.
-
-    Raises:
-        SettingError: the weights cannot be identified.
-    """
+    """The name of a folder for the states of a model with its present weights, precision and active adapters."""
     if fingerprint.weights is None:
         raise SettingError(
             "cache_dir: this model's weights cannot be read (quantised, sharded or offloaded), so its states cannot be "
@@ -258,27 +248,9 @@ def _hook(found: dict[str, torch.Tensor], layer: int) -> Any:
     return hook
 
 
-def _digest(row: torch.Tensor) -> str:
-    return hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:32]
-
-
-def _read(file: Path) -> dict[str, torch.Tensor] | None:
-    """The saved states of a row, ``None`` if the file is missing or was cut short."""
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    """The saved states of a row, none if the file is missing or was cut short."""
     try:
         return dict(load_file(file))
     except (OSError, SafetensorError):
-        return None
-
-
-def _names_in(file: Path) -> set[str]:
-    """The names of the states in a file, none if the file is missing or was cut short."""
-    try:
-        with safe_open(file, framework="pt") as found:
-            return set(found.keys())
-    except (OSError, SafetensorError):
-        return set()
-
-
-def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with reported(file), written_whole(file) as beside:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+        return {}

@@ -14,7 +14,7 @@ from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.additions import Addition, Additions
 from ..model.anatomy import Anatomy
 from ..settings import MOST_LAYERS, MOST_WIDTH, check_count
-from .part import Part
+from .draft_module import DraftModule
 
 # The additions are `SCALE B A x`, as LoRA's with `lora_alpha = 2 r`.
 _SCALE = 2.0
@@ -22,7 +22,7 @@ _SCALE = 2.0
 Shape = tuple[str, int, int]
 
 
-class DraftLora(Part):
+class DraftLora(DraftModule):
     """LoRA (arXiv:2106.09685) in the first layers that is active while they draft, and off in verification.
 
     The model's own output cannot change. While drafting, the layers read the keys and values that the whole model has
@@ -33,7 +33,7 @@ class DraftLora(Part):
         rank: ``r`` of the additions.
         shapes: for each linear layer with an addition its name (``"0.mlp.up_proj"``: layer 0) and the widths of its
             input and output.
-        about: see :class:`Part`.
+        about: see :class:`DraftModule`.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -61,7 +61,7 @@ class DraftLora(Part):
         return f"DraftLora(exit_layer={self.exit_layer}, rank={self.rank}, {layers}, {self.digest})"
 
     def additions(self, anatomy: Anatomy) -> Additions:
-        """Returns the additions to a model's linear layers, through which gradients flow to this part.
+        """Returns the additions to a model's linear layers, through which gradients flow to this module.
 
         Raises:
             SettingError: the model has no such linear layers.
@@ -115,11 +115,7 @@ def _submodule(anatomy: Anatomy, layer: int, path: str) -> nn.Module | None:
 
 
 def _shape(found: Any, exit_layer: int) -> Shape:
-    """One entry of ``shapes``, as JSON holds it.
-
-    Raises:
-        SettingError, SettingTypeError: it is not one.
-    """
+    """One entry of ``shapes``, as JSON holds it; raises for anything else."""
     is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 3
     if not is_list or not isinstance(found[0], str):
         raise SettingTypeError(f"DraftLora(shapes) must hold [name, width of input, width of output], got {found!r}.")

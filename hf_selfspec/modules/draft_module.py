@@ -26,26 +26,26 @@ from ..model.fingerprint import SHOWN, Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"
 _copying = threading.RLock()
-_P = TypeVar("_P", bound="Part")
+_M = TypeVar("_M", bound="DraftModule")
 
 
-class Part(nn.Module, PyTorchModelHubMixin):
+class DraftModule(nn.Module, PyTorchModelHubMixin):
     """A small module that was fitted to one frozen model.
 
     ``save_pretrained``, ``from_pretrained`` and ``push_to_hub`` are those of huggingface_hub: ``config.json``,
     ``model.safetensors`` and a model card with the recipe and the figures.
 
     Attributes:
-        kind: what messages call such a part.
+        kind: what messages call such a module.
         about: ``{"fingerprint": ..., "recipe": ..., "figures": ...}``: the model that it belongs to, how it was fitted
             and what was measured then.
     """
 
-    kind: ClassVar[str] = "part"
+    kind: ClassVar[str] = "module"
 
     @property
     def about(self) -> dict[str, Any]:
-        """The model that the part belongs to, the recipe and the figures, see the class."""
+        """The model that the module belongs to, the recipe and the figures, see the class."""
         found: dict[str, Any] = self.__dict__["_about"]
         return found
 
@@ -61,10 +61,10 @@ class Part(nn.Module, PyTorchModelHubMixin):
         self.__dict__["_about"] = found
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        """Checks entries that only one kind of part has."""
+        """Checks entries that only one kind of module has."""
 
     def on(self, device: torch.device) -> Self:
-        """Returns the part itself if it is on that device already, otherwise a copy there, which is made once."""
+        """Returns the module itself if it is on that device already, otherwise a copy there, which is made once."""
         if next(self.parameters()).device == device:
             return self
         with _copying:
@@ -90,7 +90,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
     @property
     def digest(self) -> str:
-        """A short hash of the weights, of up to 1,024 values of each; it tells parts apart that have one shape."""
+        """A short hash of the weights, of up to 1,024 values of each; it tells modules apart that have one shape."""
         weights = self.state_dict(keep_vars=True).values()
         # Tensors of inference mode do not count their changes.
         state = [None if value.is_inference() else (value._version, value.data_ptr()) for value in weights]
@@ -105,14 +105,14 @@ class Part(nn.Module, PyTorchModelHubMixin):
         return str(known[1])
 
     def extra_repr(self) -> str:
-        """What tells the part from others of its kind."""
+        """What tells the module from others of its kind."""
         return self.digest
 
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
-        """Checks that the part was fitted to the model with this fingerprint, if the part has one to compare it with.
+        """Checks that the module was fitted to the model with this fingerprint, if it has one to compare it with.
 
         Raises:
-            SettingError: the part was fitted to another model.
+            SettingError: the module was fitted to another model.
         """
         kept = self.about.get("fingerprint")
         if kept is None:
@@ -146,23 +146,27 @@ class Part(nn.Module, PyTorchModelHubMixin):
         """
         name = os.fspath(pretrained_model_name_or_path)
         config_file, weights_file = (_file(cls.kind, name, file, options) for file in (CONFIG, WEIGHTS))
-        config = _config(cls.kind, config_file)
+        damaged = f"is not a saved {cls.kind}, or was cut short or changed"
+        try:
+            config = read_json(config_file)
+            if not isinstance(config, dict):
+                raise ValueError(f"it holds {repr(config)[:SHOWN]}")
+        except ValueError as error:
+            raise SettingError(f"{config_file} {damaged} ({error}). Fit and save it again.") from error
         try:
             tensors = load_file(weights_file)
             with torch.device("meta"):
-                part = cls(**config)
-            _check_shapes(part, tensors)
-            part.float().to_empty(device="cpu").load_state_dict(tensors)
+                module = cls(**config)
+            _check_shapes(module, tensors)  # before memory is allocated for what the settings want
+            module.float().to_empty(device="cpu").load_state_dict(tensors)
         except SelfSpecError as error:
             raise SettingError(f"{config_file}: {error}") from error
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:
-            raise SettingError(
-                f"{name} is not a saved {cls.kind}, or was cut short or changed ({error}). Fit and save it again."
-            ) from error
+            raise SettingError(f"{name} {damaged} ({error}). Fit and save it again.") from error
         wrong = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
         if wrong:
             raise SettingError(f"the {cls.kind} at {name} has weights that are not finite: {wrong[0]}. Fit it again.")
-        return part.eval()
+        return module.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
         """Like huggingface_hub's, but the folder is written as a whole or not at all.
@@ -181,7 +185,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
         return None
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """Returns the model card: what the part is, its recipe and its figures."""
+        """Returns the model card: what the module is, its recipe and its figures."""
         data = ModelCardData(library_name="hf_selfspec", tags=["hf_selfspec", "self-speculative-decoding"])
         recipe, figures = (
             "\n".join(f"- {name}: {value}" for name, value in (self.about.get(entry) or {}).items())
@@ -197,11 +201,7 @@ class Part(nn.Module, PyTorchModelHubMixin):
 
 
 def _object(name: str, value: object) -> dict[str, Any]:
-    """Returns a dict with names as keys, an empty one for ``None``.
-
-    Raises:
-        SettingTypeError: it is something else.
-    """
+    """Returns a dict with names as keys, an empty one for ``None``; raises for anything else."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -210,11 +210,7 @@ def _object(name: str, value: object) -> dict[str, Any]:
 
 
 def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
-    """The path of a file in a folder, or in a repository of the Hub.
-
-    Raises:
-        SettingError: there is no such file.
-    """
+    """The path of a file in a folder, or in a repository of the Hub."""
     if os.path.isdir(folder := path_of(name)):
         if not (folder / file).is_file():
             raise SettingError(f"{name} has no {file}: give a folder that holds a saved {kind}.")
@@ -228,35 +224,16 @@ def _file(kind: str, name: str, file: str, options: dict[str, Any]) -> Path:
         ) from error
 
 
-def _config(kind: str, file: Path) -> dict[str, Any]:
-    try:
-        config = read_json(file)
-    except ValueError as error:
+def _check_shapes(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises if the weights in a file do not have the shapes that its settings imply."""
+    expected, found = ({name: list(of.shape) for name, of in held.items()} for held in (module.state_dict(), tensors))
+    wrong = next((name for name in [*expected, *found] if expected.get(name) != found.get(name)), None)
+    if wrong is not None:
         raise SettingError(
-            f"{file} does not belong to a saved {kind}, or was cut short or changed ({error}). Fit and save it again."
-        ) from error
-    if not isinstance(config, dict):
-        raise SettingError(
-            f"{file} does not belong to a saved {kind}: it holds {repr(config)[:SHOWN]}. Fit and save it again."
+            "these settings do not match the weights saved with them, or one of the two was cut short or changed: "
+            f"{wrong} should be {expected.get(wrong, 'absent')} and is {found.get(wrong, 'absent')}. Fit and save it "
+            "again."
         )
-    return config
-
-
-def _check_shapes(part: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the weights in a file have the shapes that its settings imply, before memory is allocated for them.
-
-    Raises:
-        SettingError: they are not.
-    """
-    expected = {name: list(value.shape) for name, value in part.state_dict().items()}
-    found = {name: list(value.shape) for name, value in tensors.items()}
-    for name in [*expected, *found]:
-        if expected.get(name) != found.get(name):
-            raise SettingError(
-                "these settings do not match the weights saved with them, or one of the two was cut short or changed: "
-                f"{name} should be {expected.get(name, 'absent')} and is {found.get(name, 'absent')}. Fit and save it "
-                "again."
-            )
 
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
@@ -265,24 +242,12 @@ def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any
     return {"fingerprint": asdict(fingerprint), "recipe": recipe, "figures": figures}
 
 
-def part_of(name: str, given: Any, kind: type[_P]) -> tuple[_P | str, _P]:
-    """Loads the part of a setting that is a part or the path of a saved one.
-
-    Returns:
-        What the setting keeps, which is the part itself or its path, and the part.
-
-    Raises:
-        SettingError, SettingTypeError: it is neither, or no part is saved there.
-    """
+def module_of(name: str, given: Any, kind: type[_M]) -> tuple[_M | str, _M]:
+    """Returns what a setting keeps that is a module or the path of a saved one, and the module, loaded."""
     if isinstance(given, kind):
         return given, given
     if not isinstance(given, (str, os.PathLike)):
         raise SettingTypeError(f"{name} must be {kind.__name__} or the path of a saved one, got {given!r}.")
-    path = _saved_at(given)
+    folder = path_of(given)
+    path = str(folder.resolve()) if os.path.isdir(folder) else os.fspath(given)  # valid in any working directory
     return path, kind.load(path)
-
-
-def _saved_at(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a folder, which is valid in any working directory; a name on the Hub as it is."""
-    folder = path_of(path)
-    return str(folder.resolve()) if os.path.isdir(folder) else os.fspath(path)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from ..errors import SettingError
 from ..model.linear import FewTokenLinear
 from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
-from .part import Part
+from .draft_module import DraftModule
 
 BLOCKS = ("attention", "mlp")
 
 
-class Adapter(Part):
+class Adapter(DraftModule):
     """Input norm, multi-head attention with rotary positions, residual, final norm; then the model's own head.
 
     Args:
@@ -28,7 +28,7 @@ class Adapter(Part):
         vocabulary: ``v`` of a head of its own (slower there, too); ``None`` for the model's own head.
         rope_theta: base of the rotary positions, above 0.
         norm_eps: epsilon of the norms, between 0 and 1.
-        about: see :class:`Part`.
+        about: see :class:`DraftModule`.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.

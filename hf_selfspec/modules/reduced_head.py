@@ -11,10 +11,10 @@ import torch.nn as nn
 
 from ..errors import SettingError
 from ..settings import MOST_WIDTH, check_count
-from .part import Part
+from .draft_module import DraftModule
 
 
-class ReducedHead(Part):
+class ReducedHead(DraftModule):
     """The most frequent tokens of some text, from which drafts choose, with their rows of the model's own head.
 
     Exact: a token that is not among them has probability 0 in a draft, and verification takes that into account. On a
@@ -23,7 +23,7 @@ class ReducedHead(Part):
     Args:
         size: number of tokens.
         vocabulary: ``v`` of the model.
-        about: see :class:`Part`.
+        about: see :class:`DraftModule`.
 
     Attributes:
         tokens: ``[size]`` the ids of the tokens, in increasing order.

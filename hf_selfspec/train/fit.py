@@ -1,0 +1,271 @@
+"""What all fits share: their settings, the path from a text to a fitted module, and functions made of settings."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from ..errors import SettingError, SettingTypeError
+from ..model.anatomy import causal_lm, max_positions
+from ..modules.draft_module import DraftModule, about
+from ..selfspec import SelfSpec
+from ..settings import check_count, check_positive
+from ..spec_text import split
+from .checkpoints import forget
+from .fit_trainer import FitModule, FitTrainer, resumable_arguments, seeded, training_arguments
+from .frozen_model import FrozenModel, HiddenStates
+from .packing import HELD_OUT, PackedDataset
+from .speedup import SpeedupEvaluator, speed_figures
+
+M = TypeVar("M", bound=DraftModule)
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line takes a setting; settings without one are for Python alone.
+
+    Args:
+        help: what the setting is.
+        name: the option's name, by default the setting's.
+        parse: makes the setting of the option's text, where it is not a text or a number.
+    """
+
+    help: str
+    name: str | None = None
+    parse: Callable[[str], Any] | None = None
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The items of an option that are separated by commas."""
+    return tuple(split([text]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit(ABC, Generic[M]):
+    """The settings of a fit, of which its function and its command are made.
+
+    Attributes:
+        command: the fit's name on the command line.
+        function: the name of its function.
+        output_dir: folder in which the module is saved, with a model card.
+    """
+
+    command: ClassVar[str]
+    function: ClassVar[str]
+
+    output_dir: str | os.PathLike[str] | None = None
+
+    def check(self) -> None:
+        """Checks the settings alone."""
+
+    def check_config(self, config: Any) -> None:
+        """Checks the settings against the config of a model's text decoder."""
+
+    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
+        """Returns the text as rows of tokens; raises if there is too little."""
+        return PackedDataset(tokenizer, dataset, 1, self.function)
+
+    @abstractmethod
+    def fit(self, model: Any, text: PackedDataset) -> M:
+        """Fits the module."""
+
+    def __call__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> M:
+        """Checks everything and fits."""
+        inner = causal_lm(model, self.function)
+        self.check()
+        self.check_config(inner.config.get_text_config(decoder=True))
+        return self.fit(inner, self.read(tokenizer, dataset))
+
+
+def as_function(
+    settings: Callable[P, Fit[M]],
+) -> Callable[Concatenate[Any, PreTrainedTokenizerBase | None, Iterable[Any], P], M]:
+    """Returns the function of a fit: model, tokenizer and dataset, and the settings as keywords."""
+
+    def fit(
+        model: Any, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any], *args: P.args, **kwargs: P.kwargs
+    ) -> M:
+        return settings(*args, **kwargs)(model, tokenizer, dataset)
+
+    kind = cast(type[Fit[M]], settings)
+    first, hints = list(inspect.signature(fit).parameters.values())[:3], get_type_hints(kind)
+    named = [one.replace(annotation=hints[name]) for name, one in inspect.signature(kind).parameters.items()]
+    fit.__name__ = fit.__qualname__ = kind.function
+    fit.__doc__, fit.__module__ = kind.__doc__, kind.__module__
+    vars(fit)["__signature__"] = inspect.Signature([*first, *named])
+    return fit  # type: ignore[return-value]  # its first arguments may be given by name, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedFit(Fit[M]):
+    """A fit that trains; the settings are described at :func:`fit_adapter`."""
+
+    block_size: Annotated[int, Option("Tokens of a row.")] = 256
+    args: TrainingArguments | None = None
+    cache_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Option("Folder that keeps the model's states for further epochs and fits.", "cache", str),
+    ] = None
+    cache_bytes: int | None = None
+    patience: Annotated[
+        int | None, Option("Looks at the speed (every 100 steps, or tenth of a fit) without a gain, then it ends.")
+    ] = None
+
+    # What each fit defines --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def exit_layers(self, config: Any) -> Sequence[int]:
+        """The exit layers whose states the module reads, for a model with this config."""
+
+    @abstractmethod
+    def module(self, frozen: FrozenModel) -> M:
+        """Returns a new module."""
+
+    def start(self, module: M, frozen: FrozenModel) -> None:
+        """Copies weights of the frozen model into a new module, as far as it starts with these."""
+
+    @abstractmethod
+    def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
+        """Returns the loss, a scalar."""
+
+    @abstractmethod
+    def metrics(self, module: M, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
+        """Returns what is measured on held-out text, a value for each token ``[b s]`` by name."""
+
+    @abstractmethod
+    def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[M], SelfSpec | None]:
+        """Returns a function from the module to what drafts with it, ``None`` where it does not draft greedy text."""
+
+    @abstractmethod
+    def recipe(self, module: M) -> dict[str, Any]:
+        """Returns the settings that determine the module, for its card."""
+
+    def finish(self, module: M, frozen: FrozenModel, held_out: torch.Tensor) -> None:
+        """Does what is to be done between the training and its figures."""
+
+    # What all fits do -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        name = self.function
+        check_count(f"{name}(block_size)", self.block_size)
+        if self.patience is not None:
+            check_count(f"{name}(patience)", self.patience)
+            if PartialState().num_processes > 1:
+                raise SettingError(
+                    f"{name}(patience={self.patience}): several processes would not stop alike. Leave patience out."
+                )
+        args: Any = self.args
+        if args is None:
+            return
+        if not isinstance(args, TrainingArguments):
+            raise SettingTypeError(f"{name}(args) must be TrainingArguments of transformers or None, got {args!r}.")
+        rate = args.learning_rate
+        if not 0 <= rate < math.inf:
+            raise SettingError(f"{name}(args): learning_rate must be a finite number of at least 0, got {rate!r}.")
+        if args.max_steps <= 0:
+            check_positive(f"{name}(args): num_train_epochs", args.num_train_epochs)
+
+    def check_config(self, config: Any) -> None:
+        check_length(self.function, self.block_size, config)
+        self.exit_layers(config)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase | None, dataset: Iterable[Any]) -> PackedDataset:
+        name = self.function
+        text = PackedDataset(tokenizer, dataset, self.block_size, name)
+        if self.args is not None and self.args.eval_strategy != "no" and len(text) < HELD_OUT:
+            raise SettingError(
+                f"{name}(args): eval_strategy={self.args.eval_strategy.value!r} needs held-out rows, and of "
+                f"{len(text)} rows none is held out. Give at least {HELD_OUT} rows, or eval_strategy='no'."
+            )
+        return text
+
+    def fit(self, model: Any, text: PackedDataset) -> M:
+        rows, held_out = text.split()
+        layers = self.exit_layers(model.config.get_text_config(decoder=True))
+        frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
+        with seeded(self.args):
+            module = self.module(frozen).to(frozen.device, torch.float32)
+        speedup = SpeedupEvaluator(model, held_out.rows, self.spec_of(frozen, held_out.rows))
+        if self.patience is not None and not speedup.has_text:
+            raise SettingError(
+                f"{self.function}(patience={self.patience}): there is no held-out text to continue greedily. Give more "
+                "rows, of at least 4 tokens, or leave patience out."
+            )
+        # With another default device the Trainer would shuffle on that one.
+        with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
+            args = self._arguments(frozen.device, folder)
+            self.start(module, frozen)
+            recipe = self.recipe(module)
+            loss, metrics = partial(self.loss, module, frozen), partial(self.metrics, module, frozen)
+            trained = FitModule(module, frozen, loss, metrics, recipe)
+            trainer = FitTrainer(trained, rows, held_out, speedup, args, self.patience, folder)
+            begun = perf_counter()
+            trainer.train()
+            seconds = perf_counter() - begun
+            module.eval()
+            self._check_finite(module, args)
+            recipe |= {"tokens": rows.rows.numel(), "steps": trainer.state.global_step}
+            module.about = about(model, recipe, {})
+            self.finish(module, frozen, held_out.rows)
+            with seeded(args):
+                found = trainer.evaluate() if len(held_out) else {}
+        losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        figures: dict[str, float] = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
+        means = {name: found.get(f"eval_{name}") for name in trained.names}
+        figures |= {name.replace("_", " "): mean for name, mean in means.items() if mean is not None}
+        figures |= {"seconds of training": round(seconds, 1), **(module.about["figures"] or {})}
+        figures |= speed_figures(module, {name.removeprefix("eval_"): value for name, value in found.items()})
+        saved(module, module.about | {"figures": figures}, self.output_dir)
+        forget(args, self.output_dir)
+        return module
+
+    def _arguments(self, device: torch.device, folder: str) -> TrainingArguments:
+        """The user's arguments, or the usual ones, which keep checkpoints beside the module's folder."""
+        if self.args is None and self.output_dir is None:
+            return training_arguments(folder, device)
+        args = self.args or resumable_arguments(cast(str, self.output_dir), device)
+        if args.n_gpu > 1:
+            args = copy.copy(args)  # the user's
+            args._n_gpu = 1  # the model is not copied to further devices of one process; torchrun serves them
+        return args
+
+    def _check_finite(self, module: M, args: TrainingArguments) -> None:
+        wrong = [key for key, value in module.state_dict().items() if not torch.isfinite(value).all()]
+        if wrong:
+            forget(args, self.output_dir)
+            raise SettingError(
+                f"the fit has diverged: {wrong[0]} is not finite, so nothing was saved. Give a smaller learning rate, "
+                "or text and a model whose states are finite."
+            )
+
+
+def check_length(name: str, block_size: object, config: Any) -> None:
+    """Raises if rows are longer than the positions of a model with this config."""
+    positions = max_positions(config)
+    if positions is not None and isinstance(block_size, int) and block_size > positions:
+        raise SettingError(f"{name}(block_size={block_size}) is more than the {positions} positions of the model.")
+
+
+def saved(module: M, known: dict[str, Any], folder: str | os.PathLike[str] | None) -> M:
+    """Returns the module with what is known of it, saved if there is a folder; only the main process writes."""
+    module.about = known
+    module._hub_mixin_config = {**cast(dict[str, Any], module._hub_mixin_config), "about": known}
+    if folder is not None:
+        with PartialState().main_process_first():
+            if PartialState().is_main_process:
+                module.save_pretrained(folder)
+    return module.eval()
