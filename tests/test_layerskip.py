@@ -8,13 +8,14 @@ import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from architectures import build
-from conftest import tiny_gpt2, tiny_llama
+from conftest import ragged_batch, tiny_gpt2, tiny_llama
 from peft import LoraConfig, PeftModel
 from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
 
@@ -641,3 +642,23 @@ def test_early_exit_only_returns_no_cache_and_takes_none():
     assert output.past_key_values is None
     with pytest.raises(UnsupportedOptionError, match="Leave out `past_key_values`"):
         greedy(model, prompt(), 4, assistant=spec, past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "opt", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_single_exits_that_are_tried_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in turn, on the last tokens of a text, before one looks as if it paid."""
+    tried: list[int] = []
+    trial, model = probe.ProbingDraft._trace_of, build(name)
+
+    def noted(draft: probe.ProbingDraft, text: Any, layer: int, *given: Any) -> Trace | None:
+        tried.append(layer)
+        return trial(draft, text, layer, *given)
+
+    monkeypatch.setattr(ExitStudy, "is_promising", False)
+    monkeypatch.setattr(probe.ProbingDraft, "_trace_of", noted)
+    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, assistant=SelfSpec.layerskip()), plain)
+    assert tried
