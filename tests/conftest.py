@@ -297,20 +297,25 @@ def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
         return ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, self.early.num_layers)
 
     monkeypatch.setattr(Stopwatch, "costs", costs)
-    only_promises_count(monkeypatch)
 
 
 def only_promises_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sources expect of themselves decides, whatever rounds take on this machine; free drafts never rest."""
     monkeypatch.setattr(control, "ArmStats", lambda *given: ArmStats(1 << 30))
-    monkeypatch.setattr(CostCurve, "is_measured", True)
+    monkeypatch.setattr(CostCurve, "wants_plain", False)
+
+
+@pytest.fixture(autouse=True)
+def _machine_does_not_decide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of what is drafted do not depend on times; those marked ``times_decide`` do."""
+    if request.node.get_closest_marker("times_decide") is None:
+        only_promises_count(monkeypatch)
 
 
 @pytest.fixture
 def verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds cost what they do where memory bounds them, and only promises count."""
     monkeypatch.setattr(control, "CostCurve", lambda on_cpu, rows=1, is_frozen=False: CostCurve(False, is_frozen=True))
-    only_promises_count(monkeypatch)
 
 
 @pytest.fixture

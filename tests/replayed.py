@@ -95,6 +95,9 @@ class Replay:
         sources: for each other source its name, draft length, rate by position, price and promise.
         free: whether there are free drafts.
         on_cpu: whether the first guesses of costs are those for a CPU, by default as in the table.
+
+    Attributes:
+        disturbed: by number of the round, seconds for which something else kept the machine busy.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class Replay:
         self.watch, self.random = Watch(), random.Random(0)
         self.found, self.texts = Measurements(), LookupFindings(65_536, 1 << 21)
         self.streams: Sequence[Stream] = ()
+        self.active = SimpleNamespace(kept=[])
+        self.disturbed: dict[int, float] = {}
         self.done: list[int] = []
         self.timeline: list[tuple[int, float]] = []
 
@@ -153,6 +158,7 @@ class Replay:
                 padding=None,
                 cache=SimpleNamespace(reserve=lambda count: None),
                 compile_seconds=0.0,
+                active_rows=self.active,
                 full_plan=None,
                 model=SimpleNamespace(),
             ),
@@ -169,11 +175,13 @@ class Replay:
 
     def _round(self, drafter: ControlledDrafter, active: int) -> None:
         text = self._text()
+        self.active.kept = [row for row in range(len(self.streams)) if self._left(row)]
         max_new = [max(self._left(row) - 1, 0) for row in range(len(self.streams))]
         draft = drafter.propose(text, max_new)
         self.watch.now += seconds_of(self.table, active * (draft.size + 1)) * max(self.random.gauss(1, self.noise), 0.5)
         if drafter._is_awake:
             self.watch.now += self.awake
+        self.watch.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)
         drafter.look(torch.zeros(0))
         for row, verdict in enumerate(verdicts):

@@ -31,6 +31,8 @@ from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.types import Draft, Text, Verdict
 
+pytestmark = pytest.mark.times_decide
+
 LARGEST = SIZES[-1]
 
 
@@ -94,7 +96,7 @@ def test_costs_follow_the_times() -> None:
         assert seconds[size] == pytest.approx(each, rel=0.1)
     assert seconds[4] == seconds[5] == seconds[7]
     assert seconds[8] == seconds[15]
-    assert clock.plain == seconds[0]
+    assert clock.plain == 0.02
     assert clock.is_measured
     # They change with the machine.
     slower = {size: 3 * each for size, each in given.items()}
@@ -212,7 +214,10 @@ def test_what_nothing_costs_is_timed_apart() -> None:
     assert curve.costs.seconds[0] == pytest.approx(0.025, rel=0.05)
     other = CostCurve(True, 2)
     other.begin_like(curve)
-    assert other.plain == pytest.approx(0.02 * 1.3)
+    assert other.wants_plain
+    assert not curve.wants_plain
+    fed(curve, {3: 0.03}, 200)
+    assert curve.wants_plain  # again, after many rounds
     frozen = CostCurve(True, is_frozen=True)
     frozen.add_plain(1, 0.02)
     assert not frozen.is_measured
@@ -222,7 +227,7 @@ def test_what_nothing_costs_is_timed_apart() -> None:
 
 
 def test_results_by_hand() -> None:
-    """Promises are believed at first, then results; what loses is looked at again for a hundredth of the time."""
+    """Promises are believed at first, then results; what loses is looked at again for a small share of the time."""
     arm = ArmStats()
     assert arm.acceptance_rate == 0.5
     assert (arm.speedup(None), arm.speedup(3.0), arm.speedup(0.0)) == (math.inf, 3.0, 0.0)
@@ -241,11 +246,11 @@ def test_results_by_hand() -> None:
     while arm.speedup(7.0) != 7.0:
         arm.wait(1.0)
         waited += 1
-    assert waited == pytest.approx(4 * 0.5 / 0.01, abs=1)
+    assert waited == pytest.approx(4 * 0.5 / 0.006, abs=2)
     for _ in range(4):
         arm.add(1, 1.5, 0, 6)
     assert arm.speedup(7.0) == pytest.approx(1 / 1.5, rel=0.01)
-    for _ in range(200):
+    for _ in range(400):
         arm.wait(1.0)
     for _ in range(4):
         arm.add(4, 1.0, 6, 6)
@@ -364,11 +369,6 @@ def test_the_other_source_drafts_as_long_as_it_is_faster(
     run(llama, spec)
     assert run(llama, spec) <= 1
     assert spec.stats.rounds > 20
-    # It is tried again after many rounds.
-    source.seconds[0] = 0.0
-    assert sum(run(llama, spec) for _ in range(4)) > 0
-    source.promises[0] = 9.0
-    assert run(llama, spec) + run(llama, spec) > 0
 
 
 def test_a_promise_is_believed_until_it_was_tried(

@@ -176,7 +176,6 @@ def test_cache_grows_and_keeps_its_content() -> None:
     cache = SpeculativeCache(1, 1, capacity=2)
     write(cache, [0], torch.tensor([[1.0, 2]]))
     assert write(cache, [2], torch.tensor([[3.0, 4, 5]])).tolist() == [[1, 2, 3, 4, 5]]
-    assert cache.layers[0].keys.isfinite().all()
 
 
 def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from replayed import TABLES, Replay, Stream
 from hf_selfspec.control.arms import FREE, ArmStats
 from hf_selfspec.control.controller import Controller
 
+pytestmark = pytest.mark.times_decide
+
 TOKENS = 2_000
 # What a model predicts where it is as sure as for open text, and as text at a high temperature leaves it.
 SURE, UNSURE = (0.45, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01), (0.05, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)
@@ -128,3 +130,37 @@ def test_wrong_first_prices_are_found(table: str, kind: str) -> None:
         tokens, seconds = replay.timeline[20]
         speeds.append((replay.timeline[-1][0] - tokens) / (replay.timeline[-1][1] - seconds))
     assert speeds[0] >= 0.97 * speeds[1]
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["layers", "free drafts"])
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("table", ["EPYC", "flat"])
+def test_one_disturbed_round_decides_nothing(table: str, number: int, free: bool) -> None:
+    """Whatever kept the machine busy in one of the first rounds, what nothing costs is timed again."""
+    replay = Replay(table, sources=() if free else [("layers", 4, bad, 1.2, None)], free=free)
+    replay.disturbed = {number: 1.0}
+    streams = [stream("nothing repeats", TOKENS, 0)]
+    assert replay.play(streams) >= 0.97
+    replay.disturbed = {}
+    assert replay.play(streams) >= 0.98
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_batches_after_single_rows(table: str) -> None:
+    """What one row costs says little of eight, and eight little of one."""
+    replay = Replay(table)
+    one, eight = (
+        [stream("nothing repeats", TOKENS // 4, seed) for seed in range(first, last)]
+        for first, last in ((0, 1), (1, 9))
+    )
+    replay.play([one])
+    assert replay.play(eight) >= 0.98
+    assert replay.play([one]) >= 0.98
+
+
+@pytest.mark.parametrize("early", [0.5, 0.55, 0.6])
+@pytest.mark.parametrize("table", ["Xeon", "flat"])
+def test_what_hardly_pays_is_looked_at_again(table: str, early: float) -> None:
+    """A source that is as fast as nothing, and becomes good."""
+    source = ("layers", 4, lambda place: 0.9 if place > 300 else early, 1.2, None)
+    assert Replay(table, sources=[source], free=False).play([stream("nothing repeats", TOKENS, 0)]) > 1.15

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import only_promises_count, tiny_llama
+from conftest import tiny_llama
 from test_sampling import accepts_everything, does_not_take_siblings_out_of_q, peak
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -48,7 +48,6 @@ def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
     monkeypatch.setattr(choice, "LEAST_SPEEDUP", 0.0)
     monkeypatch.setattr(controller, "LEAST_SPEEDUP", 0.0)
-    only_promises_count(monkeypatch)
     monkeypatch.setattr(proposers, "_HOPELESS", 0.0)
 
 

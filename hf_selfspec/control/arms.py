@@ -8,14 +8,17 @@ from threading import RLock
 
 from .costs import CostCurve
 
+# A smaller expected speed-up is within the error of such an estimate.
+LEAST_SPEEDUP = 1.02
 # The name of free drafts; other arms have their sources' names.
 FREE = "free drafts"
 # The weight of the rounds before against the next one.
 _MEMORY = 0.98
 # Rounds after which results are trusted; those of free drafts come in bursts. The share of the time that looks at
-# sources that do not pay may cost, and the most that free drafts are taken to lose: they learn from what was wrong.
+# sources that do not pay may cost, what a round of one loses at least, and what one of free drafts loses at most, which
+# learn from what was wrong.
 _TRIED, _TRIED_FREE = 4, 12
-_PRICE, _MOST_LOST = 0.01, 0.08
+_PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
 # Contexts that share a curve: up to 1,024, 4,096, 16,384, ... slots; the most curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
 
@@ -84,9 +87,9 @@ class ArmStats:
         Where it would lose little, it may soon show once more what it can.
         """
         self.waiting += 1
-        if self.is_trusted:
-            loss = min((self.spent - self.gained / pace) / self.weight, self.most_lost)
-            if 0 < _TRIED * loss <= self.waiting * _PRICE:
+        if self.is_trusted and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
+            loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
+            if _TRIED * min(loss, self.most_lost) <= self.waiting * _PRICE:
                 self.doubt(_TRIED)
 
     def doubt(self, rounds: int) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .arms import FREE, Measurements
+from .arms import FREE, LEAST_SPEEDUP, Measurements
 from .costs import CostCurve
-
-# A smaller expected speed-up is within the error of such an estimate.
-LEAST_SPEEDUP = 1.02
 
 # Free drafts in a round in which nothing would draft, but the last tokens have occurred before.
 MATCHES = "matches"
@@ -34,10 +31,16 @@ class Controller:
         self._rows = 0
         found.begin_text()
 
-    def begin(self, rows: int, context: int) -> None:
-        """Begins a round over ``rows`` rows whose texts have up to ``context`` tokens."""
+    def begin(self, rows: int, running: int, context: int) -> None:
+        """Begins a round.
+
+        Args:
+            rows: number of rows that may draft.
+            running: number of rows that forwards run over, those that have ended and cannot leave among them.
+            context: number of tokens of the longest text.
+        """
         self._rows = rows
-        self.curve = self._found.curve(self._device, max(rows, 1), context, self._on_cpu, self._is_frozen)
+        self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
 
     def speedup(self, name: str, promised: float | None = None) -> float:
         """Expected tokens per second of a source, divided by those of rounds in which nothing is drafted.
@@ -51,7 +54,7 @@ class Controller:
         if self._is_frozen:
             return math.inf if name == FREE else 0.0
         # The first rounds tell what nothing costs, against which all else is measured.
-        return self._found.of(name).speedup(promised) if self.curve.is_measured else 0.0
+        return 0.0 if self.curve.wants_plain else self._found.of(name).speedup(promised)
 
     def pays(self, name: str, promised: float | None = None) -> bool:
         """Whether a source is expected to be faster than nothing by more than the error of the estimate."""
@@ -94,10 +97,12 @@ class Controller:
         elif name in (FREE, MATCHES):
             curve.add(nodes, tokens, seconds)
             seconds = curve.costs.seconds[min(nodes, len(curve.costs.seconds) - 1)]  # whatever disturbed this round
+        elif curve.is_measured:
+            curve.see(tokens, seconds)
         if curve.is_measured:
             used = self._found.arms.get(name or "")
             pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
-            for stats in self._found.arms.values():
+            for stats in list(self._found.arms.values()):
                 if stats is used:
                     stats.add(tokens / self._rows, seconds / curve.plain, accepted, drafted)
                 else:

@@ -27,6 +27,8 @@ _IN_BATCHES = 2.0
 _KEPT, _REFRESHED = 9, 8
 # After this many rounds without a size, one of its times is dropped, so that the size is tried again eventually.
 _STALE = 128
+# Plain rounds that are timed before anything is compared with them, and rounds after which another one is.
+_PLAIN, _PLAIN_AGAIN = 2, 128
 # The weight of the rounds before against the next one in the present speed: 0.98 to 0.995 were best on traces of 45
 # texts; 0.9 lost 2 %.
 _MEMORY = 0.99
@@ -87,7 +89,7 @@ class CostCurve:
         self._total = 0
         self._last = [0] * len(SIZES)
         self._tokens = self._seconds = 0.0
-        self._until_refresh = 0
+        self._until_refresh = self._since_plain = 0
         self._costs = self._measured()
 
     @property
@@ -102,8 +104,14 @@ class CostCurve:
 
     @property
     def plain(self) -> float:
-        """Seconds of a round in which nothing is done but to generate."""
-        return _lower_quartile(self._plain) if self._plain else self._costs.seconds[0]
+        """Seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft."""
+        known = [_lower_quartile(times) for times in (self._plain, self._times[0]) if times]
+        return min(known) if known else self._costs.seconds[0]
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether the next round should be plain, to be timed."""
+        return not self._is_frozen and (len(self._plain) < _PLAIN or self._since_plain >= _PLAIN_AGAIN)
 
     @property
     def pace(self) -> float:
@@ -114,7 +122,8 @@ class CostCurve:
         """Records a round in which nothing was done but to generate ``tokens`` tokens."""
         if seconds > 0 and not self._is_frozen:
             if self._rounds[0]:
-                self._see(tokens, seconds)
+                self.see(tokens, seconds)
+                self._since_plain = 0
                 self._plain.append(seconds)
                 if len(self._plain) == 1:
                     self._costs = self._measured()
@@ -133,7 +142,7 @@ class CostCurve:
         if seconds <= 0:
             return  # the system clock was set back
         if self._is_frozen or self.is_measured:  # otherwise costs are not in seconds yet
-            self._see(tokens, seconds)
+            self.see(tokens, seconds)
         if self._is_frozen or drafted > SIZES[-1]:
             return
         size = bisect_left(SIZES, drafted)
@@ -150,9 +159,7 @@ class CostCurve:
 
     def begin_like(self, other: CostCurve) -> None:
         """Starts with the times of rounds over other rows, or another context, as one time of each size."""
-        ratio = self._forwards[0] / other._forwards[0]
-        if other._plain and not self._is_frozen:
-            self._plain.append(median(other._plain) * ratio)
+        self._rounds[0] = max(self._rounds[0], 1)  # kernels are warm
         for times, theirs, mine, guessed in zip(
             self._times, other._times, self._forwards, other._forwards, strict=True
         ):
@@ -160,7 +167,9 @@ class CostCurve:
                 times.append(median(theirs) * mine / guessed)
         self._costs = self._measured()
 
-    def _see(self, tokens: int, seconds: float) -> None:
+    def see(self, tokens: int, seconds: float) -> None:
+        """Records the speed of a round, of any kind."""
+        self._since_plain += 1
         self._tokens = self._tokens * _MEMORY + tokens
         self._seconds = self._seconds * _MEMORY + seconds
 

@@ -7,8 +7,8 @@ from time import perf_counter
 
 import torch
 
-from ..control.arms import FREE
-from ..control.controller import LEAST_SPEEDUP, MATCHES, Controller
+from ..control.arms import FREE, LEAST_SPEEDUP
+from ..control.controller import MATCHES, Controller
 from ..lookup import TokenTree
 from ..lookup.likeliest import likeliest
 from ..stats import GenerationStats
@@ -89,10 +89,12 @@ class ControlledDrafter:
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`Drafter.propose`."""
+        if self.free is not None:
+            self.free.read(text)
         self._begun = perf_counter() - self._target.compile_seconds
         self._lengths = list(text.lengths)
-        controller, rows = self.controller, sum(count > 0 for count in max_new)
-        controller.begin(rows, max(text.lengths))
+        controller, rows, active = self.controller, sum(count > 0 for count in max_new), self._target.active_rows
+        controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
         self._asked = self._used = self._free_arm(text, max_new, rows)
         self._is_awake = self._asked is not None
         trees = self.free.plan(text, max_new) if self.free is not None and self._is_awake else []
@@ -109,10 +111,7 @@ class ControlledDrafter:
 
     def _free_arm(self, text: Text, max_new: list[int], rows: int) -> str | None:
         """Which of the free drafts are awake in this round, if any."""
-        if self.free is None:
-            return None
-        self.free.read(text)
-        if not rows:
+        if self.free is None or not rows or self.controller.curve.wants_plain:
             return None
         if self.controller.pays(FREE):
             return FREE
@@ -145,9 +144,9 @@ class ControlledDrafter:
             accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)
             self.controller.record(self._asked, 0, new, seconds, accepted, self._drafted)
         else:
-            nodes = max(map(len, self.free.trees)) if self.free is not None and self._is_awake else 0
-            if self._is_awake or logits.shape[1] == 1:  # otherwise forced tokens were verified
-                self.controller.record(self._asked, nodes, new, seconds)
+            nodes = logits.shape[1] - 1
+            # A round in which only tokens were verified that a grammar forces costs as much as one of free drafts.
+            self.controller.record(MATCHES if nodes and self._asked is None else self._asked, nodes, new, seconds)
 
     def finish(self, text: Text) -> None:
         """See :meth:`Drafter.finish`."""

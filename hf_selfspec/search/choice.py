@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..control.controller import LEAST_SPEEDUP
+from ..control.arms import LEAST_SPEEDUP
 from ..files import as_count, as_number
 from ..model.plan import LayerPlan
 from ..stop.rules import StopRule

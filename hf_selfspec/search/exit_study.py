@@ -69,7 +69,12 @@ class ExitStudy:
         """Whether no more text is looked at: the choice rests on enough of it, or all exits that were tried are bad."""
         if self.choice is None:
             return False
-        return self.tokens >= ENOUGH or (not self.timings.count and not self.choice.drafts and self.tokens >= _TRIED)
+        return self.tokens >= ENOUGH or self._rests_on_trials
+
+    @property
+    def _rests_on_trials(self) -> bool:
+        """Whether single exits alone have led to the choice, which is of this process."""
+        return self.choice is not None and self._trials > 0 and not self.timings.count
 
     @property
     def is_idle(self) -> bool:
@@ -105,13 +110,11 @@ class ExitStudy:
             self.tokens += found.tokens
             self._bounds[layer] = arm
             self.is_promising = arm.speedup >= _MAY_PAY
-            if self.is_promising or self.tokens < _TRIED:
+            if self.is_promising or self.tokens < _TRIED or self._trials < 2 * len(_PLACES):
                 return
             none = LayerArm(LayerPlan(self.num_layers), arm.stop, speedup=1.0)
             speeds = {layer: bound.speedup for layer, bound in self._bounds.items()}
             self.choice = ExitChoice.of(none, by_layer=speeds, reuse_from=0, tokens=self.tokens)
-        if self.changed is not None:
-            self.changed()
 
     def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Ignores a call without a draft, which shows nothing about exits."""
@@ -154,7 +157,7 @@ class ExitStudy:
 
     def state(self) -> dict[str, Any]:
         """The choice as JSON values."""
-        return {} if self.choice is None else self.choice.state()
+        return {} if self.choice is None or self._rests_on_trials else self.choice.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned.
