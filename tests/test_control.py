@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from architectures import build
 from conftest import ragged_batch, tiny_llama
 from transformers import LlamaForCausalLM
 
@@ -453,3 +454,30 @@ def test_a_clock_that_was_set_back_is_not_believed() -> None:
     clock.add(3, 4, 0.01)
     clock.add(3, 4, 0.01)
     assert clock.is_measured
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "opt", "gpt_oss", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sources_that_take_turns_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, free drafts, layers with free drafts, layers alone, matches; again and again."""
+    turn, seen = [0], set[tuple[bool, bool]]()
+    begin, model = Controller.begin, build(name)
+
+    def begun(self: Controller, *given: Any) -> None:
+        turn[0] += 1
+        begin(self, *given)
+
+    def choose(self: Controller, promised: Any, free: float = 0.0) -> str | None:
+        found = next(iter(promised)) if turn[0] % 5 in (2, 3) else None
+        seen.add((free > 0, found is not None))
+        return found
+
+    monkeypatch.setattr(Controller, "begin", begun)
+    monkeypatch.setattr(Controller, "pays", lambda self, name: turn[0] % 5 in (1, 2))
+    monkeypatch.setattr(Controller, "choose", choose)
+    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+    options = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**inputs, **options)
+    spec = SelfSpec(Cascade([Lookup(), EarlyExit(2)]), FixedLength(3))
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), plain)
+    assert len(seen) == 4
