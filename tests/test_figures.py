@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from comparing import CHAT, DEMO
 from conftest import tiny_llama
 from transformers import AutoTokenizer
 
@@ -14,6 +13,9 @@ from hf_selfspec import SettingError
 from hf_selfspec.bench.figures import FIGURES, GPU, main
 from hf_selfspec_command import main as command
 from hf_selfspec_command.measure import _FIGURES
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo_model"
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,129 @@
+"""Runs the stream: all methods on each prompt, in rotating order, with the prompts as a service would see them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
+
+from ..differences import Difference, first_differences
+from ..errors import SettingError
+from ..notices import warn_once
+from ..selfspec import SelfSpec
+from .calls import Call, timed
+from .journal import Journal
+from .methods import Method
+from .prompts import Batch, Prompt
+from .settings import Condition, Settings
+
+# New tokens of a call that warms up one of transformers' own methods.
+_WARM_UP = 8
+
+
+class Part(NamedTuple):
+    """What is measured under one condition: the stream, and the methods that support its batch size."""
+
+    number: int
+    condition: Condition
+    batches: Sequence[Batch]
+    methods: Sequence[Method]
+
+
+class Stream:
+    """Makes the calls that a journal does not have yet.
+
+    ``SelfSpec``s are kept from call to call of a pass, and the next pass begins with new ones: a pass that counts would
+    otherwise draft from its own answers. Graphs stay with the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: Settings,
+        prompts: Sequence[Prompt],
+        methods: Sequence[Method],
+        pad: int,
+        journal: Journal,
+    ) -> None:
+        self.model, self.settings, self.pad, self.journal = model, settings, pad, journal
+        self.parts = []
+        for index, condition in enumerate(settings.conditions):
+            size = condition.batch_size
+            starts = range(0, len(prompts) - size + 1, size)
+            batches = [Batch.of(prompts[start : start + size], pad, model.device) for start in starts]
+            self.parts.append(Part(index, condition, batches, [one for one in methods if one.takes(size)]))
+        self._cache_size = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
+        self._called: set[str] = set()
+        self._warm: set[tuple[int, str]] = set()
+        self._unsaved: set[str] = set()
+
+    def run(self, progress: bool) -> None:
+        """Makes all missing calls, with a bar on stderr if ``progress``."""
+        total = sum(self.settings.passes * len(part.batches) * len(part.methods) for part in self.parts)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+        text, console = TextColumn("{task.description}"), Console(stderr=True)
+        with Progress(*columns, text, console=console, disable=not progress) as bar:
+            task = bar.add_task("", total=total, completed=len(self.journal.calls))
+            for part in self.parts:
+                for turn in range(self.settings.passes):
+                    for call in self._pass(part, turn):
+                        bar.update(task, advance=1, description=f"{call.kind}, {call.method}")
+
+    def _pass(self, part: Part, turn: int) -> Iterator[Call]:
+        specs = {method.name: method.make() for method in part.methods if method.make is not None}
+        for name, spec in specs.items():
+            self.journal.restore_state(_state_name(part, turn, name), spec, self.model)
+        for prompt in range(len(part.batches)):
+            first = prompt % len(part.methods)
+            in_turn = [*part.methods[first:], *part.methods[:first]]
+            missing = [one for one in in_turn if (one.name, part.number, turn, prompt) not in self.journal.calls]
+            for method in missing:
+                yield self._call(part, method, turn, prompt, specs.get(method.name))
+            for name, spec in specs.items() if missing else ():
+                self._keep(_state_name(part, turn, name), spec)
+
+    def _call(self, part: Part, method: Method, turn: int, prompt: int, spec: SelfSpec | None) -> Call:
+        batch, options = part.batches[prompt], self.settings.options(part.condition, self.pad)
+        if method.is_static:
+            options["max_cache_len"] = self._cache_size
+        elif method.make is None and (part.number, method.name) not in self._warm:
+            self._warm.add((part.number, method.name))
+            few = {**options, "max_new_tokens": _WARM_UP, "min_new_tokens": None, **method.options}
+            self.model.generate(batch.ids, attention_mask=batch.mask, **few)
+        torch.manual_seed(self.settings.seed + prompt)  # all methods begin a prompt with the same state of it
+        place = method.name, part.number, turn, prompt
+        call = timed(self.model, method, batch, place, options, spec, is_first=method.name not in self._called)
+        self._called.add(method.name)
+        self.journal.add(call)
+        return call
+
+    def _keep(self, name: str, spec: SelfSpec) -> None:
+        try:
+            if name not in self._unsaved:
+                self.journal.keep_state(name, spec, self.model)
+        except SettingError as error:
+            self._unsaved.add(name)
+            warn_once(f"{name} would start from nothing in a restarted run: {error}")
+
+    def differences(self, part: Part, plain: Call, call: Call) -> list[Difference]:
+        """Finds where a call's ids differ from plain generate's; columns count from the first new token."""
+        if call.ids == plain.ids:
+            return []
+        batch = part.batches[call.prompt]
+        longest = max(map(len, [*call.ids, *plain.ids]))
+
+        def padded(text: list[list[int]]) -> torch.Tensor:
+            rows = [[*row, *[self.pad] * (longest - len(row))] for row in text]
+            return torch.cat([batch.ids, torch.tensor(rows, device=batch.ids.device)], dim=1)
+
+        return first_differences(self.model, padded(plain.ids), padded(call.ids), batch.mask)
+
+
+def _state_name(part: Part, turn: int, name: str) -> str:
+    readable = re.sub(r"\W+", "-", name).strip("-")[:40]
+    return f"{part.number}-{turn}-{[method.name for method in part.methods].index(name)}-{readable}"
