@@ -1,34 +1,30 @@
-"""Measures searches for blocks to skip on a model whose best set is known (synthetic acceptance)."""
+"""How well searches find the half of the blocks that hardly matters, on a model where it is known."""
 
 from __future__ import annotations
 
-import os
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from synthetic import add_random_models, known_skips_llama, random_prompt, shapes
+from timing import print_head, print_row, print_table_head
 from transformers import LlamaForCausalLM, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import TopKLogitsWarper
 
-from ..draft.skip_layers import SkipLayers
-from ..model.anatomy import Anatomy
-from ..model.given_cache import cache_for
-from ..model.layout import TreeLayout
-from ..model.partial import LayerPlan
-from ..model.target import Target
-from ..pictures import new_figure, save
-from ..search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from ..search.replay import trace
-from ..search.skip_search import SkipSearch
-from ..selfspec import SelfSpec
-from ..stop.rules import ConfidenceThreshold, confidence
-from .synthetic import random_prompt
+from hf_selfspec import ClosestLayers, ConfidenceThreshold, OnTheFlySearch, SelfSpec, SkipLayers
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.given_cache import cache_for
+from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.partial import LayerPlan
+from hf_selfspec.model.target import Target
+from hf_selfspec.search.replay import trace
+from hf_selfspec.search.skip_search import SkipSearch
+from hf_selfspec.stop.rules import confidence
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+_AGREEMENT, _RATIO = 0.95, 0.5
 # Greedy texts of random models soon repeat themselves, so that agreement there shows little.
 _TOP_K = 50
 _SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": _TOP_K, "top_p": 1.0}
@@ -38,12 +34,10 @@ _HELD_OUT_ROWS, _HELD_OUT_TOKENS, _HELD_OUT_SEED = 16, 96, 1 << 20
 NEAR = 0.02
 
 
-def proposers(steps: int, seed: int = 1) -> dict[str, Search]:
-    """Returns the searches that are compared: each tries ``steps`` sets, whatever their scores.
+def proposers(steps: int, seed: int = 1) -> dict[str, Any]:
+    """The searches that are compared: each tries ``steps`` sets, whatever their scores.
 
-    Args:
-        steps: number of trials of each search.
-        seed: seed of the random sets; not that of the model, with which the known set was drawn.
+    The seed of the random sets is not that of the model, with which the known set was drawn.
     """
     common: dict[str, Any] = {
         "context_window": _WINDOW,
@@ -63,22 +57,12 @@ def proposers(steps: int, seed: int = 1) -> dict[str, Search]:
 
 @dataclass(frozen=True)
 class Course:
-    """The course of one search; the entries of the lists are for the leading sets in order, on held-out text.
+    """The course of one search; the entries of the lists are for the leading sets in order, on held-out text."""
 
-    Attributes:
-        steps: number of trials after which each set led.
-        seconds: time in proposals and trials until then.
-        matchness: matchness of each set.
-        found: number of blocks of the known set in each.
-        total_steps, total_seconds: trials and time of the whole search.
-        known_matchness: matchness of the known set.
-        known_blocks: number of blocks in the known set.
-    """
-
-    steps: list[int]
-    seconds: list[float]
+    steps: list[int]  # trials after which each set led
+    seconds: list[float]  # of proposals and trials until then
     matchness: list[float]
-    found: list[int]
+    found: list[int]  # blocks of the known set in each
     total_steps: int
     total_seconds: float
     known_matchness: float
@@ -95,10 +79,9 @@ class Course:
                 near = step
         return near
 
-    def row(self, name: str) -> str:
-        """A row of the table below :data:`HEAD`."""
-        cells = (
-            name,
+    def cells(self) -> list[str]:
+        """The cells of a row below :data:`COLUMNS`."""
+        return [
             f"{self.total_steps}",
             f"{self.total_seconds:.1f}",
             f"{self.matchness[-1]:.3f}",
@@ -106,25 +89,19 @@ class Course:
             f"{100 * (self.matchness[-1] - self.known_matchness):+.1f}",
             f"{self.found[-1]}/{self.known_blocks}",
             "never" if self.near_from is None else f"{self.near_from}",
-        )
-        return "| " + " | ".join(cells) + " |"
+        ]
 
 
-_COLUMNS = (
+COLUMNS = (
     "proposer", "steps", "search s", "held-out matchness", "known set's", "points", "known blocks",
     "within 2 points from step",
 )  # fmt: skip
-HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
 
-def follow(model: LlamaForCausalLM, known: SkipLayers, ratio: float, settings: Search) -> Course:
+def follow(model: LlamaForCausalLM, known: SkipLayers, ratio: float, settings: Any) -> Course:
     """Generates sampled text until a search is over, and measures each set that led on text that it did not see.
 
-    Args:
-        model: the model, see :func:`known_skips_llama`.
-        known: the blocks that hardly matter.
-        ratio: share of the blocks that proposed sets skip.
-        settings: settings of the search.
+    ``known`` are the blocks that hardly matter, and ``ratio`` is the share of the blocks that proposed sets skip.
     """
     spec = SelfSpec(SkipLayers(search=settings, ratio=ratio), ConfidenceThreshold(0.8))
     watch = _Watch(model, spec)
@@ -181,13 +158,6 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
     """How often sampled drafts of each set would be accepted (``Σ min(p, q)``) on texts of the model's own.
 
     As in a search's trials, a set predicts the last 32 tokens with the whole model's keys and values before them.
-
-    Args:
-        model: the model.
-        plans: the sets.
-
-    Returns:
-        The matchness of each set.
     """
     torch.manual_seed(_HELD_OUT_SEED)
     prompt = random_prompt(model, _HELD_OUT_ROWS, _PROMPT, _HELD_OUT_SEED)
@@ -219,22 +189,14 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
     return [found[plan] for plan in plans]
 
 
-def plot(courses: dict[str, Course], title: str, path: str | os.PathLike[str] | None = None) -> Figure:
-    """Draws the held-out matchness of the leading sets against steps and against seconds.
+def plot(courses: dict[str, Course], title: str, path: str) -> None:
+    """Draws the held-out matchness of the leading sets against steps and against seconds."""
+    import matplotlib
 
-    Args:
-        courses: the searches, by name, on one model.
-        title: the model of the searches; a note that acceptance is synthetic is added.
-        path: where to save the plot, in the format that its suffix names.
+    matplotlib.use("agg")
+    from matplotlib import pyplot
 
-    Returns:
-        The figure, which is not shown and not registered with pyplot.
-
-    Raises:
-        SettingError: matplotlib is not installed.
-    """
-    figure = new_figure("known_answer.plot", 10, 4)
-    by_step, by_second = figure.subplots(1, 2, sharey=True)
+    figure, (by_step, by_second) = pyplot.subplots(1, 2, sharey=True, figsize=(10, 4), layout="constrained")
     for name, course in courses.items():
         matchness = [*course.matchness, course.matchness[-1]]
         by_step.step([*course.steps, course.total_steps], matchness, where="post", label=name)
@@ -249,6 +211,28 @@ def plot(courses: dict[str, Course], title: str, path: str | os.PathLike[str] | 
     by_step.set_ylabel("matchness of the leading set, held out")
     by_step.legend(fontsize="small")
     figure.suptitle(f"{title}; synthetic acceptance", fontsize="medium")
-    if path is not None:
-        save("known_answer.plot", figure, path)
-    return figure
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_random_models(parser)
+    parser.add_argument("--agreement", type=float, default=_AGREEMENT, help="how often the known set agrees")
+    parser.add_argument("--steps", type=int, default=552, help="number of sets that each search tries")
+    parser.add_argument("--plot", help="file for a plot")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    _, shape = next(shapes(args))
+    model, known = known_skips_llama(shape, agreement=args.agreement)
+    print_head(args.device, "synthetic acceptance", str(shape))
+    print_table_head(*COLUMNS)
+    courses = {}
+    for name, settings in proposers(args.steps).items():
+        courses[name] = follow(model, known, _RATIO, settings)
+        print_row(name, *courses[name].cells())
+    if args.plot is not None:
+        plot(courses, f"{args.layers} layers of width {args.width[0]}", args.plot)
+
+
+if __name__ == "__main__":
+    main()

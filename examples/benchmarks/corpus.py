@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,3 +58,18 @@ def read_corpus(library: Path) -> Corpus:
         (held_out if is_held_out(path) else training).append(text)
         digest.update(f"{path.as_posix()}\0{text}\0".encode())
     return Corpus(training, held_out, digest.hexdigest())
+
+
+def standard_library() -> Corpus:
+    """Reads the sources of this interpreter's standard library."""
+    return read_corpus(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def held_out_texts() -> list[str]:
+    """Files that the demo model was not trained on, each from the beginning and from two functions further on."""
+    texts, held_out = [], standard_library().held_out
+    for part in range(3):
+        for text in held_out:
+            start = text.find("\ndef ", part * len(text) // 3)
+            texts.append(text[start + 1 :] if part and start >= 0 else text)
+    return texts
