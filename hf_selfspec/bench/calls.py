@@ -41,15 +41,9 @@ class Call:
     is_first: bool = False  # of the method in this process
     graphs: int = 0  # that were compiled
     peak_memory: int | None = None  # allocated bytes, where the device reports them
-    # Verification passes of all rows, tokens drafted (``None`` if unknown) and kept without siblings in a tree, and how
-    # many passes kept how many; ``None`` without drafts.
+    # Verification passes, tokens drafted (siblings in a tree are not) and kept, and how many passes kept how many.
     rounds: dict[str, Any] | None = None
     left_to_generate: str = ""  # why a ``SelfSpec`` left the call to plain generate
-
-    @property
-    def place(self) -> Place:
-        """Where it stands in the stream."""
-        return self.method, self.condition, self.turn, self.prompt
 
     def whole(self, clock: str) -> tuple[int, float]:
         """Tokens and seconds of the whole call."""

@@ -24,20 +24,16 @@ from ..model.attention import without_cudnn_attention
 from ..model.checkpointing import evaluating
 from ..pictures import save
 from ..prompts import Prompt as Given
-from .journal import Journal
 from .methods import Methods, fitting
-from .prompts import KIND, Batch, Encoder, Prompt, padding
+from .prompts import KIND, Batch, Encoder, Prompt
 from .report import as_svg, html, markdown, speedups
 from .results import Json, results
 from .settings import Clock, Settings
-from .stream import Stream
+from .stream import Journal, Stream
 from .tables import main_table, title, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Characters of a hash of the prompts.
-_HASH = 12
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def compare(
             figures of other settings.
     """
     inner = causal_lm(model, "compare")
-    several = _several(temperature), _several(batch_size)
+    several: list[Any] = [tuple(one) if isinstance(one, Sequence) else (one,) for one in (temperature, batch_size)]
     settings = Settings(max_new_tokens, *several, top_p, top_k, seed, clock)
     encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
     prompts = [encoder.prompt(KIND, text) for text in _checked(texts)]
@@ -178,12 +174,13 @@ def measured(
         raise SettingError("no prompt fits the model. Give shorter ones, or fewer max_new_tokens.")
     if (most := max(settings.batch_sizes)) > len(prompts):
         raise SettingError(f"batch_size={most}: there are fewer prompts than that. Give more, or smaller batches.")
-    pad, device = padding(tokenizer), model.device
+    known_ids, device = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0), model.device
+    pad = next(token for token in known_ids if token is not None)
     with evaluating(model), without_cudnn_attention():
         known, left_out = fitting(model, methods, Batch.of(prompts[:1], pad, device))
         told = {**_about(model), "prompts": len(prompts), **(about or {})}
-        tokens = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()[:_HASH]
-        header = {**told, "tokens of prompts": tokens, **settings.as_json()}
+        tokens = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()
+        header = {**told, "tokens of prompts": tokens, **vars(settings)}
         journal = Journal({**header, **{f"method {method.name}": method.settings for method in known}}, out)
         stream = Stream(model, settings, prompts, known, pad, journal)
         stream.run(progress)
@@ -222,13 +219,8 @@ def _about(model: PreTrainedModel) -> Json:
         "device": str(model.device),
         "machine": machine(model.device),
         "hf_selfspec": __version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
+        "python": platform.python_version(),
     }
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
 def _checked(texts: Any) -> list[Given]:

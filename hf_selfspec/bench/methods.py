@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import CompileConfig, PreTrainedModel
 
-from ..draft.skip_layers import SkipLayers
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
 from ..notices import muted
-from ..search.on_the_fly import ClosestLayers
 from ..selfspec import SelfSpec
 from ..spec_text import read_spec, split
 from .prompts import Batch
@@ -87,19 +86,18 @@ _WITH_PARTS = {
     "SelfSpec.early_exit_only(layer)": "its text is not the model's own",
 }
 _LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
+_NAMES = ("lookup", "layerskip", "swift", "adaspeed")
+_PRESETS = {"SelfSpec(compile=True)": COMPILED_GROUP} | dict.fromkeys(
+    ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))"),
+    OURS_GROUP,
+)
 KNOWN = {
     method.name: method
     for method in (
         Method(PLAIN, PLAIN_GROUP, "(nothing)"),
         *_LOOKUPS,
         _static(),
-        _ours("SelfSpec(compile=True)", lambda: SelfSpec(compile=True), COMPILED_GROUP),
-        _ours("SelfSpec()", SelfSpec),
-        _ours("SelfSpec.lookup()", SelfSpec.lookup),
-        _ours("SelfSpec.layerskip()", SelfSpec.layerskip),
-        _ours("SelfSpec.swift()", SelfSpec.swift),
-        _ours("SelfSpec.adaspeed()", SelfSpec.adaspeed),
-        _ours("SelfSpec(SkipLayers(search=ClosestLayers()))", lambda: SelfSpec(SkipLayers(search=ClosestLayers()))),
+        *(_ours(text, partial(read_spec, text), group) for text, group in _PRESETS.items()),
     )
 }
 
@@ -108,7 +106,7 @@ SHORT = {
     "prompt-lookup": tuple(method.name for method in _LOOKUPS),
     "selfspec": ("SelfSpec()",),
     "selfspec-compiled": ("SelfSpec(compile=True)",),
-    **{name: (f"SelfSpec.{name}()",) for name in ("lookup", "layerskip", "swift", "adaspeed")},
+    **{name: (f"SelfSpec.{name}()",) for name in _NAMES},
 }
 
 
@@ -151,10 +149,8 @@ def _method(name: str | None, given: Any) -> Method:
         raise SettingTypeError(f"methods must be names or SelfSpec objects, got {given!r}.")
     method = _named(given)
     if method is None:
-        raise SettingError(
-            f"methods: {given!r} is not known. Give a SelfSpec, prompt-lookup(N, K), or one of "
-            f"{', '.join(map(repr, KNOWN))}."
-        )
+        names = ", ".join(map(repr, KNOWN))
+        raise SettingError(f"methods: {given!r} is not known. Give a SelfSpec, prompt-lookup(N, K), or one of {names}.")
     return method
 
 

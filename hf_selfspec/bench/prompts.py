@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -46,14 +46,11 @@ class Batch(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Tokenizes texts and chats of up to ``longest`` tokens, and counts by kind what it leaves out.
-
-    ``chat`` is whether a text is a message of a user; ``None`` for yes where the tokenizer has a chat template.
-    """
+    """Tokenizes texts and chats of up to ``longest`` tokens, and counts by kind what it leaves out."""
 
     tokenizer: PreTrainedTokenizerBase
     longest: int
-    chat: bool | None = None
+    chat: bool | None = None  # whether a text is a user's message, by default where there is a chat template
     left_out: Counter[str] = field(default_factory=Counter)
 
     def prompt(self, kind: str, given: Given) -> Prompt | None:
@@ -66,11 +63,7 @@ class Encoder:
 
 
 def texts_of(data: Iterable[str], column: str | None = None) -> dict[str, list[Given]]:
-    """Returns the prompts of data files by kind; ``column`` holds them, by default the first that usually does.
-
-    Raises:
-        SettingError: a file cannot be read, is empty, or has a row without a prompt.
-    """
+    """Returns the prompts of data files by kind; ``column`` holds them, by default the first that usually does."""
     found: dict[str, list[Given]] = {}
     for path in data:
         for row in read_rows(path, column):
@@ -92,9 +85,3 @@ def stream_of(
 def repeated(stream: Sequence[Prompt]) -> list[Prompt]:
     """Returns the stream twice."""
     return [*stream, *(Prompt(f"{prompt.kind}, again", prompt.ids) for prompt in stream)]
-
-
-def padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that pads batches."""
-    known: tuple[Any, ...] = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return int(next(token for token in known if token is not None))

@@ -26,7 +26,6 @@ _STYLES = {
     COMPILED_GROUP: ("#CC79A7", "..."),
     OURS_GROUP: ("#0072B2", ""),
 }
-_WHAT = "Comparison.plot"
 # The most characters of a method's name on an axis.
 _LONGEST = 34
 
@@ -45,13 +44,8 @@ def markdown(results: Json) -> str:
 
 def html(results: Json, pictures: Mapping[str, bytes]) -> str:
     """Returns one HTML page with the plots in it, SVG files by name, which loads nothing."""
-    environment = Environment(
-        loader=PackageLoader("hf_selfspec.bench"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("hf_selfspec.bench")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template("report.html.jinja").render(
         title=_TITLE,
         subject=_subject(results),
@@ -73,7 +67,7 @@ def speedups(condition: Json) -> Figure:
     """Draws a bar for each method with its interval, and a line at plain generate."""
     known = [method for method in condition["methods"] if method["whole"] is not None]
     methods = sorted(known, key=lambda method: -method["whole"]["ratio_of_means"]["value"])
-    figure = new_figure(_WHAT, 8, 1.1 + 0.36 * len(methods))
+    figure = new_figure("Comparison.plot", 8, 1.1 + 0.36 * len(methods))
     axes = figure.subplots()
     for place, method in enumerate(methods):
         found = method["whole"]["ratio_of_means"]

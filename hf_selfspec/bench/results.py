@@ -37,11 +37,9 @@ Measure = Callable[[Call, str], tuple[int, float]]
 
 def results(stream: Stream, clock: str) -> Json:
     """Returns the settings and all figures of a stream, by the clock ``wall`` or ``cpu``."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "settings": {**stream.settings.as_json(), "clock": clock},
-        "conditions": [_Condition(part, stream, clock).as_json() for part in stream.parts],
-    }
+    settings = {**vars(stream.settings), "clock": clock}
+    conditions = [_Condition(part, stream, clock).as_json() for part in stream.parts]
+    return {"schema_version": SCHEMA_VERSION, "settings": settings, "conditions": conditions}
 
 
 class _Condition:

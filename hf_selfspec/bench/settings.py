@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..errors import SettingError
@@ -66,7 +66,3 @@ class Settings:
             found |= {"do_sample": True, "temperature": condition.temperature, "top_p": self.top_p, "top_k": self.top_k}
             found |= {"min_new_tokens": self.max_new_tokens}
         return found
-
-    def as_json(self) -> dict[str, Any]:
-        """The settings in a form for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -237,6 +237,6 @@ def last_tables(results: Json) -> list[Table]:
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_shown(one)}" for name, one in value.items()) or _NOTHING
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return ", ".join(map(_shown, value)) or _NOTHING
     return _NOTHING if value is None else str(value)
