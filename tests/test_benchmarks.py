@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, str]] = {
     "searches": ("--model {model} --data {tasks} --prompts 1 --tokens 33", "| no search |"),
     "stops": (f"{FITTED} --files 2", "| AdaSPEED with the probe |"),
     "adapters": (f"{FITTED} --files 2", "| exit alone (LayerSkip) |"),
-    "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 5 --out {folder}/fitted", "| ε = 0.9 |"),
+    "heads": ("--copied --repeats 1 --prompts 1 --tokens 8 --files 8 --out {folder}/fitted", "| ε = 0.9 |"),
     "gpu": (
         "--device cpu --shapes tiny --rows 1 --tokens 6 --repeats 1 --dtype float32 --out {folder}/gpu.json",
         "| generate tiny 1 | verification |",

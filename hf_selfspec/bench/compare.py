@@ -149,8 +149,7 @@ def compare(
             figures of other settings.
     """
     inner = causal_lm(model, "compare")
-    several: list[Any] = [tuple(one) if isinstance(one, Sequence) else (one,) for one in (temperature, batch_size)]
-    settings = Settings(max_new_tokens, *several, top_p, top_k, seed, clock)
+    settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock)
     encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
     prompts = [encoder.prompt(KIND, text) for text in _checked(texts)]
     stream = [prompt for prompt in prompts if prompt is not None]
@@ -221,6 +220,10 @@ def _about(model: PreTrainedModel) -> Json:
         "hf_selfspec": __version__,
         "python": platform.python_version(),
     }
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,)
 
 
 def _checked(texts: Any) -> list[Given]:

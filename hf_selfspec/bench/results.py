@@ -114,16 +114,12 @@ class _Condition:
         """Share of texts with plain generate's ids, and where others differ."""
         pairs = list(zip(self.plain, calls, strict=True))
         rows = [same for plain, call in pairs for same in map(list.__eq__, plain.ids, call.ids)]
-        differences = [
-            {
-                "prompt": call.prompt,
-                "row": one.row,
-                "position": one.column - self.part.batches[call.prompt].ids.shape[1],
-            }
-            | {"margin": one.margin, "near_tie": one.is_near_tie}
-            for plain, call in pairs
-            for one in self.stream.differences(self.part, plain, call)
-        ]
+        differences = []
+        for plain, call in pairs:
+            width = self.part.batches[call.prompt].ids.shape[1]
+            for one in self.stream.differences(self.part, plain, call):
+                place = {"prompt": call.prompt, "row": one.row, "position": one.column - width}
+                differences.append({**place, "margin": one.margin, "near_tie": one.is_near_tie})
         return {"texts": len(rows), "equal": sum(rows), "share": sum(rows) / len(rows), "differences": differences}
 
     def _first_call(self, name: str) -> Json:

@@ -180,7 +180,7 @@ class Stream:
             warn_once(f"{name} would start from nothing in a restarted run: {error}")
 
     def differences(self, part: Part, plain: Call, call: Call) -> list[Difference]:
-        """Finds where a call's ids differ from plain generate's; columns count from the first new token."""
+        """Finds where the ids of a call differ from plain generate's."""
         if call.ids == plain.ids:
             return []
         batch = part.batches[call.prompt]
