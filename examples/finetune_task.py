@@ -27,6 +27,7 @@ from typing import Any
 
 import peft
 import torch
+from benchmarks.timing import Timings, interleave, timed_generate
 from peft import LoraConfig, PeftModel, get_peft_model
 from tasks import TASKS, Task
 from torch.utils.data import Dataset
@@ -57,7 +58,7 @@ from hf_selfspec import (
     SelfSpec,
     fit_reduced_head,
 )
-from hf_selfspec.bench.measure import Timings, interleave, machine, timed_generate
+from hf_selfspec.bench.compare import machine
 from hf_selfspec.train import even
 
 logger = logging.getLogger("finetune_task")

@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from benchmarks.corpus import read_corpus
 from datasets import Dataset, DatasetDict, load_dataset
 from peft import LoraConfig
 from train_demo_model import exit_table
@@ -24,7 +25,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 from hf_selfspec import EarlyExitLoss, Rotational, exit_report
-from hf_selfspec.bench.corpus import read_corpus
 from hf_selfspec.train import even
 
 

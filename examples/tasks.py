@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_selfspec.bench.corpus import HELD_OUT_ONE_IN, Corpus, is_held_out
+from benchmarks.corpus import HELD_OUT_ONE_IN, Corpus, is_held_out
 
 INSTALLED_PACKAGES = {"dist-packages", "site-packages"}
 # Two of three headers take nothing but ``self``; so many would turn the task into copying names.

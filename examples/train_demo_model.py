@@ -27,6 +27,7 @@ from pathlib import Path
 import tokenizers
 import torch
 import transformers
+from benchmarks.corpus import Corpus, read_corpus
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -48,7 +49,6 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_selfspec import EarlyExitLoss, ExitReport, LayerDropout, exit_report
-from hf_selfspec.bench.corpus import Corpus, read_corpus
 from hf_selfspec.train import even
 
 logger = logging.getLogger("train_demo_model")

@@ -6,7 +6,7 @@ the output stays the same.
 
 from .attached import attach, detach
 from .auditing import Audit, Parting, SampleTest, audit
-from .bench.comparison import Comparison, compare
+from .bench import Comparison, compare
 from .differences import Difference, first_differences
 from .draft import (
     Cascade,

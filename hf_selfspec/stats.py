@@ -92,7 +92,7 @@ class GenerationStats:
         """c, time of a drafting step / time of a verification pass, both measured in this call (0 without a draft).
 
         The papers divide by the time of a one-token pass of the full model. A verification pass takes as long where
-        memory bandwidth is the limit. ``hf_selfspec.bench`` measures the one-token pass itself.
+        memory bandwidth is the limit. ``examples/benchmarks/engine.py`` measures the one-token pass itself.
         """
         if not self.draft_steps or not self.verify_passes or not self.verify_seconds:
             return 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import EXAMPLES, tiny_llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaForCausalLM
@@ -174,9 +174,10 @@ def test_heads_of_a_group_together_and_one_after_another(queries: int) -> None:
 
 _PEAK = """
 import sys, torch
+sys.path.append(sys.argv[2])
+from timing import peak_mib
 from transformers import LlamaConfig, LlamaForCausalLM
 from hf_selfspec import SelfSpec
-from hf_selfspec.bench.resident import peak_resident_bytes
 config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
                      num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None)
 model = LlamaForCausalLM(config).eval()
@@ -186,14 +187,19 @@ for row in range(4):
     mask[row, : 100 * row] = 0
 given = {"assistant": SelfSpec.lookup()} if sys.argv[1] == "ours" else {}
 model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4, pad_token_id=0, **given)
-print(peak_resident_bytes())
+print(peak_mib(model.device))
 """
 
 
 def test_peak_memory_of_long_prompts_of_different_lengths() -> None:
     peak = {
-        name: int(
-            subprocess.run([sys.executable, "-c", _PEAK, name], capture_output=True, text=True, check=True).stdout
+        name: float(
+            subprocess.run(
+                [sys.executable, "-c", _PEAK, name, str(EXAMPLES / "benchmarks")],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
         )
         for name in ("plain", "ours")
     }

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 import hf_selfspec
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
-from hf_selfspec.bench.comparison.suites import Source, questions
+from hf_selfspec.bench.prompts import texts_of
 from hf_selfspec.loading import NamedModel
 from hf_selfspec.prompt_files import read_prompts
 from hf_selfspec_command import app, main
@@ -135,7 +135,7 @@ def test_audit_and_bench_take_the_same_file(
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     assert audited(path, "--methods", "lookup", "--max-new-tokens", "4") == 0
     assert "2 of 2 prompts have equal ids" in capsys.readouterr().out
-    (prompts,) = questions([Source(str(path))]).values()
+    (prompts,) = texts_of([str(path)]).values()
     assert prompts == read_prompts(str(path)) == ["def read(path):", "import os"]
 
 
@@ -361,7 +361,7 @@ def takes(name: str, option: str) -> bool:
 
 
 def test_every_command_is_in_the_table_of_mistakes() -> None:
-    assert set(commands()) == {*NEEDED, "measure"}, "figures have options of their own, see test_figures.py"
+    assert set(commands()) == set(NEEDED)
 
 
 @pytest.mark.parametrize(

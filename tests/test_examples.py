@@ -32,7 +32,7 @@ def run(script: str, *arguments: str) -> str:
 @pytest.fixture(scope="session")
 def small_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A standard library of few files, six of which are held out."""
-    from hf_selfspec.bench.corpus import corpus_files, is_held_out
+    from benchmarks.corpus import corpus_files, is_held_out
 
     folder, whole = tmp_path_factory.mktemp("library"), Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in corpus_files(whole) if 10_000 < (whole / path).stat().st_size < 50_000]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.corpus import is_held_out
+from benchmarks.timing import Sample, Timings
 from conftest import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
 
 from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Lookup
-from hf_selfspec.bench.corpus import is_held_out
-from hf_selfspec.bench.measure import Sample, Timings
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 

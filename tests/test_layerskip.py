@@ -31,7 +31,6 @@ from hf_selfspec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_selfspec.bench.trained import _traces
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
 from hf_selfspec.draft.partial import PartialDraft
@@ -40,6 +39,8 @@ from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy, choose_exit
 from hf_selfspec.search.replay import Replay, Rule, Trace, draft_lengths, replays
+from hf_selfspec.search.replay import trace as traced
+from hf_selfspec.stop.rules import confidence
 
 COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, several=0.75, token=0.5, step=0.25, num_layers=4)
 
@@ -208,13 +209,32 @@ def test_replay_of_likely_acceptance_is_the_mean_over_outcomes():
     assert total / runs == pytest.approx(expected, rel=0.02)
 
 
+@torch.no_grad()
+def _traces(model, ids, prompt, layers):
+    """Traces of exits along a text, by greedy choices of each exit's own logits, from one forward of the model."""
+    written = slice(prompt - 1, ids.shape[1] - 1)
+    exits = Exits(model)
+    exits.attach()
+    try:
+        exits.chosen = tuple(layers)
+        full = model(input_ids=ids).logits[0, written].float()
+        found = {}
+        for layer, states in zip(layers, exits.states, strict=True):
+            logits = exits.head(states[0, written]).float()
+            found[layer] = traced(logits[None], full[None], confidence(logits)[None], False)
+        return found
+    finally:
+        exits.chosen = ()
+        exits.detach()
+
+
 @pytest.mark.parametrize("rule", [FixedLength(3), ConfidenceThreshold(0.02)])
 def test_replay_foretells_what_decoding_does(rule):
     model = tiny_llama()
     ids, tokens = prompt(), 80
     spec = SelfSpec(draft=EarlyExit(3), stop=rule)
     text = greedy(model, ids, tokens, assistant=spec)
-    trace = _traces(model, text, ids.shape[1], [3], None)[3]
+    trace = _traces(model, text, ids.shape[1], [3])[3]
     found = replay(
         Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, exit_plan(2), COSTS, 25
     )  # after the prefill's token
@@ -354,7 +374,7 @@ def test_traces_of_a_text_are_what_each_exit_says(monkeypatch):
     )
     text = greedy(model, prompt(), 48, assistant=spec)
     seen = {layer: np.concatenate([part[layer][0].accept[0] for part in found]) for layer in found[0]}
-    expected = _traces(model, text, prompt().shape[1], list(seen), None)
+    expected = _traces(model, text, prompt().shape[1], list(seen))
     for layer, accept in seen.items():
         # After the first generated token and each later one but the last.
         assert accept.tolist() == expected[layer].accept[0, 1:].tolist()

@@ -23,7 +23,6 @@ from hf_selfspec import (
     TopKTree,
     first_differences,
 )
-from hf_selfspec.bench.measure import Sample, Timings, interleave
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -103,37 +102,6 @@ def test_stats_of_a_generation_add_up(tree: TopKTree | None) -> None:
     assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.accepted
     assert 0 < stats.forward_seconds < stats.total_seconds
     assert stats.plan == "###..."
-
-
-def test_interleave_runs_in_turn_and_leaves_the_warmup_out() -> None:
-    calls: list[str] = []
-
-    def variant(name: str, seconds: float) -> Sample:
-        calls.append(name)
-        return Sample(0.0, seconds, 2)
-
-    timings = interleave({"a": lambda: variant("a", 1.0), "b": lambda: variant("b", 4.0)}, repeats=3)
-    assert calls == ["a", "b"] * 4
-    assert timings["b"].median() / timings["a"].median() == 4.0
-    assert Timings([Sample(0, s, 1) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]).spread() == pytest.approx(0.5)
-
-
-def test_bench_command_prints_its_figures() -> None:
-    command = [sys.executable, "-m", "hf_selfspec.bench", "engine", "--width", "64", "--dtype", "float32"]
-    command += ["--layers", "4", "--exit-layer", "2", "--tokens", "12", "--repeats", "1", "--vocabulary", "97"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    row = printed.splitlines()[-1]
-    assert row.startswith("| width 64, float32, batch 1, prompt 64 |")
-    assert len(row.split("|")) == 14
-
-
-def test_bench_command_prints_forwards() -> None:
-    command = [sys.executable, "-m", "hf_selfspec.bench", "forward", "--model", str(EXAMPLES / "demo_model")]
-    command += ["--dtype", "float32", "--repeats", "1", "--prompt", "20"]
-    theirs, ours = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-2:]
-    assert [float(cell) > 0 for cell in theirs.split("|")[2:-1]] == [True] * 7
-    assert float(theirs.split("|")[2]) == 1
-    assert len(ours.split("|")) == len(theirs.split("|"))
 
 
 def test_demo_model_is_lossless_and_partly_right() -> None:

@@ -1,1 +1,5 @@
-"""Measurements: ``python -m hf_selfspec.bench --help``."""
+"""Whether self-speculation pays with a model and its prompts: all methods on one stream, and a report."""
+
+from .compare import Comparison, compare
+
+__all__ = ["Comparison", "compare"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
 import pytest
 from architectures import build
-from conftest import tiny_llama
+from conftest import EXAMPLES, tiny_llama
 
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SettingTypeError, SkipLayers
-from hf_selfspec.bench.synthetic import LlamaShape, acceptance, known_skips_llama
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, usual_ratio
@@ -79,14 +79,16 @@ def test_usual_ratios() -> None:
     assert [usual_ratio(int(billions * 1e9)) for billions in (1, 7, 13, 34, 70)] == [0.4, 0.4, 0.45, 0.5, 0.5]
 
 
-def test_a_model_with_a_known_answer() -> None:
+def test_a_model_with_a_known_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of its blocks hardly matter: without them it predicts nearly the same, without the others it does not."""
-    shape = LlamaShape(64, 8, vocabulary=97, positions=256)
-    model, known, agreement = known_skips_llama(shape)
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    synthetic = importlib.import_module("synthetic")
+    model, known = synthetic.known_skips_llama(synthetic.LlamaShape(64, 8, vocabulary=97, positions=256))
+    agreement = synthetic.acceptance(model, SelfSpec(known, FixedLength(4)))
     space = SkipSpace.of(Anatomy.of(model))
     places = space.places(known.plan(Anatomy.of(model)))
     assert len(places) == 6
     assert agreement > 0.8
     others = space.plan(set(range(12)) - places)
     draft = SkipLayers(tuple(others.skipped_attention), tuple(others.skipped_mlp))
-    assert acceptance(model, SelfSpec(draft, FixedLength(4))) < agreement - 0.3
+    assert synthetic.acceptance(model, SelfSpec(draft, FixedLength(4))) < agreement - 0.3

@@ -18,7 +18,6 @@ from .bench import bench
 from .exit_report import exit_report
 from .generate import generate
 from .inspect import inspect
-from .measure import SETTINGS, measure
 from .output import PROGRAM, brief_warnings, tell
 from .tune import tune
 
@@ -37,7 +36,6 @@ app.command()(bench)
 app.command()(exit_report)
 app.command()(generate)
 app.command()(inspect)
-app.command(context_settings=SETTINGS)(measure)
 app.command()(tune)
 app.add_typer(fit.app, name="fit")
 

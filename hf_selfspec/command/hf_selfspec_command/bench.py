@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,8 +10,10 @@ import typer
 
 from .options import ModelOptions, PromptFieldOption, takes_options
 
+# Prompts in a stream of one kind, twice as many as an interval needs, and of each kind if there are several.
+_OF_ONE_KIND, _OF_EACH_KIND = 20, 5
 # Options that are settings of the same name.
-_SETTINGS = ("max_new_tokens", "top_p", "top_k", "seed", "clock", "passes", "first_calls")
+_SETTINGS = ("max_new_tokens", "top_p", "top_k", "seed", "clock", "passes")
 
 
 @dataclass(frozen=True)
@@ -21,17 +24,10 @@ class StreamOptions:
         list[str],
         typer.Option(
             help="A .jsonl file of prompts, a .txt file with a prompt in each line, or a dataset of the Hub; repeat it "
-            "for more."
+            "for more. A column `kind` groups prompts."
         ),
     ]
     out: Annotated[str, typer.Option(help="Folder for the report. The same command resumes from it.")]
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="For each --data: spec-bench, humaneval, gsm8k, editing, text, or auto, which goes by the columns and "
-            "treats texts as your own prompts."
-        ),
-    ] = None
     field: PromptFieldOption = None
     kinds: Annotated[list[str] | None, typer.Option(help="Only these kinds of prompts, separated by commas.")] = None
     prompts: Annotated[
@@ -39,14 +35,13 @@ class StreamOptions:
         typer.Option(min=1, help="Prompts of each kind; by default 20 for a single kind, 5 each for several."),
     ] = None
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None
-    raw: Annotated[bool, typer.Option("--raw", help="Continue beginnings of texts instead of answering chats.")] = False
-    variants: Annotated[bool, typer.Option("--variants", help="Add a variant of each prompt, later on.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="Continue texts instead of answering chats.")] = False
     repeat: Annotated[bool, typer.Option("--repeat", help="Run the whole stream twice.")] = False
 
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """Which ways of generating, and how."""
+    """Which methods of generating, and how."""
 
     methods: Annotated[
         list[str] | None,
@@ -71,32 +66,40 @@ class MethodOptions:
     passes: Annotated[
         int, typer.Option(help="Runs of the stream, each with a new SelfSpec; the last one counts (3 for graphs).")
     ] = 1
-    first_calls: Annotated[int, typer.Option(help="Prompts with a new SelfSpec each, after the stream.")] = 0
-    without: Annotated[
-        list[str] | None, typer.Option(help="Leave out parts of SelfSpec: kernels, trees, suffix, successors, costs.")
-    ] = None
-    free_verification: Annotated[
-        bool, typer.Option("--free-verification", help="Make drafts as large as if verification were free.")
-    ] = False
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Measure each way's peak memory in a process of its own (on a CPU).")
-    ] = False
-    trace: Annotated[bool, typer.Option("--trace", help="Write statistics of each call to trace.jsonl.")] = False
 
 
 @takes_options
 def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> None:
-    """Compare all ways of generating on your prompts: which is fastest, and are the tokens the same?"""
-    from hf_selfspec.bench.comparison.request import BenchRequest
-    from hf_selfspec.bench.comparison.settings import Settings
+    """Compare all methods of generating on your prompts: which is fastest, and are the tokens the same?"""
+    from hf_selfspec.bench.compare import longest_prompt, measured
+    from hf_selfspec.bench.methods import methods_of
+    from hf_selfspec.bench.prompts import Encoder, repeated, stream_of, texts_of
+    from hf_selfspec.bench.settings import Settings
+    from hf_selfspec.errors import SettingError
+    from hf_selfspec.files import check_folder, path_of
+    from hf_selfspec.loading import ModelRequest
+    from hf_selfspec.prompts import has_chats
     from hf_selfspec.spec_text import split
 
-    given: dict[str, Any] = {**vars(which), **vars(stream), **vars(how)}
-    settings: dict[str, Any] = {name: given.pop(name) for name in _SETTINGS}
-    settings["temperatures"] = tuple(given.pop("temperature") or (0.0,))
-    settings["batch_sizes"] = tuple(given.pop("batch_size") or (1,))
-    lists = {name: given.pop(name) or () for name in ("suite", "methods", "kinds", "without")}
-    given |= {"suites": lists["suite"], "methods": lists["methods"]}
-    given |= {name: split(lists[name]) for name in ("kinds", "without")}
-    found = BenchRequest(**given, settings=Settings(**settings)).run()
+    shared: dict[str, Any] = {name: getattr(how, name) for name in _SETTINGS}
+    lists = tuple(how.temperature or (0.0,)), tuple(how.batch_size or (1,))
+    settings = Settings(temperatures=lists[0], batch_sizes=lists[1], **shared)
+    check_folder("--out", stream.out)
+    methods = methods_of(how.methods or ()) or None
+    texts = texts_of(stream.data, stream.field)  # before the model, so that errors in files are reported at once
+    kinds = list(split(stream.kinds or ())) or list(texts)
+    unknown = [kind for kind in kinds if kind not in texts]
+    if unknown:
+        raise SettingError(f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts)}.")
+    request = ModelRequest(**vars(which))
+    named = request.find()
+    tokenizer, longest = named.tokenizer(), longest_prompt(named.config(), settings)
+    chat = has_chats(tokenizer) and not stream.raw
+    encoder = Encoder(tokenizer, min(longest, stream.max_prompt_tokens or longest), chat)
+    count = stream.prompts or (_OF_ONE_KIND if len(kinds) == 1 else _OF_EACH_KIND)
+    prompts = stream_of({kind: texts[kind] for kind in kinds}, encoder, count, random.Random(settings.seed))
+    about = {"prompts_left_out": dict(+encoder.left_out), "data": stream.data, "prompts_per_kind": count, "chat": chat}
+    if stream.repeat:
+        prompts = repeated(prompts)
+    found = measured(request.load(named), tokenizer, prompts, settings, methods, path_of(stream.out), about)
     print(f"{found}\n\nThe whole report is {stream.out}/report.html.")

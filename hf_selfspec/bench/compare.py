@@ -1,0 +1,237 @@
+"""``hf_selfspec.compare``: measures whether self-speculation pays, for Python and for ``hf-selfspec bench``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import SettingError, SettingTypeError
+from ..files import check_folder, path_of, reported, written_whole
+from ..model.anatomy import causal_lm, max_positions
+from ..model.attention import without_cudnn_attention
+from ..model.checkpointing import evaluating
+from ..pictures import save
+from ..prompts import Prompt as Given
+from .methods import Methods, fitting
+from .prompts import KIND, Batch, Encoder, Prompt
+from .report import as_svg, html, markdown, speedups
+from .results import Json, results
+from .settings import Clock, Settings
+from .stream import Journal, Stream
+from .tables import main_table, title, verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How fast methods of generating are on one model and stream of prompts.
+
+    ``str(comparison)`` is a table and a sentence on what is fastest; :meth:`plot` draws it, :meth:`save` writes a
+    report.
+
+    Attributes:
+        results: everything, as in the file ``results.json``.
+    """
+
+    results: Mapping[str, Any]
+
+    @property
+    def best(self) -> str:
+        """Name of the fastest lossless method under the first condition."""
+        return str(self.results["conditions"][0]["best"])
+
+    def __str__(self) -> str:
+        parts = []
+        for condition in self.results["conditions"]:
+            found, table = verdict(condition), main_table(condition).text()
+            parts.append("\n".join([title(condition), "", table, "", found.headline, *found.details]))
+        return "\n\n".join(parts)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draws the speed of each method under the first condition, with intervals.
+
+        Args:
+            path: where to save the plot, in the format that its suffix names, e.g. ``speed.png``.
+
+        Returns:
+            The figure, which is not shown and not registered with pyplot.
+
+        Raises:
+            SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
+        """
+        figure = speedups(self.results["conditions"][0])
+        if path is not None:
+            save("Comparison.plot", figure, path)
+        return figure
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes ``results.json``, ``report.md``, ``report.html`` and, with matplotlib, pictures.
+
+        Raises:
+            SettingError: the folder cannot be written.
+        """
+        check_folder("the folder of results", folder)
+        place, found = path_of(folder), dict(self.results)
+        try:
+            figures = {f"speed-up-{index}": speedups(one) for index, one in enumerate(found["conditions"])}
+        except SettingError:  # there is no matplotlib
+            figures = {}
+        files = {
+            "results.json": json.dumps(found, indent=1, allow_nan=False) + "\n",
+            "report.md": markdown(found),
+            "report.html": html(found, {name: as_svg(figure) for name, figure in figures.items()}),
+        }
+        for name, content in files.items():
+            with reported(place / name), written_whole(place / name) as beside:
+                beside.write_text(content, encoding="utf-8")
+        for name, figure in figures.items():
+            save("Comparison.save", figure, place / f"{name}.png")
+
+
+def compare(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Given],
+    methods: Methods | None = None,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float | Sequence[float] = 0.0,
+    batch_size: int | Sequence[int] = 1,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    clock: Clock = "auto",
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Measures whether self-speculation pays: all methods of generating on the same prompts, in turn.
+
+    The prompts are one stream, as a service would see them. A ``SelfSpec`` is kept over the stream and is not warmed
+    up; its first call is reported separately. All methods see a prompt before the next one comes, in rotating order, so
+    that disturbances of the machine affect all of them.
+
+    Args:
+        model: a causal LM of transformers, or a PEFT model around one.
+        tokenizer: the model's tokenizer.
+        texts: prompts like those that the model will see: strings, or chats as lists of messages. With a chat template
+            a string is a message of a user, without one a text that the model continues.
+        methods: names of methods and ``SelfSpec`` objects, or a mapping to them from names for the table; plain
+            generate is always among them. ``None`` for plain generate, prompt lookup at several settings, static and
+            compiled decoding where the device compiles, and every preset that fits the model.
+        max_new_tokens: the most new tokens for each prompt.
+        temperature: 0 for greedy; several values for one table each.
+        batch_size: prompts that are generated together; several values for one table each.
+        top_p, top_k: settings of sampling.
+        seed: seed of sampling.
+        clock: ``wall``, ``cpu`` or ``auto``: the CPU time of the process with one thread on a CPU, otherwise wall time.
+        out: folder for the report, and for what was measured so far: the same call resumes where it was interrupted.
+        progress: whether stderr shows a bar with the time left.
+
+    Returns:
+        The comparison, with a table, a plot and all figures.
+
+    Raises:
+        SettingError, SettingTypeError: an argument is not allowed, a method does not fit the model, or the folder holds
+            figures of other settings.
+    """
+    inner = causal_lm(model, "compare")
+    settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock)
+    encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
+    prompts = [encoder.prompt(KIND, text) for text in _checked(texts)]
+    stream = [prompt for prompt in prompts if prompt is not None]
+    about = {"prompts_left_out": dict(+encoder.left_out)}
+    folder = None if out is None else path_of(out)
+    return measured(inner, tokenizer, stream, settings, methods, folder, about, progress)
+
+
+def measured(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    methods: Methods | None = None,
+    out: Path | None = None,
+    about: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Measures what ``out`` does not have yet, and writes the report there; ``about`` has further entries of it."""
+    if not prompts:
+        raise SettingError("no prompt fits the model. Give shorter ones, or fewer max_new_tokens.")
+    if (most := max(settings.batch_sizes)) > len(prompts):
+        raise SettingError(f"batch_size={most}: there are fewer prompts than that. Give more, or smaller batches.")
+    known_ids, device = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0), model.device
+    pad = next(token for token in known_ids if token is not None)
+    with evaluating(model), without_cudnn_attention():
+        known, left_out = fitting(model, methods, Batch.of(prompts[:1], pad, device))
+        told = {**_about(model), "prompts": len(prompts), **(about or {})}
+        tokens = hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()
+        header = {**told, "tokens of prompts": tokens, **vars(settings)}
+        journal = Journal({**header, **{f"method {method.name}": method.settings for method in known}}, out)
+        stream = Stream(model, settings, prompts, known, pad, journal)
+        stream.run(progress)
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        found = results(stream, settings.clock if settings.clock != "auto" else "cpu" if alone else "wall")
+    comparison = Comparison({**found, "about": told, "left_out": left_out})
+    if out is not None:
+        comparison.save(out)
+    return comparison
+
+
+def longest_prompt(config: Any, settings: Settings) -> int:
+    """The most tokens of a prompt that leave space for the answer."""
+    positions = max_positions(config.get_text_config(decoder=True)) or sys.maxsize
+    return int(positions - settings.max_new_tokens)
+
+
+def machine(device: torch.device) -> str:
+    """Returns one line about the machine and the versions behind a figure."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {versions}"
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    name = found[1] if found else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} thread(s), {versions}"
+
+
+def _about(model: PreTrainedModel) -> Json:
+    from .. import __version__
+
+    return {
+        "model": model.config.name_or_path or type(model).__name__,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "machine": machine(model.device),
+        "hf_selfspec": __version__,
+        "python": platform.python_version(),
+    }
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def _checked(texts: Any) -> list[Given]:
+    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
+    chats = [isinstance(text, list) and text and all(isinstance(one, Mapping) for one in text) for text in given]
+    if not given or not all(chat or (isinstance(text, str) and text) for chat, text in zip(chats, given, strict=True)):
+        raise SettingTypeError(
+            "compare(texts) must be a non-empty list of non-empty strings or of chats (lists of messages), got "
+            f"{repr(texts)[:100]}."
+        )
+    return given

@@ -1,5 +1,0 @@
-"""Whether self-speculation pays with a model and its prompts: all ways of generating on one stream, and a report."""
-
-from .compare import Comparison, compare
-
-__all__ = ["Comparison", "compare"]

@@ -1,0 +1,199 @@
+"""The methods of generating that are compared; one more line adds another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from transformers import CompileConfig, PreTrainedModel
+
+from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
+from ..notices import muted
+from ..selfspec import SelfSpec
+from ..spec_text import read_spec, split
+from .prompts import Batch
+
+PLAIN = "plain"
+# How tables group methods.
+PLAIN_GROUP, LOOKUP_GROUP, COMPILED_GROUP, OURS_GROUP = "plain", "prompt lookup", "compiled", "ours"
+_LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
+# The address in Python's default ``repr`` of an object, which differs between processes.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
+# Tokens that prompt lookup drafts unless another number is given: transformers' own default.
+_LOOKUP_TOKENS = 10
+# New tokens of a call that shows whether a preset fits the model.
+_TRIED = 3
+# What this package and transformers raise for a method that does not fit a model.
+_REFUSALS = (SelfSpecError, ValueError, NotImplementedError)
+
+Methods = Iterable[str | SelfSpec] | Mapping[str, str | SelfSpec]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of generating."""
+
+    name: str
+    group: str
+    call: str  # the arguments of ``generate`` that a user writes for it
+    options: Mapping[str, Any] = field(default_factory=dict)  # its own arguments of ``generate``
+    make: Callable[[], SelfSpec] | None = None  # creates its ``SelfSpec``
+    is_static: bool = False  # its static cache has one size in all calls, so that graphs can be reused
+
+    @property
+    def settings(self) -> str:
+        """The settings that figures depend on: two methods of the same name may differ in them."""
+        return self.call if self.make is None else _ADDRESS.sub("", repr(self.make()))
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the settings promise the model's own text."""
+        return self.make is None or getattr(self.make().draft, "lossless", True)
+
+    def takes(self, batch_size: int) -> bool:
+        """Whether it supports so many prompts at once."""
+        return batch_size == 1 or self.group != LOOKUP_GROUP
+
+
+def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
+    """Transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
+    options = {"max_matching_ngram_size": size, "prompt_lookup_num_tokens": tokens}
+    call = f"prompt_lookup_num_tokens={tokens}, max_matching_ngram_size={size}"
+    name = f"prompt-lookup({size})" if tokens == _LOOKUP_TOKENS else f"prompt-lookup({size}, {tokens})"
+    return Method(name, LOOKUP_GROUP, call, options)
+
+
+def _ours(name: str, make: Callable[[], SelfSpec], group: str = OURS_GROUP) -> Method:
+    return Method(name, group, f"assistant={name}", make=make)
+
+
+def _static() -> Method:
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True  # on a CPU transformers compiles only when told to
+    options = {"cache_implementation": "static", "compile_config": config}
+    return Method("static-compiled", COMPILED_GROUP, 'cache_implementation="static"', options, is_static=True)
+
+
+_FIT = "it needs a part that was fitted to the model: `hf-selfspec fit {0} ...`, then name the folder in --methods"
+_ON_CPU = "it compiles, which transformers does on a CPU only when told to; name it in --methods to measure it"
+_WITH_PARTS = {
+    "SelfSpec.kangaroo(adapter)": _FIT.format("adapter"),
+    "SelfSpec.dssd(heads)": _FIT.format("heads"),
+    "SelfSpec(EarlyExitLora(lora))": _FIT.format("lora"),
+    "SelfSpec.early_exit_only(layer)": "its text is not the model's own",
+}
+_LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
+_NAMES = ("lookup", "layerskip", "swift", "adaspeed")
+_PRESETS = {"SelfSpec(compile=True)": COMPILED_GROUP} | dict.fromkeys(
+    ("SelfSpec()", *(f"SelfSpec.{name}()" for name in _NAMES), "SelfSpec(SkipLayers(search=ClosestLayers()))"),
+    OURS_GROUP,
+)
+KNOWN = {
+    method.name: method
+    for method in (
+        Method(PLAIN, PLAIN_GROUP, "(nothing)"),
+        *_LOOKUPS,
+        _static(),
+        *(_ours(text, partial(read_spec, text), group) for text, group in _PRESETS.items()),
+    )
+}
+
+# Short names on the command line for one or several of them.
+SHORT = {
+    "prompt-lookup": tuple(method.name for method in _LOOKUPS),
+    "selfspec": ("SelfSpec()",),
+    "selfspec-compiled": ("SelfSpec(compile=True)",),
+    **{name: (f"SelfSpec.{name}()",) for name in _NAMES},
+}
+
+
+def methods_of(texts: Iterable[str]) -> dict[str, str | SelfSpec]:
+    """Returns the methods that a command line names: by name, also a short one, or as values of ``--spec``."""
+    found: dict[str, str | SelfSpec] = {}
+    for text in split(texts):
+        if text in SHORT or _named(text) is not None:
+            found |= {name: name for name in SHORT.get(text, (text,))}
+            continue
+        try:
+            found[text] = read_spec(text, "--methods")
+        except SettingError as error:
+            names = ", ".join([PLAIN, "static-compiled", *SHORT])
+            raise SettingError(f"{error} Other methods are {names}.") from error
+    return found
+
+
+def all_of(methods: Methods) -> list[Method]:
+    """Returns plain generate and the given methods."""
+    given = list(methods.items()) if isinstance(methods, Mapping) else [(None, method) for method in methods]
+    found = [_method(name, method) for name, method in given]
+    names = [method.name for method in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise SettingError(f"methods: {', '.join(twice)} is given twice. Give each a name of its own: {{name: spec}}.")
+    return list({method.name: method for method in (KNOWN[PLAIN], *found)}.values())
+
+
+def _named(name: str) -> Method | None:
+    if found := _LOOKUP.fullmatch(name):
+        return _lookup(int(found[1]), int(found[2] or _LOOKUP_TOKENS))
+    return KNOWN.get(name)
+
+
+def _method(name: str | None, given: Any) -> Method:
+    if isinstance(given, SelfSpec):
+        return _ours(name or _shown(given), lambda: _fresh(given), COMPILED_GROUP if given.compile else OURS_GROUP)
+    if not isinstance(given, str):
+        raise SettingTypeError(f"methods must be names or SelfSpec objects, got {given!r}.")
+    method = _named(given)
+    if method is None:
+        names = ", ".join(map(repr, KNOWN))
+        raise SettingError(f"methods: {given!r} is not known. Give a SelfSpec, prompt-lookup(N, K), or one of {names}.")
+    return method
+
+
+def _fresh(spec: SelfSpec) -> SelfSpec:
+    """A ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
+    made = SelfSpec(spec.draft, spec.stop, spec.tree, spec.max_draft, None, spec.task, spec.compile)
+    made._knowledge.saved = spec._knowledge.saved
+    return made
+
+
+def _shown(spec: SelfSpec) -> str:
+    """The settings that differ from the default."""
+    usual = SelfSpec()
+    names = ("draft", "stop", "tree", "max_draft", "compile")
+    shown = [f"{name}={getattr(spec, name)!r}" for name in names if getattr(spec, name) != getattr(usual, name)]
+    return f"SelfSpec({', '.join(shown)})"
+
+
+def fitting(model: PreTrainedModel, given: Methods | None, batch: Batch) -> tuple[list[Method], dict[str, str]]:
+    """Returns the methods, or of all known ones those that fit by calls of a few tokens, and others with reasons."""
+    found, left_out = [], dict(_WITH_PARTS) if given is None else {}
+    for method in KNOWN.values() if given is None else all_of(given):
+        unasked = given is None and method.group == COMPILED_GROUP and model.device.type == "cpu"
+        why = _ON_CPU if unasked else _why_not(model, method, batch)
+        if why and given is not None:
+            raise SettingError(f"methods: {method.name} does not fit this model: {why}. Leave it out.")
+        if why:
+            left_out[method.name] = why
+        else:
+            found.append(method)
+    return found, left_out
+
+
+def _why_not(model: PreTrainedModel, method: Method, batch: Batch) -> str:
+    if method.name == PLAIN:
+        return ""
+    given: dict[str, Any] = dict(method.options) if method.make is None else {"assistant": method.make()}
+    if method.is_static:
+        given["disable_compile"] = True  # graphs for so short a cache would be found again by calls that count
+    ids, mask = batch.ids[:1], batch.mask[:1]
+    try:
+        with muted():
+            model.generate(ids, attention_mask=mask, max_new_tokens=_TRIED, do_sample=False, **given)
+    except _REFUSALS as error:
+        return brief(error).removesuffix(".")
+    return ""

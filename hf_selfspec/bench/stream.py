@@ -1,0 +1,202 @@
+"""Runs the stream: all methods on each prompt, in rotating order, with the prompts as a service would see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
+
+from .. import saving
+from ..differences import Difference, first_differences
+from ..errors import SettingError
+from ..files import check_folder, read_text, reported
+from ..notices import warn_once
+from ..selfspec import SelfSpec
+from .calls import Call, Place, timed
+from .methods import Method
+from .prompts import Batch, Prompt
+from .settings import Condition, Settings
+
+FILE = "calls.jsonl"
+_STATES = "states"
+# New tokens of a call that warms up one of transformers' own methods.
+_WARM_UP = 8
+
+
+class Journal:
+    """All calls so far, in memory and in a file, which a new run continues if its header of settings is the same."""
+
+    def __init__(self, header: Mapping[str, Any], folder: Path | None = None) -> None:
+        self.calls: dict[Place, Call] = {}
+        self._folder = folder
+        if folder is None:
+            return
+        check_folder("the folder of results", folder, [FILE])
+        if (folder / FILE).exists():
+            self._read(folder / FILE, json.loads(_line(header)))
+        if not self.calls:
+            with reported(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                for state in (folder / _STATES).glob(f"*/{saving.FILE_NAME}"):
+                    state.unlink()  # of a file of calls that no longer exists
+                (folder / FILE).write_text(_line(header), encoding="utf-8")
+
+    def add(self, call: Call) -> None:
+        """Adds a call."""
+        self.calls[call.method, call.condition, call.turn, call.prompt] = call
+        if self._folder is not None:
+            path = self._folder / FILE
+            with reported(path), path.open("a", encoding="utf-8") as file:
+                file.write(_line(asdict(call)))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def keep_state(self, name: str, spec: SelfSpec, model: Any) -> None:
+        """Saves what a ``SelfSpec`` has learned, for a restarted run."""
+        if self._folder is not None:
+            spec.save_pretrained(self._folder / _STATES / name, model)
+
+    def restore_state(self, name: str, spec: SelfSpec, model: Any) -> None:
+        """Starts a new ``SelfSpec`` from its saved state, if there is one."""
+        path = None if self._folder is None else self._folder / _STATES / name / saving.FILE_NAME
+        if path is not None and path.exists():
+            spec._knowledge.saved = saving.read(path)
+            spec._knowledge.check(model)  # here, so that no timed call does it
+
+    def _read(self, path: Path, header: Mapping[str, Any]) -> None:
+        try:
+            text = read_text(path)
+            whole = text[: text.rfind("\n") + 1]  # without a line that was cut short when its process ended
+            written, *lines = map(json.loads, whole.splitlines())
+            other = [f"{name}: {written.get(name)!r}, now {value!r}" for name, value in header.items()
+                     if written.get(name) != value]  # fmt: skip
+            calls = [Call(**line) for line in lines]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SettingError(
+                f"{path} is not a file of measured calls ({error}). Move it away, or give another folder."
+            ) from error
+        if other:
+            raise SettingError(
+                f"{path} was measured with other settings ({'; '.join(other)}), which cannot be combined with "
+                "these. Give another folder, or the settings from before."
+            )
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+        self.calls = {(call.method, call.condition, call.turn, call.prompt): call for call in calls}
+
+
+class Part(NamedTuple):
+    """What is measured under one condition: the stream, and the methods that support its batch size."""
+
+    number: int
+    condition: Condition
+    batches: Sequence[Batch]
+    methods: Sequence[Method]
+
+
+class Stream:
+    """Makes the calls that a journal does not have yet.
+
+    ``SelfSpec``s are kept from call to call of a pass, and the next pass begins with new ones: a pass that counts would
+    otherwise draft from its own answers. Graphs stay with the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: Settings,
+        prompts: Sequence[Prompt],
+        methods: Sequence[Method],
+        pad: int,
+        journal: Journal,
+    ) -> None:
+        self.model, self.settings, self.pad, self.journal = model, settings, pad, journal
+        self.parts = []
+        for index, condition in enumerate(settings.conditions):
+            size = condition.batch_size
+            starts = range(0, len(prompts) - size + 1, size)
+            batches = [Batch.of(prompts[start : start + size], pad, model.device) for start in starts]
+            self.parts.append(Part(index, condition, batches, [one for one in methods if one.takes(size)]))
+        self._cache_size = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
+        self._called: set[str] = set()
+        self._warm: set[tuple[int, str]] = set()
+        self._unsaved: set[str] = set()
+
+    def run(self, progress: bool) -> None:
+        """Makes all missing calls, with a bar on stderr if ``progress``."""
+        total = sum(self.settings.passes * len(part.batches) * len(part.methods) for part in self.parts)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+        text, console = TextColumn("{task.description}"), Console(stderr=True)
+        with Progress(*columns, text, console=console, disable=not progress) as bar:
+            task = bar.add_task("", total=total, completed=len(self.journal.calls))
+            for part in self.parts:
+                for turn in range(self.settings.passes):
+                    for call in self._pass(part, turn):
+                        bar.update(task, advance=1, description=f"{call.kind}, {call.method}")
+
+    def _pass(self, part: Part, turn: int) -> Iterator[Call]:
+        specs = {method.name: method.make() for method in part.methods if method.make is not None}
+        for name, spec in specs.items():
+            self.journal.restore_state(_state_name(part, turn, name), spec, self.model)
+        for prompt in range(len(part.batches)):
+            first = prompt % len(part.methods)
+            in_turn = [*part.methods[first:], *part.methods[:first]]
+            missing = [one for one in in_turn if (one.name, part.number, turn, prompt) not in self.journal.calls]
+            for method in missing:
+                yield self._call(part, method, turn, prompt, specs.get(method.name))
+            for name, spec in specs.items() if missing else ():
+                self._keep(_state_name(part, turn, name), spec)
+
+    def _call(self, part: Part, method: Method, turn: int, prompt: int, spec: SelfSpec | None) -> Call:
+        batch, options = part.batches[prompt], self.settings.options(part.condition, self.pad)
+        if method.is_static:
+            options["max_cache_len"] = self._cache_size
+        elif method.make is None and (part.number, method.name) not in self._warm:
+            self._warm.add((part.number, method.name))
+            few = {**options, "max_new_tokens": _WARM_UP, "min_new_tokens": None, **method.options}
+            self.model.generate(batch.ids, attention_mask=batch.mask, **few)
+        torch.manual_seed(self.settings.seed + prompt)  # all methods begin a prompt with the same state of it
+        place = method.name, part.number, turn, prompt
+        call = timed(self.model, method, batch, place, options, spec, is_first=method.name not in self._called)
+        self._called.add(method.name)
+        self.journal.add(call)
+        return call
+
+    def _keep(self, name: str, spec: SelfSpec) -> None:
+        try:
+            if name not in self._unsaved:
+                self.journal.keep_state(name, spec, self.model)
+        except SettingError as error:
+            self._unsaved.add(name)
+            warn_once(f"{name} would start from nothing in a restarted run: {error}")
+
+    def differences(self, part: Part, plain: Call, call: Call) -> list[Difference]:
+        """Finds where the ids of a call differ from plain generate's."""
+        if call.ids == plain.ids:
+            return []
+        batch = part.batches[call.prompt]
+        longest = max(map(len, [*call.ids, *plain.ids]))
+
+        def padded(text: list[list[int]]) -> torch.Tensor:
+            rows = [[*row, *[self.pad] * (longest - len(row))] for row in text]
+            return torch.cat([batch.ids, torch.tensor(rows, device=batch.ids.device)], dim=1)
+
+        return first_differences(self.model, padded(plain.ids), padded(call.ids), batch.mask)
+
+
+def _state_name(part: Part, turn: int, name: str) -> str:
+    readable = re.sub(r"\W+", "-", name).strip("-")[:40]
+    return f"{part.number}-{turn}-{[method.name for method in part.methods].index(name)}-{readable}"
+
+
+def _line(content: Any) -> str:
+    return json.dumps(content, default=str) + "\n"
