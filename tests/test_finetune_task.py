@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.corpus import is_held_out
-from benchmarks.timing import Sample, Timings
 from conftest import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
 
@@ -22,6 +20,8 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import finetune_task
 import tasks
+from benchmarks.corpus import is_held_out
+from benchmarks.timing import Sample, Timings
 from finetune_task import Evaluation, Pair, Recipe, Row, TrainingPairs
 
 SIGNATURE = tasks.TASKS["signature"]
