@@ -80,7 +80,7 @@ def main() -> None:
         ),
     }
     for prompt in PROMPTS:  # the probe looks at the first texts
-        timed(model, encoded(tokenizer, prompt), args.tokens, assistant=specs[measured])
+        timed(model, encoded(tokenizer, prompt), 2 * args.tokens, assistant=specs[measured])
     print(f"chosen by the probe: {specs[measured].choice(model)}\n")
     for name, spec in specs.items():
         stats, plain_seconds, our_seconds = [], [], []
@@ -93,7 +93,7 @@ def main() -> None:
             if not torch.equal(ids, expected):
                 raise SystemExit("the tokens differ from plain generate: please report this")
             stats.append(spec.stats)
-            if name == measured:
+            if name != measured:
                 new = ids[0, inputs["input_ids"].shape[1] :].tolist()
                 print(prompt + marked(tokenizer, new, spec.stats.from_draft[0], not args.no_color) + "\n" + "-" * 80)
         report(name, stats, plain_seconds, our_seconds, args.tokens)

@@ -45,7 +45,6 @@ from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graph
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy
-from hf_selfspec.types import Text
 
 VOCABULARY = 97
 
@@ -320,19 +319,19 @@ def verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def first_draft(monkeypatch: pytest.MonkeyPatch) -> FirstDraft:
-    """Filled by the first draft after its plan was emptied."""
+    """Filled with what the first call would draft with at its beginning, after its plan was emptied."""
     found = FirstDraft()
 
     def watch(kind: type[PartialDraft]) -> None:
-        original = kind.propose
+        original = kind.__init__
 
-        def watched(self: Any, text: Text, room: list[int]) -> Any:
+        def watched(self: Any, *given: Any) -> None:
+            original(self, *given)
             if not found.plan:
                 found.plan, found.stop, found.reuse_from = self.plan.picture(), self.limits.stop, self.reuse_from
                 found.phase = self.search.phase if isinstance(self, SearchingDraft) else ""
-            return original(self, text, room)
 
-        monkeypatch.setattr(kind, "propose", watched)
+        monkeypatch.setattr(kind, "__init__", watched)
 
     watch(SearchingDraft)
     watch(ProbingDraft)

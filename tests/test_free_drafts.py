@@ -357,7 +357,6 @@ OTHERS: dict[str, Callable[[], SelfSpec]] = {
     "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(2)),
     "exit, tree": lambda: SelfSpec(EarlyExit(3), FixedLength(3), TopKTree(((1.0, 2),))),
     "skipped layers": lambda: SelfSpec(SkipLayers((2, 3), (4,)), FixedLength(3)),
-    "probe": lambda: SelfSpec(EarlyExit(3)),
     "adapter": lambda: SelfSpec(EarlyExitAdapter(adapter_of(DEEP)), FixedLength(3)),
     "heads": lambda: SelfSpec(DynamicExit(heads_of(DEEP, 0.6)), FixedLength(3)),
 }

@@ -98,6 +98,7 @@ def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pyt
     assert torch.equal(*found)
 
 
+@pytest.mark.usefixtures("verification_is_free")
 def test_no_forward_for_a_cache_that_nobody_gets(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: dict[str, Any] = {**ragged_batch((9, 9), seed=3), "do_sample": False, "pad_token_id": 0}
     first = llama.generate(**prompts, max_new_tokens=14)

@@ -560,6 +560,7 @@ class Silent(DraftSource):
         return drafter
 
 
+@pytest.mark.times_decide
 def test_a_source_that_drafts_nothing_is_not_asked_again(llama: LlamaForCausalLM) -> None:
     """Its time counts for it, and not for free drafts."""
     silent = Silent()
