@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from .notices import warn_once
 from .saving import Key, Kind
 from .stats import GenerationStats
 from .stop.rules import Memory
-from .text_file import TextFile
+from .text_file import TextFile, aside, beginning_anew
 
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
@@ -152,7 +150,7 @@ class Knowledge:
         if self.saved is not None:
             return _restored(self.saved, key, make, found, other)
         if cache is not None:
-            with _beginning_anew(cache):
+            with beginning_anew(cache):
                 if (saved := self._read(model, key, cache)) is not None:
                     found = _restored(saved, key, make, found, other)
                     self._cached.setdefault(model, {})[cache] = saved
@@ -218,7 +216,7 @@ class Knowledge:
                 self.saved = _without_texts(self.saved)
             for path in self._with_texts:
                 with reported(path), TextFile(path).locked():
-                    for file in (path, _aside(path)):
+                    for file in (path, aside(path)):
                         if not file.is_dir():
                             file.unlink(missing_ok=True)
             for found in with_texts:
@@ -256,7 +254,7 @@ class Knowledge:
         file = self._text_file(model, path)
         with file.locked():
             if isinstance(found := self.models[model][key], TextFindings):
-                with _beginning_anew(path):
+                with beginning_anew(path):
                     file.meet(found, key)
             self.save(path, model, settings, lambda one: one == key, file.id or "", now)
             file.wrote()
@@ -337,25 +335,6 @@ def _restored(saved: saving.Saved, key: Key, make: Callable[[Any], _F], found: _
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise saving.corrupt_findings(saved.path, error) from error
     return found
-
-
-@contextmanager
-def _beginning_anew(path: Path) -> Iterator[None]:
-    """Warns of a file of ``cache_dir`` that cannot be used, and moves it aside unless it could only not be read now."""
-    try:
-        yield
-    except (SettingError, OSError) as error:
-        kept, cause = path, error.__cause__
-        if not any(isinstance(one, OSError) for one in (error, cause, getattr(cause, "__cause__", None))):
-            # In a folder that cannot be written it stays.
-            with suppress(OSError):
-                os.replace(path, _aside(path))
-                kept = _aside(path)
-        warn_once(f"findings begin anew, since their file, which is kept as {kept}, cannot be used: {error}")
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.aside")
 
 
 def _without_texts(saved: saving.Saved) -> saving.Saved:

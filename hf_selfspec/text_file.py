@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from . import saving
+from .errors import SettingError
 from .findings import TextFindings
+from .notices import warn_once
 from .saving import Key, Saved
 
 # Seconds to wait while another process reads or writes.
@@ -95,3 +98,23 @@ class TextFile:
         """A value that changes whenever the file changes."""
         found = self.path.stat()
         return found.st_mtime_ns, found.st_ino
+
+
+@contextmanager
+def beginning_anew(path: Path) -> Iterator[None]:
+    """Warns of a file of ``cache_dir`` that cannot be used, and moves it aside unless it could only not be read now."""
+    try:
+        yield
+    except (SettingError, OSError) as error:
+        kept, cause = path, error.__cause__
+        if not any(isinstance(one, OSError) for one in (error, cause, getattr(cause, "__cause__", None))):
+            # In a folder that cannot be written it stays.
+            with suppress(OSError):
+                os.replace(path, aside(path))
+                kept = aside(path)
+        warn_once(f"findings begin anew, since their file, which is kept as {kept}, cannot be used: {error}")
+
+
+def aside(path: Path) -> Path:
+    """Where a file is kept that cannot be used."""
+    return path.with_name(f"{path.name}.aside")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from synthetic import add_random_models, shapes
@@ -15,17 +14,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.given_cache import cache_for
 from hf_selfspec.model.target import Target
-from hf_selfspec.transfer import wait_for
+from hf_selfspec.search.costs import seconds_of
 
 COUNTS = (1, 2, 3, 4, 8, 16, 32)
-
-
-def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    wait_for(device)
-    begun = time.perf_counter()
-    run()
-    wait_for(device)
-    return time.perf_counter() - begun
 
 
 @torch.inference_mode()

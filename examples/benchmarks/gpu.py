@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hf_selfspec.model.attention import without_cudnn_attention
 from hf_selfspec.model.given_cache import cache_for
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
-from hf_selfspec.transfer import wait_for
+from hf_selfspec.search.costs import seconds_of
 
 SHAPES = {
     "tiny": LlamaShape(64, 4, 128, 256, heads=4, key_heads=2),  # for trying the command
@@ -47,14 +47,6 @@ IN_A_ROW = 16
 LIMIT = 300.0
 TRAINING_ROWS, TRAINING_TOKENS = 4, 512
 Result = dict[str, Any]
-
-
-def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    wait_for(device)
-    begun = time.perf_counter()
-    run()
-    wait_for(device)
-    return time.perf_counter() - begun
 
 
 def shape_of(args: argparse.Namespace, name: str, dtype: str) -> LlamaShape:

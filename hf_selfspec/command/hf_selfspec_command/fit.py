@@ -178,7 +178,7 @@ def _named_as(options: dict[str, str], kind: type[Fit[Any]]) -> Iterator[None]:
             return found[0]
         return " ".join(" ".join([options[name], *(of for of in value if of != "True")]) for name, *value in given)
 
-    module = get_args(kind.__orig_bases__[0])[0].__name__  # type: ignore[attr-defined]
+    module = get_args(kind.__orig_bases__[0])[0].__name__  # type: ignore[attr-defined]  # of a generic class
     try:
         yield
     except (SettingError, SettingTypeError) as error:
