@@ -682,3 +682,17 @@ def test_single_exits_that_are_tried_change_nothing(name: str, rows: int, monkey
     plain = model.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, **options, assistant=SelfSpec.layerskip()), plain)
     assert tried
+
+
+def test_single_exits_decide_late_and_for_one_process() -> None:
+    """However many rows a trial has, all three places are tried twice; a file never tells of it."""
+    study, layers = ExitStudy(12), range(1, 12)
+    study.is_promising = False
+    hopeless = Trace(np.zeros((8, 16)), np.full((8, 16), 0.9))
+    for tried in range(6):
+        assert study.choice is None, tried
+        study.add_trial(study.next_exit(layers), hopeless, [FixedLength(2)], 8)
+    assert study.choice is not None
+    assert study.is_idle
+    assert sorted(study.choice.by_layer) == [2, 4, 8]
+    assert study.state() == {}
