@@ -4,10 +4,10 @@
 the output stays the same.
 """
 
-from .attached import attach, detach
-from .auditing import Audit, Parting, SampleTest, audit
+from .auditing.audits import Audit, Parting, SampleTest, audit
+from .auditing.differences import Difference, first_differences
+from .batch import Draft, Text, Verdict
 from .bench import Comparison, compare
-from .differences import Difference, first_differences
 from .draft import (
     Cascade,
     Drafter,
@@ -31,13 +31,15 @@ from .errors import (
     UnsupportedOptionError,
 )
 from .grammar import Grammar, register_grammar
-from .inspection import Inspection, Share, inspect_model
-from .integration import install, uninstall
+from .hooks.attached import attach, detach
+from .hooks.wrapper import install, uninstall
+from .learned.registry import register
 from .model.anatomy import Architecture, register_architecture
 from .modules import Adapter, DraftLora, ExitHeads, LinearProbe, ReducedHead
-from .registry import register
-from .report import ExitReport, exit_report
+from .reports.exits import ExitReport, exit_report
+from .reports.inspection import Inspection, Share, inspect_model
 from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
+from .search.tuning import OfflineSearch, tune
 from .selfspec import SelfSpec
 from .stats import GenerationStats
 from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
@@ -54,8 +56,6 @@ from .train import (
     fit_probe,
     fit_reduced_head,
 )
-from .tuning import OfflineSearch, tune
-from .types import Draft, Text, Verdict
 from .verify import CostTree, TopKTree
 from .verify.stateless import register_stateless
 

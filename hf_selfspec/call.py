@@ -19,14 +19,14 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .checks import check_call, check_length
+from .batch import Text
 from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
 from .errors import UnsupportedOptionError
 from .grammar.rows import Constraint, with_grammars
-from .knowledge import KnowledgeOfCall
+from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.arguments import extra_arguments
 from .model.checkpointing import checkpoints, without_checkpointing
@@ -40,8 +40,8 @@ from .model.target import Target
 from .notices import warn_once
 from .plain import decode_plainly
 from .record import Record
+from .refusals import check_call, check_length
 from .stop.rules import StopRule
-from .types import Text
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree

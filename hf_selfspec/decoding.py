@@ -11,6 +11,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from .batch import Draft, Text, Verdict
 from .control.moments import moment, seconds_between
 from .draft.source import Drafter
 from .model.experts import decoding_experts
@@ -19,11 +20,10 @@ from .model.prefill import Prefill
 from .model.prompt import Prompt
 from .model.step import Best
 from .model.target import Target
+from .model.transfer import Pending, upload
 from .record import Record, by_step
 from .stats import GenerationStats
 from .streams import DraftStreamer
-from .transfer import Pending, upload
-from .types import Draft, Text, Verdict
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper

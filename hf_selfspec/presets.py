@@ -15,9 +15,9 @@ from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.probe import LinearProbe
 from .search.on_the_fly import OnTheFlySearch, Search
-from .settings import MOST_DRAFT, check_count
 from .stop.adaptive import AdaptiveThreshold
 from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, StopRule
+from .validation import MOST_DRAFT, check_count
 from .verify.tree import Tree
 
 SelfSpecT = TypeVar("SelfSpecT", bound="Presets")

@@ -20,7 +20,6 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from . import pictures, saving
 from .call import Generation, Request
 from .draft.candidates import Candidates
 from .draft.cascade import Cascade
@@ -31,21 +30,23 @@ from .draft.source import DraftSource
 from .draft.standalone import standalone_draft
 from .errors import SettingError, SettingTypeError
 from .export import export_draft
-from .files import path_of, reported
-from .knowledge import Knowledge, KnowledgeOfCall
+from .learned import saving
+from .learned.files import path_of, reported
+from .learned.knowledge import Knowledge, KnowledgeOfCall
+from .learned.saving import Kind
+from .lookup.observing import observe, token_rows
 from .model.anatomy import causal_lm
 from .model.parallel import is_tensor_parallel
 from .notices import warn_once
-from .observing import observe, token_rows
 from .presets import Presets
-from .saving import Kind
+from .reports import plots as pictures
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
-from .settings import MOST_DRAFT, check_count
 from .spec_checks import check_folder_and_task, check_parts, check_whole_drafts
 from .stats import GenerationStats
 from .stop.rules import StopRule
+from .validation import MOST_DRAFT, check_count
 from .verify.tree import Tree
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ class SelfSpec(Presets):
         return self._knowledge.stats
 
     def plot(self, path: str | os.PathLike[str] | None = None, model: Any = None) -> Figure:
-        """Plots what the calls so far did; see :func:`hf_selfspec.pictures.plot`.
+        """Plots what the calls so far did; see :func:`hf_selfspec.reports.plots.plot`.
 
         Args:
             path: where to save the picture, in the format that its suffix names, e.g. ``search.png``.

@@ -10,10 +10,10 @@ from typing import Any
 
 from .draft.lora import EarlyExitLora
 from .errors import SelfSpecError, SettingError, brief
-from .files import path_of
+from .learned.files import path_of
+from .learned.registry import class_named
+from .learned.saving import FILE_NAME
 from .modules.draft_module import CONFIG
-from .registry import class_named
-from .saving import FILE_NAME
 from .selfspec import SelfSpec
 
 # The presets that need no further argument, by their names in the table of methods.

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .data.prompts import Prompt, encoded
 from .errors import SettingError
 from .model.anatomy import causal_lm
-from .prompts import Prompt, encoded
 from .selfspec import SelfSpec
-from .settings import check_count, check_share
 from .streams import DraftStreamer
+from .validation import check_count, check_share
 
 # What an unfinished character is decoded to.
 _UNFINISHED = "\ufffd"

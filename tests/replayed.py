@@ -13,14 +13,14 @@ from unittest.mock import patch
 
 import torch
 
+from hf_selfspec.batch import Draft, Verdict
 from hf_selfspec.control.arms import Measurements
 from hf_selfspec.control.controller import Controller
 from hf_selfspec.draft import controlled
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.lookup.findings import LookupFindings
-from hf_selfspec.transfer import Pending
-from hf_selfspec.types import Draft, Verdict
+from hf_selfspec.model.transfer import Pending
 
 # Seconds of rounds with 0, 1, 2, ... drafted tokens of a row, in plain rounds, by the number of tokens of all rows.
 TABLES = {

@@ -22,8 +22,8 @@ from transformers.utils import logging
 import hf_selfspec
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.bench.prompts import texts_of
-from hf_selfspec.loading import NamedModel
-from hf_selfspec.prompt_files import read_prompts
+from hf_selfspec.data.loading import NamedModel
+from hf_selfspec.data.prompt_files import read_prompts
 from hf_selfspec_command import app, main
 
 ROOT = Path(hf_selfspec.__file__).parents[1]

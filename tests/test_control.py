@@ -25,12 +25,12 @@ from hf_selfspec import (
     Session,
     SkipLayers,
 )
+from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.control.arms import ArmStats, Measurements
 from hf_selfspec.control.controller import Controller
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.free import FreeDrafts
-from hf_selfspec.types import Draft, Text, Verdict
 
 pytestmark = pytest.mark.times_decide
 

@@ -28,8 +28,8 @@ from hf_selfspec import (
     calibrate_exit_heads,
     fit_exit_heads,
 )
-from hf_selfspec.calibration import drafts, roc_auc, threshold
 from hf_selfspec.model.target import Target
+from hf_selfspec.modules.calibration import drafts, roc_auc, threshold
 from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
 
 LAYERS = (2, 4, 6)

@@ -26,11 +26,11 @@ from hf_selfspec import (
     fit_exit_heads,
     fit_probe,
 )
+from hf_selfspec.batch import Text
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import speedup
 from hf_selfspec.train.speedup import SpeedupEvaluator, greedily, speed_figures
-from hf_selfspec.types import Text
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:

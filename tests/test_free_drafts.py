@@ -31,12 +31,12 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control.arms import ArmStats
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.lookup.likeliest import likeliest, tops_of
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.types import Draft, Text
 
 pytestmark = pytest.mark.usefixtures("verification_is_free")
 

@@ -22,8 +22,8 @@ from test_sampling import llama as tiny_vocabulary
 from transformers import TopKLogitsWarper
 
 from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft.controlled import ControlledDrafter
-from hf_selfspec.types import Draft, Text
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.sampling import choose_sampled
 

@@ -11,11 +11,11 @@ from conftest import VOCABULARY, tiny_llama
 from test_verify import fix_uniform
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from hf_selfspec.batch import Draft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.target import Target
-from hf_selfspec.types import Draft
 from hf_selfspec.verify.sampling import choose_sampled
 
 ALMOST_ONE = 1 - 2**-30

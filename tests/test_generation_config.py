@@ -23,8 +23,8 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedOptionError,
     attach,
-    integration,
 )
+from hf_selfspec.hooks import wrapper as integration
 
 pytestmark = pytest.mark.usefixtures("no_warnings_yet")
 

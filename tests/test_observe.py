@@ -57,7 +57,7 @@ def test_successors_are_those_of_one_forward(
     llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, as if the text was read at once."""
-    monkeypatch.setattr("hf_selfspec.observing._CHUNK", 7)
+    monkeypatch.setattr("hf_selfspec.lookup.observing._CHUNK", 7)
     spec = SelfSpec.lookup()
     spec.observe(llama, tokenizer, [answer])
     ids = tokenizer(answer)["input_ids"]

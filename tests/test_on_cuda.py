@@ -23,10 +23,10 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
     first_differences,
-    transfer,
 )
 from hf_selfspec.decoding import Decoder
-from hf_selfspec.transfer import read, upload
+from hf_selfspec.model import transfer
+from hf_selfspec.model.transfer import read, upload
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_selfspec.transfer import Pending, RowNumbers, read
+from hf_selfspec.model.transfer import Pending, RowNumbers, read
 
 TESTS = Path(__file__).parent
 

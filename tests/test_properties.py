@@ -29,11 +29,11 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.batch import Draft, Text
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 from hf_selfspec.model.positions import LastPositions
 from hf_selfspec.model.prompt import Prompt
-from hf_selfspec.transfer import RowNumbers, _together
-from hf_selfspec.types import Draft, Text
+from hf_selfspec.model.transfer import RowNumbers, _together
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
 from hf_selfspec.verify.scoring import Scorer
 from hf_selfspec.verify.stopping import Stopper

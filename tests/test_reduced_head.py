@@ -28,7 +28,7 @@ from hf_selfspec import (
     UnsupportedModelError,
     fit_reduced_head,
 )
-from hf_selfspec.choosing import _check_parts
+from hf_selfspec.hooks.choosing import _check_parts
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.head_rows import NOTHING, HeadRows
 from hf_selfspec.model.target import Target

@@ -21,11 +21,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_selfspec import SettingError, SettingTypeError, UnsupportedModelError
-from hf_selfspec import report as report_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.report import ExitReport, exit_report
+from hf_selfspec.reports import exits as report_module
+from hf_selfspec.reports.exits import ExitReport, exit_report
 
 pytestmark = peft_calls_old_name
 

@@ -21,10 +21,10 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.batch import Text
 from hf_selfspec.model import given_cache
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.states import Feed
-from hf_selfspec.types import Text
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 

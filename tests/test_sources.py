@@ -33,12 +33,12 @@ from hf_selfspec import (
     SettingError,
     SettingTypeError,
     UnsupportedModelError,
-    registry,
 )
+from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.draft import FixedDrafter
+from hf_selfspec.learned import registry
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.stop.rules import Memory, start
-from hf_selfspec.types import Draft, Text, Verdict
 from hf_selfspec.verify import walk
 
 # A source that names tokens ------------------------------------------------------------------------------------------

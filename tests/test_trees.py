@@ -23,11 +23,11 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.batch import Draft, Text
 from hf_selfspec.control import controller
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.search import choice, proposers
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
-from hf_selfspec.types import Draft, Text
 from hf_selfspec.verify import walk
 
 LAYERS = 6

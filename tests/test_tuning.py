@@ -28,7 +28,7 @@ from hf_selfspec import (
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.skip_space import SkipSpace
-from hf_selfspec.tuning import PROGRESS_NAME, _Runner
+from hf_selfspec.search.tuning import PROGRESS_NAME, _Runner
 
 TEXTS = ["def add(a, b):", "Once upon a time", "1 + 1 ="]
 SPEED = 0.01

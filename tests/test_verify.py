@@ -14,8 +14,8 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
+from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.types import Draft, Text, Verdict
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.greedy import choose_greedy
 from hf_selfspec.verify.sampling import accept_line, choose_sampled, draw_without_replacement

@@ -19,7 +19,7 @@ from timing import print_head, print_row, print_table_head
 from transformers import CompileConfig
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers
-from hf_selfspec.transfer import wait_for
+from hf_selfspec.model.transfer import wait_for
 
 DAMPED = 0.01
 # Calls in which graphs are compiled, each when its shape comes for the eighth time, and timed against eager forwards.

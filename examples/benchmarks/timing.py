@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_selfspec import GenerationStats, SelfSpec
 from hf_selfspec.bench.compare import machine
 from hf_selfspec.model.attention import without_cudnn_attention
-from hf_selfspec.transfer import wait_for
+from hf_selfspec.model.transfer import wait_for
 
 DEMO = str(Path(__file__).parent.parent / "demo_model")
 # Tokens of a text that are the prompt of a trained model.

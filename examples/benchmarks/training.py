@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
-from hf_selfspec.transfer import wait_for
+from hf_selfspec.model.transfer import wait_for
 
 Callbacks = Callable[[], list[TrainerCallback]]
 STEPS = 8

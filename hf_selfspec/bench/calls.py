@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
-from ..transfer import wait_for
 from .methods import LOOKUP_GROUP, Method
 from .prompts import Batch
 

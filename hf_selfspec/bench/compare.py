@@ -17,13 +17,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.prompts import Prompt as Given
 from ..errors import SettingError, SettingTypeError
-from ..files import check_folder, path_of, reported, written_whole
+from ..learned.files import check_folder, path_of, reported, written_whole
 from ..model.anatomy import causal_lm, max_positions
 from ..model.attention import without_cudnn_attention
 from ..model.checkpointing import evaluating
-from ..pictures import save
-from ..prompts import Prompt as Given
+from ..reports.plots import save
 from .methods import Methods, fitting
 from .prompts import KIND, Batch, Encoder, Prompt
 from .report import as_svg, html, markdown, speedups

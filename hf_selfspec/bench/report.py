@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..pictures import new_figure
+from ..reports.plots import new_figure
 from .methods import COMPILED_GROUP, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP
 from .results import Json
 from .tables import condition_tables, last_tables, title, verdict

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..errors import SettingError
-from ..settings import check_count, check_share
+from ..validation import check_count, check_share
 
 Clock = Literal["auto", "wall", "cpu"]
 _CLOCKS = ("auto", "wall", "cpu")

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from .. import saving
-from ..differences import Difference, first_differences
+from ..auditing.differences import Difference, first_differences
 from ..errors import SettingError
-from ..files import check_folder, read_text, reported
+from ..learned import saving
+from ..learned.files import check_folder, read_text, reported
 from ..notices import warn_once
 from ..selfspec import SelfSpec
 from .calls import Call, Place, timed

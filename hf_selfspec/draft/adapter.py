@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError
+from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
 from ..model.head_rows import HeadRows
 from ..model.plan import LayerPlan
 from ..model.step import PrefillObserver
 from ..model.target import Target
+from ..model.transfer import RowNumbers
 from ..modules.adapter import Adapter
 from ..modules.draft_module import module_of
 from ..modules.reduced_head import ReducedHead
-from ..registry import register
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
-from ..transfer import RowNumbers
-from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .blocks import DraftBlocks, FindChoice
 from .growing import DraftStep

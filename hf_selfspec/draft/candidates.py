@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
+from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
-from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .source import Drafter, DraftSource, FixedDrafter, Session
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..notices import warn_once
-from ..registry import register
 from .blocks import DraftBlocks, FindChoice
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..grammar.rows import Constraint, Spot
 from ..stats import GenerationStats
-from ..types import Draft, Text, Verdict
 from .source import Drafter
 
 # Most forced tokens in a draft: verifying this many costs hardly more than verifying 8.

@@ -7,13 +7,13 @@ from time import perf_counter
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..control.arms import FREE, LEAST_SPEEDUP
 from ..control.controller import MATCHES, Controller
 from ..lookup import TokenTree
 from ..lookup.likeliest import likeliest
+from ..model.transfer import Pending, upload
 from ..stats import GenerationStats
-from ..transfer import Pending, upload
-from ..types import Draft, Text, Verdict
 from .constrained import allowed
 from .free import FreeDrafts, Seed
 from .source import Drafter, Session

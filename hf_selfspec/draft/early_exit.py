@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
 from ..modules.reduced_head import ReducedHead
-from ..registry import register
 from ..search.choice import ExitChoice
-from ..settings import MOST_LAYERS, check_count, check_exit
 from ..stats import GenerationStats
 from ..stop.rules import FixedLength
+from ..validation import MOST_LAYERS, check_count, check_exit
 from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .probe import start_probe

@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..batch import Draft, Text
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
 from ..model.target import Target
+from ..model.transfer import RowNumbers, upload
 from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads
-from ..registry import register
-from ..settings import check_flag, check_share
 from ..stats import GenerationStats
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
-from ..transfer import RowNumbers, upload
-from ..types import Draft, Text
+from ..validation import check_flag, check_share
 from ..verify.scoring import Scorer
 from .blocks import DraftBlocks, FindChoice
 from .growing import DraftStep

@@ -8,14 +8,14 @@ from itertools import accumulate
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..control.controller import Controller
 from ..control.costs import SIZES
 from ..grammar.rows import Spot
 from ..lookup import LookupRow, TokenTree
 from ..lookup.findings import LookupFindings
 from ..lookup.likeliest import tops_of
-from ..transfer import Pending
-from ..types import Draft, Text, Verdict
+from ..model.transfer import Pending
 from .source import Session
 
 # A higher probability than that of the longest match is not believed.

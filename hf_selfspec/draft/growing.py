@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..types import Draft, Text
+from ..batch import Draft, Text
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from ..types import Text, Verdict
+from ..batch import Text, Verdict
 
 
 class LastLogits:

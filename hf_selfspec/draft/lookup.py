@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from ..control.controller import Controller
 from ..control.costs import SIZES
 from ..errors import UnsupportedOptionError
+from ..learned.registry import register
 from ..lookup.findings import LookupFindings
 from ..model.anatomy import Anatomy
-from ..registry import register
-from ..settings import check_count
+from ..validation import check_count
 from .blocks import DraftBlocks, FindChoice
 from .controlled import ControlledDrafter, controller_of
 from .free import FreeDrafts

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 
 from ..errors import SettingError, UnsupportedOptionError
+from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
 from ..modules.draft_module import module_of
 from ..modules.lora import DraftLora
 from ..modules.reduced_head import ReducedHead
-from ..registry import register
 from ..stop.rules import ConfidenceThreshold
 from .blocks import DraftBlocks, FindChoice
 from .partial import PartialDraft

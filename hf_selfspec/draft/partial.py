@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..errors import SettingTypeError
 from ..grammar.rows import Constraint
 from ..model.head_rows import HeadRows
 from ..model.plan import LayerPlan
 from ..model.target import Target
+from ..model.transfer import RowNumbers, read, upload
 from ..search.costs import MANY, Stopwatch
 from ..stats import GenerationStats
 from ..stop.bound import Bound
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import BoundedRule, FixedLength, RunningRule, StopRule, start
-from ..transfer import RowNumbers, read, upload
-from ..types import Draft, Text, Verdict
 from ..verify.greedy import best_tokens
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.head_rows import HeadRows
@@ -18,7 +19,6 @@ from ..search.exit_study import ExitStudy, exits_to_try
 from ..search.replay import Rule, Trace, rules_for, trace
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
-from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from .last_logits import LastLogits
 from .partial import PartialDraft

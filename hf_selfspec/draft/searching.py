@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
@@ -23,7 +24,6 @@ from ..search.skip_space import SkipSpace
 from ..stats import GenerationStats
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import StopRule, confidence
-from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import CostTree
 from .last_logits import LastLogits

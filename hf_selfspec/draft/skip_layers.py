@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import SettingError, SettingTypeError
+from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan, check_plan
-from ..registry import register
 from ..search.choice import SkipChoice
 from ..search.on_the_fly import Search
-from ..settings import MOST_LAYERS, check_count, check_share
 from ..stop.rules import ConfidenceThreshold
+from ..validation import MOST_LAYERS, check_count, check_share
 from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .searching import check_window, start_search

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from ..batch import Draft, Text, Verdict
 from ..control.arms import Measurements
 from ..errors import UnsupportedOptionError
-from ..findings import Findings
 from ..grammar.rows import Constraint
+from ..learned.findings import Findings
 from ..model.anatomy import Anatomy
 from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
@@ -17,7 +18,6 @@ from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stats import GenerationStats
 from ..stop.rules import Memory, StopRule
-from ..types import Draft, Text, Verdict
 from ..verify.scoring import Scorer
 from ..verify.tree import Tree
 from .blocks import DraftBlocks, FindChoice

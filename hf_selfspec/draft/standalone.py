@@ -8,6 +8,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..batch import Text
 from ..errors import SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
@@ -15,7 +16,6 @@ from ..model.head_rows import HeadRows
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stop.rules import StopRule
-from ..types import Text
 from ..verify.scoring import Scorer
 from .early_exit import EarlyExit
 from .partial import PartialDraft

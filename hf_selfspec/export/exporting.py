@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import saving
 from ..draft.blocks import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
-from ..files import check_folder, folder_written_whole, path_of, reported
+from ..learned import saving
+from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel

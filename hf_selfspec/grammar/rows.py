@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as lp
 
+from ..batch import Text
 from ..errors import SettingTypeError
-from ..types import Text
 from .protocol import Grammar, find_adapter
 
 # Masks that a row keeps: those of one draft and its verification.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..transfer import Pending
+from ..model.transfer import Pending
 from .successors import WIDTH
 
 # Tokens of a vocabulary whose probabilities are compared at a time.

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from ..transfer import RowNumbers, upload
 from .buffers import Place
 from .graphs import size_for, step_above
 from .recurrences.recurrence import Recurrence
 from .state_log import StateLog
 from .states import Feed, StateLayer
 from .tracing import ChangingNumber
+from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
 _GROWTH, _GRAIN = 1.25, 256

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from ..transfer import RowNumbers
 from .autocast import within
 from .kernels import turns
 from .layout import TreeLayout
 from .masks import Geometry, at_positions, padded_mask
 from .partial import ForwardPass, obeying
 from .states import Feed
+from .transfer import RowNumbers
 
 if TYPE_CHECKING:
     from .target import Target

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import SettingError
-from ..settings import check_count
+from ..validation import check_count
 from .anatomy import Anatomy
 
 _SAMPLES = 8

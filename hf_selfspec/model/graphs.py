@@ -24,10 +24,10 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError
 from ..notices import warn_once
-from ..transfer import wait_for
 from .buffers import Places
 from .faster import Faster
 from .tracing import NoGraphError, NotTraceableError, Turns, tracing
+from .transfer import wait_for
 
 # Sizes of forwards in tokens; other numbers are padded to the next size.
 SIZES = (1, 2, 4, 8, 16, 32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..transfer import upload
+from .transfer import upload
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..transfer import RowNumbers
 from .attention import grouped_attention
 from .layout import TreeLayout
 from .prompt import Holes
+from .transfer import RowNumbers
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 _ALIGNED = 8

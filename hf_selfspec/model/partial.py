@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 
-from ..transfer import upload
 from .additions import Additions
 from .anatomy import Anatomy
 from .autocast import Autocast
@@ -26,6 +25,7 @@ from .head_rows import HeadRows, output_head
 from .linear import few_token_linears
 from .plan import LayerPlan
 from .step import Best
+from .transfer import upload
 
 # Maps (layer, state that entered it, state that left it), both [b, s, d], to what enters the next layer.
 AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]

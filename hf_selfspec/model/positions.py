@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..transfer import RowNumbers
+from .transfer import RowNumbers
 
 _NO_END = 1 << 62
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
-from ..transfer import RowNumbers, upload
 from .layout import TreeLayout
 from .partial import ForwardPass
+from .transfer import RowNumbers, upload
 
 _T = TypeVar("_T")
 # States are [b, s, d], with further dimensions in front in some models.

@@ -12,7 +12,6 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import UnsupportedOptionError
 from ..notices import warn_once
-from ..transfer import RowNumbers
 from .additions import Additions
 from .anatomy import Anatomy
 from .attention import without_cudnn_attention
@@ -39,6 +38,7 @@ from .positions import LastPositions
 from .prompt import Holes
 from .rows import ActiveRows
 from .step import PrefillObserver, Step
+from .transfer import RowNumbers
 
 
 class Target:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..model.linear import FewTokenLinear
-from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
+from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_positive, check_share
 from .draft_module import DraftModule
 
 BLOCKS = ("attention", "mlp")

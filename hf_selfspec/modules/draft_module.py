@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError
-from ..files import folder_written_whole, path_of, read_json, reported
+from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import SHOWN, Fingerprint
 
 CONFIG, WEIGHTS, CARD = FILES = "config.json", "model.safetensors", "README.md"

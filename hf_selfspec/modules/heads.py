@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..calibration import drafts, entropy, roc_auc, threshold
 from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import SHOWN
 from ..model.linear import FewTokenLinear
-from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_share
+from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
+from .calibration import drafts, entropy, roc_auc, threshold
 from .draft_module import DraftModule
 
 # Most tokens of a draft (DSSD §4.1).

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..model.additions import Addition, Additions
 from ..model.anatomy import Anatomy
-from ..settings import MOST_LAYERS, MOST_WIDTH, check_count
+from ..validation import MOST_LAYERS, MOST_WIDTH, check_count
 from .draft_module import DraftModule
 
 # The additions are `SCALE B A x`, as LoRA's with `lora_alpha = 2 r`.

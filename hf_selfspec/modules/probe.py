@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..settings import MOST_LAYERS, MOST_WIDTH, check_count, check_flag
+from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_flag
 from .draft_module import DraftModule
 
 

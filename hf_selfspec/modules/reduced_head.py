@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import SettingError
-from ..settings import MOST_WIDTH, check_count
+from ..validation import MOST_WIDTH, check_count
 from .draft_module import DraftModule
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..control.arms import LEAST_SPEEDUP
-from ..files import as_count, as_number
+from ..learned.files import as_count, as_number
 from ..model.plan import LayerPlan
 from ..stop.rules import StopRule
 from .costs import ForwardCosts

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from ..batch import Text
 from ..model.layout import TreeLayout
 from ..model.plan import LayerPlan
 from ..model.target import Target
-from ..types import Text
 
 
 class _Table:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..files import as_count, as_number
+from ..learned.files import as_count, as_number
 from ..model.plan import LayerPlan
 from ..model.target import Target
-from ..transfer import RowNumbers, wait_for
+from ..model.transfer import RowNumbers, wait_for
 
 # Numbers of tokens in the forwards over several tokens.
 FEW, MANY = 2, 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..registry import register
-from ..settings import MOST_WINDOW, check_count, check_share
+from ..learned.registry import register
+from ..validation import MOST_WINDOW, check_count, check_share
 
 
 def usual_ratio(parameters: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..files import as_count
+from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace

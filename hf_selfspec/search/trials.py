@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import as_count
+from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from .choice import LayerArm, fastest_run
 from .costs import ForwardCosts

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import SettingTypeError
-from ..registry import register
-from ..settings import check_share
+from ..learned.registry import register
+from ..validation import check_share
 from .rules import Comparing, ConfidenceThreshold, Memory, ProductThreshold, RunningRule
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..calibration import entropy, threshold
-from ..registry import register
-from ..settings import check_share
+from ..learned.registry import register
+from ..modules.calibration import entropy, threshold
+from ..validation import check_share
 from .rules import Memory, RunningRule
 
 # Number of last verified tokens that count, number before which no draft ends, and tokens between two calibrations.

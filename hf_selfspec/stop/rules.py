@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ..errors import SettingTypeError
-from ..registry import register
-from ..settings import MOST_DRAFT, check_count, check_share
-from ..transfer import upload
+from ..learned.registry import register
+from ..model.transfer import upload
+from ..validation import MOST_DRAFT, check_count, check_share
 from .bound import NEVER, Bound, Reach
 
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.

@@ -11,7 +11,7 @@ import torch
 from ..errors import SettingError
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
-from ..settings import check_count, check_exit
+from ..validation import check_count, check_exit
 from .fit import Option, TrainedFit, as_function, words
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import Metric, agreement, cross_entropy, per_token

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import causal_lm
 from ..model.exits import Exits
-from ..settings import check_count, check_flag, check_share
+from ..validation import check_count, check_flag, check_share
 from .exit_training import ExitTraining
 from .trainer import ModelCallback
 

@@ -22,8 +22,8 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..settings import check_count, check_positive
 from ..spec_text import split
+from ..validation import check_count, check_positive
 from .checkpoints import forget
 from .fit_trainer import FitModule, FitTrainer, resumable_arguments, seeded, training_arguments
 from .frozen_model import FrozenModel, HiddenStates

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
-from ..files import path_of, reported, written_whole
+from ..learned.files import path_of, reported, written_whole
 from ..model.checkpointing import evaluating
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
-from ..settings import check_count
+from ..validation import check_count
 
 _SUFFIX = ".safetensors"
 # Bytes of names and shapes in a file, at most, for up to a dozen exits.

@@ -30,7 +30,7 @@ from ..modules.heads import (
     reached,
 )
 from ..selfspec import SelfSpec
-from ..settings import MOST_LAYERS, check_count, check_exit, check_flag, check_share
+from ..validation import MOST_LAYERS, check_count, check_exit, check_flag, check_share
 from .fit import Option, TrainedFit, as_function, check_length, saved, words
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import Metric, agreement, per_token

@@ -17,8 +17,8 @@ from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionE
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
 from ..model.forwards import Forward, InstanceForwards
-from ..settings import check_share
-from ..transfer import upload
+from ..model.transfer import upload
+from ..validation import check_share
 from .trainer import ModelCallback
 
 # Inputs of layers that have no row for each sample, although their first dimension (heads) can equal the batch size.

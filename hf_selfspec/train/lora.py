@@ -20,7 +20,7 @@ from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.plan import LayerPlan
 from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
-from ..settings import check_count, check_exit
+from ..validation import check_count, check_exit
 from .fit import Option, TrainedFit, as_function
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import agreement, cross_entropy, per_token

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import SettingError, SettingTypeError
-from ..settings import check_count
+from ..validation import check_count
 
 # One row in so many is held out of the training to measure the fit, and the most rows that are held out.
 HELD_OUT, MOST_HELD_OUT = 20, 64

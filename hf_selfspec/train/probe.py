@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from ..errors import SettingError
 from ..modules.probe import LinearProbe
 from ..selfspec import SelfSpec
-from ..settings import check_count, check_exit, check_flag, check_positive, check_share
+from ..validation import check_count, check_exit, check_flag, check_positive, check_share
 from .fit import Option, TrainedFit, as_function
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import agreement, per_token

@@ -11,7 +11,7 @@ from ..errors import SettingError, UnsupportedModelError
 from ..model.head_rows import output_head
 from ..modules.draft_module import about
 from ..modules.reduced_head import ReducedHead
-from ..settings import check_count
+from ..validation import check_count
 from .fit import Fit, Option, as_function, saved
 from .packing import HELD_OUT, PackedDataset
 

@@ -6,7 +6,7 @@ from itertools import count
 
 import torch
 
-from ..types import Draft, Text, Verdict
+from ..batch import Draft, Text, Verdict
 from .greedy import choose_greedy
 from .sampling import choose_sampled
 from .scoring import Scorer

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from transformers.generation import logits_process as lp
 
+from ..batch import Text
 from ..errors import NumericalError
 from ..grammar.rows import GrammarMask
-from ..types import Text
 from .stateless import is_stateless, stateful
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from ..types import Text
+from ..batch import Text
 from .stateless import stateful
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 
 from ..errors import SettingError, SettingTypeError
-from ..registry import register
-from ..settings import MOST_CANDIDATES, check_count, check_share
-from ..transfer import read
+from ..learned.registry import register
+from ..model.transfer import read
+from ..validation import MOST_CANDIDATES, check_count, check_share
 
 _USUAL_PRICE = 0.05
 

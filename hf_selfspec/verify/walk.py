@@ -13,9 +13,9 @@ from itertools import chain
 
 import torch
 
+from ..batch import Draft, Text, Verdict
 from ..model.step import Best
-from ..transfer import Pending, read
-from ..types import Draft, Text, Verdict
+from ..model.transfer import Pending, read
 from .greedy import best_tokens, choose_greedy
 from .sampling import accept_line, choose_sampled, draw
 from .scoring import Scorer, check_highest

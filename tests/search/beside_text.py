@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
+from hf_selfspec.batch import Text
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.target import Target
-from hf_selfspec.types import Text
 
 
 def after_prefill(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Target, Text]:

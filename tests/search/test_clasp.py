@@ -12,6 +12,7 @@ from conftest import tiny_llama
 from generating import generated, prompt, search_of
 
 from hf_selfspec import SelfSpec, SkipLayers
+from hf_selfspec.batch import Text
 from hf_selfspec.draft import searching
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
@@ -20,7 +21,6 @@ from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.clasp import closest_layers
 from hf_selfspec.search.on_the_fly import ClosestLayers
-from hf_selfspec.types import Text
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

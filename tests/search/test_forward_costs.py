@@ -12,12 +12,12 @@ from searches import space, timings
 from transformers import LogitsProcessorList
 
 from hf_selfspec import FixedLength, SelfSpec
+from hf_selfspec.batch import Text
 from hf_selfspec.draft.partial import Limits, PartialDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.on_the_fly import OnTheFlySearch
 from hf_selfspec.search.skip_space import SkipSpace
-from hf_selfspec.types import Text
 from hf_selfspec.verify.scoring import Scorer
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -13,12 +13,12 @@ from searches import predicted
 from transformers import PreTrainedModel
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, call
+from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.types import Draft, Text
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -17,13 +17,13 @@ from generating import SEARCHES, an_end, fixed_drafts, generated, prompt, search
 from transformers import PreTrainedModel
 
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
+from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.feedback import Feedback
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.replay import Trace
-from hf_selfspec.types import Text
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

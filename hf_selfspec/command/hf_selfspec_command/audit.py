@@ -42,7 +42,7 @@ def audit(
     import torch
 
     from hf_selfspec import audit
-    from hf_selfspec.prompts import as_prompts
+    from hf_selfspec.data.prompts import as_prompts
     from hf_selfspec.spec_text import read_spec, split
 
     test = _test(sample, {"temperature": temperature, "top_p": top_p, "draws": draws})

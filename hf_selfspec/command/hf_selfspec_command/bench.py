@@ -75,10 +75,10 @@ def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> Non
     from hf_selfspec.bench.methods import methods_of
     from hf_selfspec.bench.prompts import Encoder, repeated, stream_of, texts_of
     from hf_selfspec.bench.settings import Settings
+    from hf_selfspec.data.loading import ModelRequest
+    from hf_selfspec.data.prompts import has_chats
     from hf_selfspec.errors import SettingError
-    from hf_selfspec.files import check_folder, path_of
-    from hf_selfspec.loading import ModelRequest
-    from hf_selfspec.prompts import has_chats
+    from hf_selfspec.learned.files import check_folder, path_of
     from hf_selfspec.spec_text import split
 
     shared: dict[str, Any] = {name: getattr(how, name) for name in _SETTINGS}

@@ -81,9 +81,9 @@ class TrainingOptions:
         import torch
 
         from hf_selfspec import SettingError
-        from hf_selfspec.files import check_folder
-        from hf_selfspec.settings import check_count, check_positive
+        from hf_selfspec.learned.files import check_folder
         from hf_selfspec.train.fit_trainer import resumable_arguments
+        from hf_selfspec.validation import check_count, check_positive
 
         check_count("--batch", self.batch)
         check_positive("--learning-rate", self.learning_rate)
@@ -138,10 +138,10 @@ def _fit(settings: Fit[Any], common: FitOptions) -> None:
     """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible."""
     import torch
 
-    from hf_selfspec.files import check_folder
-    from hf_selfspec.loading import NamedModel
+    from hf_selfspec.data.loading import NamedModel
+    from hf_selfspec.data.texts import texts
+    from hf_selfspec.learned.files import check_folder
     from hf_selfspec.modules.draft_module import FILES
-    from hf_selfspec.train.texts import texts
 
     settings.check()
     check_folder("--out", common.out, FILES)

@@ -35,7 +35,7 @@ def generate(
     import torch
 
     from hf_selfspec import stream
-    from hf_selfspec.prompts import check_chats, has_chats
+    from hf_selfspec.data.prompts import check_chats, has_chats
     from hf_selfspec.spec_text import read_spec
     from hf_selfspec.streaming import sampling
 
@@ -66,7 +66,7 @@ def generate(
 def _given(prompt: str | None, file: str | None) -> str | None:
     """The prompt, ``None`` for a chat."""
     from hf_selfspec import SettingError
-    from hf_selfspec.files import path_of, read_text
+    from hf_selfspec.learned.files import path_of, read_text
 
     if prompt is not None and file is not None:
         raise SettingError("--prompt and --file are both given: give one of the two.")

@@ -15,8 +15,8 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
-from .errors import SettingError
-from .settings import LARGEST
+from ..errors import SettingError
+from ..validation import LARGEST
 
 # How deep JSON that is read may be nested; the files that this package writes are at most 9 deep.
 _DEEPEST = 32

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
+from ..control.arms import Measurements
+from ..errors import SettingError
+from ..model.fingerprint import Fingerprint
+from ..notices import warn_once
+from ..stats import GenerationStats
+from ..stop.rules import Memory
 from . import saving
-from .control.arms import Measurements
-from .errors import SettingError
 from .files import reported
 from .findings import Findings, TextFindings
-from .model.fingerprint import Fingerprint
-from .notices import warn_once
 from .saving import Key, Kind
-from .stats import GenerationStats
-from .stop.rules import Memory
 from .text_file import TextFile, aside, beginning_anew
 
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.

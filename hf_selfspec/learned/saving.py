@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import SelfSpecError, SettingError
+from ..data.hub import is_name
+from ..errors import SelfSpecError, SettingError
+from ..model.fingerprint import Fingerprint
 from .files import read_json, written_whole
-from .hub import is_name
-from .model.fingerprint import Fingerprint
 from .registry import is_registered, registered
 
 FILE_NAME = "selfspec.json"

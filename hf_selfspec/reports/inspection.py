@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
-from .model.anatomy import Anatomy
-from .model.fixed import why_no_graphs
-from .search.skip_space import SkipSpace
+from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
+from ..model.anatomy import Anatomy
+from ..model.fixed import why_no_graphs
+from ..search.skip_space import SkipSpace
 
 _MIB = 2**20
 # Width of the names in the table.

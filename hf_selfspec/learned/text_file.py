@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from ..errors import SettingError
+from ..notices import warn_once
 from . import saving
-from .errors import SettingError
 from .findings import TextFindings
-from .notices import warn_once
 from .saving import Key, Saved
 
 # Seconds to wait while another process reads or writes.

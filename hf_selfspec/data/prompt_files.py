@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import SettingError
+from ..errors import SettingError
 from .prompts import Prompt
-from .train.texts import check_unicode, content, rows
+from .texts import check_unicode, content, rows
 
 # Columns in which a prompt is looked for; the first one that exists counts.
 COLUMNS = ("messages", "prompt", "text", "question", "instruction")

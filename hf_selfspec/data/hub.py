@@ -8,7 +8,7 @@ from collections.abc import Callable
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 
-from .errors import brief
+from ..errors import brief
 
 _NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
 # Errors that mean that the Hub did not answer. The Hub's errors derive from those of its HTTP library, which differs

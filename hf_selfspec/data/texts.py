@@ -11,8 +11,8 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from ..errors import SettingError, brief
-from ..files import path_of, read_text
-from ..hub import NO_ANSWER, is_name, trouble
+from ..learned.files import path_of, read_text
+from .hub import NO_ANSWER, is_name, trouble
 
 _LINES, _WHOLE = (".jsonl", ".json"), ".txt"
 # Column of the text unless another one is named.

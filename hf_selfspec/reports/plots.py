@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import SettingError, SettingTypeError
-from .files import path_of, reported
-from .search.skip_search import SkipSearch
-from .stats import GenerationStats
+from ..errors import SettingError, SettingTypeError
+from ..learned.files import path_of, reported
+from ..search.skip_search import SkipSearch
+from ..stats import GenerationStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .errors import SettingError, SettingTypeError, UnsupportedModelError
-from .model.anatomy import causal_lm
-from .model.checkpointing import evaluating
-from .model.exits import LOGIT_ELEMENTS, Exits
-from .pictures import new_figure, save
-from .settings import check_count
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..model.anatomy import causal_lm
+from ..model.checkpointing import evaluating
+from ..model.exits import LOGIT_ELEMENTS, Exits
+from ..validation import check_count
+from .plots import new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

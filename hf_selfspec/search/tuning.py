@@ -16,22 +16,22 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from . import saving
-from .draft.skip_layers import SkipLayers
-from .errors import SettingError, SettingTypeError, UnsupportedModelError
-from .files import path_of, read_json, reported
-from .model.anatomy import Anatomy, causal_lm
-from .model.parallel import is_tensor_parallel
-from .model.plan import LayerPlan
-from .search.choice import LayerArm, fastest
-from .search.on_the_fly import ClosestLayers
-from .search.replay import rules
-from .search.skip_space import SkipSpace
-from .selfspec import SelfSpec
-from .settings import check_count
-from .stop.rules import ConfidenceThreshold, StopRule
-from .transfer import wait_for
-from .verify.tree import Tree
+from ..draft.skip_layers import SkipLayers
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..learned import saving
+from ..learned.files import path_of, read_json, reported
+from ..model.anatomy import Anatomy, causal_lm
+from ..model.parallel import is_tensor_parallel
+from ..model.plan import LayerPlan
+from ..model.transfer import wait_for
+from ..selfspec import SelfSpec
+from ..stop.rules import ConfidenceThreshold, StopRule
+from ..validation import check_count
+from ..verify.tree import Tree
+from .choice import LayerArm, fastest
+from .on_the_fly import ClosestLayers
+from .replay import rules
+from .skip_space import SkipSpace
 
 # The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
@@ -219,7 +219,7 @@ class _Tuning:
         drawn = sum(1 for plan in self.speeds if plan.skipped_attention != plan.skipped_mlp)
         if drawn < self.search.random_steps or not self.speeds:
             return self.runner.space.random(rng, float(rng.uniform(*_RATIOS)))
-        from .search.bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
+        from .bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
 
         return suggest(self.runner.space, self.speeds, rng, resize=True)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from .errors import SettingError
+from ..errors import SettingError
 
 # Rounding errors add up over the layers; eight units in the last place of the largest logit bound the observed ones.
 _UNITS = 8

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.prompts import Prompt, encoded
+from ..errors import SettingTypeError
+from ..model.anatomy import causal_lm
+from ..selfspec import SelfSpec
+from ..streaming import sampling
+from ..validation import check_count, check_positive
 from .differences import Difference, difference_at
 from .distribution import ChiSquared, Expected, draw
-from .errors import SettingTypeError
-from .model.anatomy import causal_lm
-from .prompts import Prompt, encoded
-from .selfspec import SelfSpec
-from .settings import check_count, check_positive
-from .streaming import sampling
 
 # Only the beginning of sampled texts can be counted. The first token comes from the prefill, which leaves room for a
 # draft of two tokens, then of one.

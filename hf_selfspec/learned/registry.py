@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
-from .errors import SettingError, SettingTypeError
+from ..errors import SettingError, SettingTypeError
 
 # The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
 Place = Literal["draft", "stop", "rule", "tree", "search"]

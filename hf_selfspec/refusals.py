@@ -14,7 +14,7 @@ from .model.hooks import hooks_of
 from .model.kernels import check_kernels
 from .model.masks import served_attention
 from .model.prompt import Prompt
-from .settings import check_count
+from .validation import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .transfer import RowNumbers, upload
+from .model.transfer import RowNumbers, upload
 
 
 @dataclass

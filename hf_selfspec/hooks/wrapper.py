@@ -23,18 +23,18 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .call import Request
-from .checks import check_options
+from ..call import Request
+from ..errors import SelfSpecError, UnsupportedOptionError
+from ..model.anatomy import Anatomy
+from ..model.arguments import check_inputs
+from ..notices import warn_once_ignoring_numbers
+from ..plain import decode_plainly
+from ..refusals import check_options
+from ..selfspec import SelfSpec
+from ..stats import GenerationStats
+from ..train.trainer import with_model_callbacks
 from .choosing import CONFIG_NAMES, Chosen, choose
-from .errors import SelfSpecError, UnsupportedOptionError
-from .model.anatomy import Anatomy
-from .model.arguments import check_inputs
-from .notices import warn_once_ignoring_numbers
 from .pipelines import PIPELINES, with_assistant
-from .plain import decode_plainly
-from .selfspec import SelfSpec
-from .stats import GenerationStats
-from .train.trainer import with_model_callbacks
 
 _ORIGINAL = "_hf_selfspec_original"
 # The parameters of generate itself; other arguments are for its config or the model.

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .errors import SettingTypeError, UnsupportedModelError
-from .lookup import LookupRow
-from .lookup.findings import LookupFindings
-from .lookup.likeliest import likeliest, tops_of
-from .model.checkpointing import evaluating
+from ..errors import SettingTypeError, UnsupportedModelError
+from ..model.checkpointing import evaluating
+from . import LookupRow
+from .findings import LookupFindings
+from .likeliest import likeliest, tops_of
 
 # Tokens of a text whose logits are in memory at a time.
 _CHUNK = 256

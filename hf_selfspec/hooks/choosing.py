@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from transformers import GenerationConfig
 
-from . import saving
+from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError
+from ..learned import saving
+from ..notices import warn_once
+from ..selfspec import CONFIG_KEY, SelfSpec
 from .attached import attached
-from .errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError
-from .notices import warn_once
-from .selfspec import CONFIG_KEY, SelfSpec
 
 # Options of a call or generation config that choose another way of decoding, and so override one set elsewhere.
 _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .errors import SettingError, brief
+from ..errors import SettingError, brief
 from .hub import is_name, trouble
 
 _CONFIG = "config.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from .stats import GenerationStats
+from ..stats import GenerationStats
 
 
 class Findings(Protocol):

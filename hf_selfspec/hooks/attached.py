@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .errors import SettingTypeError
-from .model.anatomy import causal_lm
-from .selfspec import SelfSpec
+from ..errors import SettingTypeError
+from ..model.anatomy import causal_lm
+from ..selfspec import SelfSpec
 
 _specs: weakref.WeakKeyDictionary[PreTrainedModel, SelfSpec] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

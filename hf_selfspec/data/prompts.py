@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .errors import SettingError, SettingTypeError
+from ..errors import SettingError, SettingTypeError
 
 # A text to continue, or the messages of a chat to answer.
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]

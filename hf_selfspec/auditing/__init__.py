@@ -1,0 +1,1 @@
+"""Whether a model's text with a ``SelfSpec`` is plain's."""

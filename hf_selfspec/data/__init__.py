@@ -1,0 +1,1 @@
+"""Models, prompts and texts that a user names."""

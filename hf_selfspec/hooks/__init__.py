@@ -1,0 +1,1 @@
+"""Where a ``SelfSpec`` enters ``generate`` and pipelines."""

@@ -1,0 +1,1 @@
+"""What is learned about a model, in memory and on disk."""

@@ -1,0 +1,1 @@
+"""What a model's layers and exits are worth."""
