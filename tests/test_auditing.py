@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCABULARY, character_tokenizer
-from hf_selfspec.auditing.audits.differences import difference_at
-from hf_selfspec.auditing.audits.distribution import ChiSquared, Expected
 from scipy.stats import chi2
 from test_sampling import SPECS, accepts_everything, exact_joint
 from test_sampling import llama as small_vocabulary
 from transformers import LlamaForCausalLM
 
 from hf_selfspec import EarlyExit, FixedLength, SampleTest, SelfSpec, SettingError, SettingTypeError, audit
+from hf_selfspec.auditing.differences import difference_at
+from hf_selfspec.auditing.distribution import ChiSquared, Expected
 from hf_selfspec.verify import walk
 
 TEXTS = ["def f(x):", "Once upon", "1 + 1 ="]
