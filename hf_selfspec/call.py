@@ -28,13 +28,12 @@ from .errors import UnsupportedOptionError
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
-from .model.arguments import extra_arguments
-from .model.checkpointing import checkpoints, without_checkpointing
 from .model.given_cache import cache_for, cache_name, given_cache
-from .model.inputs import Inputs
+from .model.inputs import Inputs, extra_arguments
 from .model.linear import are_faster
 from .model.modules import all_modules
 from .model.parallel import is_tensor_parallel
+from .model.patching import checkpoints, without_checkpointing
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
 from .notices import warn_once
@@ -188,8 +187,7 @@ class Generation:
         drafter = controlled(self.source.start(session), session, repr(self.source))
         return Decoder(
             target=target,
-            prompt=prompt,
-            prefill=inputs.prefill,
+            inputs=inputs,
             text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
             draft=ConstrainedDrafter(drafter, constraint) if constraint else drafter,
             scorer=scorer,

@@ -34,7 +34,7 @@ from hf_selfspec.batch import Draft, Text
 from hf_selfspec.errors import NumericalError
 from hf_selfspec.model import graphs, linear
 from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.step import Best
+from hf_selfspec.model.partial import Best
 from hf_selfspec.model.tracing import ChangingNumber, NotTraceableError, is_tracing
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.scoring import Scorer

@@ -10,8 +10,7 @@ from conftest import tiny_llama
 from test_compile import QUICK, same_ids, specs
 
 from hf_selfspec.model import graphs
-from hf_selfspec.model.faster import Faster
-from hf_selfspec.model.graphs import Graph, Graphs, graphs_of
+from hf_selfspec.model.graphs import Faster, Graph, Graphs, graphs_of
 
 
 class Ways:

@@ -31,7 +31,6 @@ from hf_selfspec import (
 )
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
-from hf_selfspec.model.positions import LastPositions
 from hf_selfspec.model.prompt import Prompt
 from hf_selfspec.model.transfer import RowNumbers, _together
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
@@ -255,23 +254,6 @@ def test_numbers_that_are_brought_together_are_the_same(tensors: list[torch.Tens
     for found, before in zip(_together(tensors), tensors, strict=True):
         torch.testing.assert_close(found, before, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(found.signbit(), before.signbit())
-
-
-@quick(50)
-@given(
-    reachable=st.none() | st.lists(st.integers(0, 30), min_size=3, max_size=3),
-    limit=st.none() | st.integers(1, 30),
-    slots=st.lists(st.integers(0, 30), min_size=3, max_size=3),
-    rows=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True),
-)
-def test_last_positions(reachable: list[int] | None, limit: int | None, slots: list[int], rows: list[int]) -> None:
-    """The end of the text, within what has an embedding, but a last token's own place in any case."""
-    last = LastPositions(reachable, limit)
-    found = last.of(rows, slots)
-    for row, position in zip(rows, found, strict=True):
-        end = 1 << 62 if reachable is None else reachable[row]
-        assert position == (end if limit is None else max(min(end, limit - 1), slots[row]))
-    assert last.of(rows, slots) is found  # so that it is uploaded once
 
 
 # Matches -------------------------------------------------------------------------------------------------------------

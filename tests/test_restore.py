@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.model.forwards import WhileNeeded
+from hf_selfspec.model.patching import WhileNeeded
 
 EXIT = new_spec()
 SKIPS = SelfSpec(SkipLayers())

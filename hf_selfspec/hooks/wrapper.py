@@ -26,7 +26,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..call import Request
 from ..errors import SelfSpecError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
-from ..model.arguments import check_inputs
+from ..model.inputs import check_inputs
 from ..notices import warn_once_ignoring_numbers
 from ..plain import decode_plainly
 from ..refusals import check_options

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .patching import InstanceForwards, SharedChange
+
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
 
 
-class _CuDNN:
-    """How many generations keep cuDNN's attention switched off, and whether it was on before the first one."""
-
-    lock = threading.Lock()
-    users = 0
-    was_enabled = False
+_without_cudnn = SharedChange()
 
 
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
+def without_cudnn_attention() -> AbstractContextManager[None]:
     """Switches cuDNN's attention off, for all threads, until the last one leaves.
 
     Torch prefers it in 16 bits on Hopper and newer GPUs. It builds a plan for each new shape and stride of its inputs
     (23 to 37 ms on an H100) and keeps all of them, and shapes change in every round.
     """
-    with _CuDNN.lock:
-        if _CuDNN.users == 0:
-            _CuDNN.was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-            torch.backends.cuda.enable_cudnn_sdp(_CuDNN.was_enabled and not _others_enabled())
-        _CuDNN.users += 1
-    try:
-        yield
-    finally:
-        with _CuDNN.lock:
-            _CuDNN.users -= 1
-            if _CuDNN.users == 0:
-                torch.backends.cuda.enable_cudnn_sdp(_CuDNN.was_enabled)
+
+    def switch_off(forwards: InstanceForwards) -> None:
+        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        forwards.afterwards(lambda: torch.backends.cuda.enable_cudnn_sdp(was_enabled))
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled and not _others_enabled())
+
+    return _without_cudnn.of(torch.backends, switch_off)
 
 
 def _others_enabled() -> bool:

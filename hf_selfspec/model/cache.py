@@ -14,11 +14,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .buffers import Place
-from .graphs import size_for, step_above
+from .layout import TreeLayout
 from .recurrences.recurrence import Recurrence
-from .state_log import StateLog
-from .states import Feed, StateLayer
-from .tracing import ChangingNumber
+from .recurrences.state_log import StateLog
+from .recurrences.states import StateLayer, StateUpdate
+from .tracing import ChangingNumber, size_for, step_above
 from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
@@ -124,8 +124,8 @@ class _RecurrentLayer(_SpeculativeLayer, StateLayer):
         self.init_states(number_of_states, recurrence, name)
 
     @property
-    def feed(self) -> Feed:
-        return self._cache.feed
+    def update_of_states(self) -> StateUpdate:
+        return self._cache.state_update
 
 
 class SpeculativeCache(Cache):
@@ -150,9 +150,10 @@ class SpeculativeCache(Cache):
         self.fixed_slots: torch.Tensor | None = None
         self.has_few_sizes = False
         self.place: Place | None = None
-        self.feed = Feed(self.cursors)
+        self.state_update = StateUpdate(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
+        self._has_states = False
 
     def hold_states(self, like: Cache, recurrence: type[Recurrence] | None, name: str) -> None:
         """Prepares for the recurrent states that a model keeps in its own cache.
@@ -164,6 +165,7 @@ class SpeculativeCache(Cache):
         """
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
+                self._has_states = True
                 self.layers[index] = _RecurrentLayer(self, layer.number_of_states, recurrence, name)
 
     @property
@@ -190,16 +192,17 @@ class SpeculativeCache(Cache):
             slots = size_for(slots) or slots  # graphs pad tokens
         self.capacity = max(self.capacity, self._text_slots + slots)
 
-    def seek(self, cursors: Sequence[int], new_slots: int, feed: Feed | None = None) -> None:
-        """Sets where each row's next forward writes, and makes room there.
-
-        Args:
-            cursors: slot of each row's first token.
-            new_slots: number of tokens.
-            feed: which tokens update recurrent states, ``None`` where all of them do, in these slots.
-        """
+    def seek(
+        self,
+        cursors: Sequence[int],
+        new_slots: int,
+        counts: Sequence[int] | None = None,
+        nodes: TreeLayout | None = None,
+    ) -> None:
+        """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.cursors = RowNumbers.of(cursors)
-        self.feed = feed or Feed(self.cursors)
+        if self._has_states:
+            self.state_update = StateUpdate.of(self.cursors, counts, nodes)
         self.max_cursor = max(cursors)
         self._places = None
         if (needed := self.max_cursor + new_slots) > self.capacity:

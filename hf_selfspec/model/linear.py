@@ -34,8 +34,8 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
 
-from .forwards import InstanceForwards, SharedChange
 from .modules import all_modules
+from .patching import InstanceForwards, SharedChange
 from .tracing import is_tracing
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less

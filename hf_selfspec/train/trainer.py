@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import SettingError, UnsupportedOptionError
-from ..model.forwards import InstanceForwards
+from ..model.patching import InstanceForwards
 
 
 class ModelCallback(TrainerCallback):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.feedback import Feedback
@@ -153,7 +154,7 @@ def test_matchness_is_what_the_set_predicts_of_the_text(
             assert 8 <= n <= window <= 12
             target, _ = prefilled(model, ids, (s,))
             with target.prepared():
-                logits = target.step(ids[:, s - 1 - window : -1], [s - 1 - window], plan).logits
+                logits = target.step(ids[:, s - 1 - window : -1], [s - 1 - window], ForwardPass(plan)).logits
             assert logits is not None
             logits = logits[:, -n:]
             accept = (logits.argmax(-1) == ids[:, s - n :]).float()

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..errors import UnsupportedModelError
+from ...errors import UnsupportedModelError
+from ..layout import TreeLayout
 from . import kernels
-from .layout import TreeLayout
-from .recurrences.convolution import Convolution
-from .recurrences.recurrence import Recurrence
+from .convolution import Convolution
+from .recurrence import Recurrence
 from .state_log import StateLog
 
 
 @dataclass
-class Feed:
+class StateUpdate:
     """The tokens that the running forward feeds into recurrent states.
 
     Attributes:
@@ -31,12 +31,12 @@ class Feed:
     """
 
     starts: Sequence[int]
-    counts: list[int] | None = None
+    counts: Sequence[int] | None = None
     nodes: TreeLayout | None = None
     is_scratch: bool = False
 
     @classmethod
-    def of(cls, cursors: Sequence[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
+    def of(cls, cursors: Sequence[int], counts: Sequence[int] | None, nodes: TreeLayout | None) -> StateUpdate:
         """The feed of a forward over prompts, of which some tokens count, a line, or a tree."""
         if nodes is None:
             return cls(cursors, counts)
@@ -89,7 +89,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._given: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     @property
-    def feed(self) -> Feed:
+    def update_of_states(self) -> StateUpdate:
         """The tokens that the running forward feeds."""
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if self._recurrence is not None:
             calls = itertools.count()
             kernels.expect_recurrence(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
-        feed, width = self.feed, conv_kernel_size or 0
+        feed, width = self.update_of_states, conv_kernel_size or 0
         if not width:
             raise UnsupportedModelError(
                 f"{self._model_name} keeps inputs of convolutions without their number, so they cannot be rolled back. "
@@ -171,7 +171,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def _run(self, state_idx: int, part: int, original: Any, *args: Any, **kwargs: Any) -> Any:
-        feed = self.feed
+        feed = self.update_of_states
         recurrence, log = self._state(state_idx, part)
         length, device = args[0].shape[recurrence.token_dim], args[0].device
         starts, kept = feed.begin(log), feed.kept(length, device)

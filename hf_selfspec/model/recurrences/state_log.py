@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .recurrences.recurrence import Advance, Entries
+from .recurrence import Advance, Entries
 
 
 @dataclass

@@ -10,18 +10,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
-from .forwards import InstanceForwards, SharedChange
-from .modules import all_modules
-from .recurrences import SERVED
+from ...errors import UnsupportedModelError
+from ..modules import all_modules
+from ..patching import InstanceForwards, PerThread, SharedChange
+from . import SERVED
 
 # Takes the original function and the arguments of a call, and returns what the function would return.
 Run = Callable[..., Any]
@@ -30,41 +30,46 @@ CONVOLUTION = "causal_conv1d_fn"
 _FIRST_OF_CONVOLUTION = ("hidden_states", "weight", "bias")
 
 
-class _Turn(threading.local):
-    """What handles the next calls of this thread: those of a recurrence until it ends, one of a convolution."""
+@dataclass
+class _Turn:
+    """What handles the next calls in a forward: those of a recurrence until it ends, one of a convolution."""
 
     recurrence: Run | None = None
     calls = 0
     convolution: Run | None = None
 
 
-_turn = _Turn()
+_turns = PerThread[_Turn]()
 _served = SharedChange()
 
 
 def expect_recurrence(run: Run) -> None:
-    """Makes ``run`` handle this thread's next calls of recurrences."""
-    _turn.recurrence, _turn.calls = run, 0
+    """Makes ``run`` handle the next calls of recurrences in this thread's forward."""
+    turn = _turn()
+    turn.recurrence, turn.calls = run, 0
 
 
 def end_recurrence() -> int:
     """Passes further calls to the original function, and returns how many calls there were."""
-    _turn.recurrence = None
-    return _turn.calls
+    turn = _turn()
+    turn.recurrence = None
+    return turn.calls
 
 
 def expect_convolution(run: Run) -> None:
-    """Makes ``run`` handle this thread's next call of a convolution.
-
-    Raises:
-        UnsupportedModelError: the last one that was expected did not come.
-    """
-    _check_convolution()
-    _turn.convolution = run
+    """Makes ``run`` handle the next call of a convolution; it is an error if the last one that was expected is due."""
+    turn = _turn()
+    _check_convolution(turn)
+    turn.convolution = run
 
 
-def _check_convolution() -> None:
-    if _turn.convolution is not None:
+def _turn() -> _Turn:
+    assert _turns.now is not None, "states are updated outside of a forward"
+    return _turns.now
+
+
+def _check_convolution(turn: _Turn) -> None:
+    if turn.convolution is not None:
         raise UnsupportedModelError(
             "the model computes a convolution in a way that is not known here, such as a kernel of its own, so drafted "
             "siblings cannot be told apart. Call generate without `assistant`."
@@ -74,11 +79,10 @@ def _check_convolution() -> None:
 @contextmanager
 def turns() -> Iterator[None]:
     """Encloses a forward: whatever happens inside, later calls go to the original functions."""
-    try:
+    turn = _Turn()
+    with _turns.during(turn):
         yield
-        _check_convolution()
-    finally:
-        _turn.recurrence = _turn.convolution = None
+        _check_convolution(turn)
 
 
 @contextmanager
@@ -93,11 +97,7 @@ def served_kernels(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_kernels(model: PreTrainedModel) -> None:
-    """Checks that the file of a model with recurrent states has the functions and parameters that we support.
-
-    Raises:
-        UnsupportedModelError: it does not.
-    """
+    """Checks that the file of a model with recurrent states has the functions and parameters that we support."""
     if model.config.model_type not in SERVED:
         return
     recurrence = SERVED[model.config.model_type]
@@ -131,8 +131,11 @@ def _serve(module: Any, recurrence: Any, forwards: InstanceForwards) -> None:
 
     @functools.wraps(convolution)
     def convolve(*args: Any, **kwargs: Any) -> Any:
-        run, _turn.convolution = _turn.convolution, None
-        return convolution(*args, **kwargs) if run is None else run(convolution, *args, **kwargs)
+        turn = _turns.now
+        if turn is None or turn.convolution is None:
+            return convolution(*args, **kwargs)
+        run, turn.convolution = turn.convolution, None
+        return run(convolution, *args, **kwargs)
 
     forwards.set(module, CONVOLUTION, convolve)
     if recurrence is None:
@@ -141,9 +144,10 @@ def _serve(module: Any, recurrence: Any, forwards: InstanceForwards) -> None:
 
     @functools.wraps(kernel)
     def recur(*args: Any, **kwargs: Any) -> Any:
-        if _turn.recurrence is None:
+        turn = _turns.now
+        if turn is None or turn.recurrence is None:
             return kernel(*args, **kwargs)
-        _turn.calls += 1
-        return _turn.recurrence(kernel, *args, **kwargs)
+        turn.calls += 1
+        return turn.recurrence(kernel, *args, **kwargs)
 
     forwards.set(module, recurrence.kernel, recur)
