@@ -32,12 +32,10 @@ from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.given_cache import cache_for
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.recurrences import SERVED, kernels
-from hf_selfspec.model.recurrences.convolution import Convolution
-from hf_selfspec.model.recurrences.gated_delta import GatedDelta, KimiDelta
-from hf_selfspec.model.recurrences.recurrence import BLOCK, Recurrence
+from hf_selfspec.model.recurrences.linear_attention import GatedDelta, KimiDelta, StateSpace
+from hf_selfspec.model.recurrences.recurrence import BLOCK, Convolution, Recurrence
 from hf_selfspec.model.recurrences.selective_scan import SelectiveScan
 from hf_selfspec.model.recurrences.state_log import StateLog
-from hf_selfspec.model.recurrences.state_space import StateSpace
 from hf_selfspec.model.target import Target
 
 # One type of each kind of state, and of each that is put together in its own way.

@@ -53,13 +53,12 @@ class _SpeculativeLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache = self._cache
+        cache, length = self._cache, key_states.shape[2]
+        end, places = cache.max_cursor + length, cache.places(length, key_states.device)
         if cache.fixed_slots is not None:
-            return self._update_at(cache.fixed_slots, key_states, value_states)
-        self.grow()
-        end = cache.max_cursor + key_states.shape[2]
-        places = cache.places(key_states.shape[2], key_states.device)
-        if places is None and cache.max_cursor <= self.filled:
+            end = self.keys.shape[2]
+        elif places is None and cache.max_cursor <= self.filled:
+            self.grow()
             self.filled = max(self.filled, end)
         else:
             self.fill(-(-end // _GRAIN) * _GRAIN)
@@ -67,21 +66,10 @@ class _SpeculativeLayer(CacheLayerMixin):
             if places is None:
                 buffer[:, :, cache.max_cursor : end] = states
             else:
+                # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
                 rows, slots = places
                 buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _update_at(
-        self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes at slots ``[b, s]`` and returns the whole buffers.
-
-        Torch's compiler does this in place; with ``scatter_`` it would copy the whole buffer twice.
-        """
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer[rows, :, slots] = states.transpose(1, 2)
-        return self.keys, self.values
 
     def fill(self, end: int) -> None:
         """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
@@ -135,11 +123,6 @@ class SpeculativeCache(Cache):
         has_few_sizes: only few capacities are used, and so only few shapes of forwards.
         place: where the buffers are, ``None`` where that does not matter.
         fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
-
-    Args:
-        num_layers: number of layers that the model's own cache has; more are added when a model writes to them.
-        batch_size: ``b``.
-        capacity: slots to allocate at first. The buffers grow by a quarter when that is not enough.
     """
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
@@ -156,13 +139,7 @@ class SpeculativeCache(Cache):
         self._has_states = False
 
     def hold_states(self, like: Cache, recurrence: type[Recurrence] | None, name: str) -> None:
-        """Prepares for the recurrent states that a model keeps in its own cache.
-
-        Args:
-            like: the model's own cache.
-            recurrence: how its states are updated, ``None`` for convolutions alone.
-            name: name of the model, for messages.
-        """
+        """Prepares for the recurrent states that a model keeps in its own cache."""
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._has_states = True
@@ -236,6 +213,8 @@ class SpeculativeCache(Cache):
 
         ``None`` where all rows write at ``max_cursor``, which needs no index.
         """
+        if self.fixed_slots is not None:
+            return torch.arange(len(self.fixed_slots), device=device)[:, None], self.fixed_slots
         if self.cursors.are_equal:
             return None
         if self._places is None or self._places[1].device != device:
@@ -246,15 +225,7 @@ class SpeculativeCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens' keys and values at the cursors and returns all up to the furthest one.
-
-        Args:
-            key_states, value_states: ``[b, k, s, h]``.
-            layer_idx: the layer.
-
-        Returns:
-            Views ``[b, k, max_cursor + s, h]`` of the buffers.
-        """
+        """Writes new keys and values ``[b, k, s, h]`` at the cursors, and returns all up to the furthest one."""
         while len(self.layers) <= layer_idx:
             self.layers.append(_SpeculativeLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
@@ -273,11 +244,7 @@ class SpeculativeCache(Cache):
             log.keep_rows(kept)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
-        """Moves accepted tokens' keys and values to their final slots.
-
-        Args:
-            moves: ``(row, from slot, to slot)`` for each token that is not in its final slot.
-        """
+        """Moves accepted tokens' keys and values, for each ``(row, from slot, to slot)``."""
         if not moves:
             return
         for log in self._logs:
@@ -294,10 +261,8 @@ class SpeculativeCache(Cache):
     def take_in(self, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
         """Copies the content of a cache that an earlier ``generate`` returned; the cursors do not change.
 
-        Args:
-            other: a ``DynamicCache`` with ``n`` tokens.
-            columns: ``[b, m]`` which of its tokens go to slots ``0..m-1`` of each row, ``None`` for all in order.
-            slots: number of tokens of each row in it.
+        ``columns`` ``[b, m]`` are those of its tokens that go to slots ``0..m-1`` of each row (``None``: all, in
+        order), ``slots`` the number of tokens of each row in it.
         """
         length = other.get_seq_length()
         for state, before in zip(self.layers, other.layers, strict=False):
@@ -324,11 +289,8 @@ class SpeculativeCache(Cache):
     def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
         """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
 
-        Args:
-            other: the cache to fill, replaced as a whole.
-            columns: ``[b, length]`` slot of each token, -1 for none (padding); ``None`` for slots ``0..length-1``.
-            length: number of tokens.
-            slots: number of tokens of each row.
+        ``columns`` ``[b, length]`` are the slots of its tokens, -1 for padding (``None``: slots ``0..length-1``),
+        ``slots`` the number of tokens of each row.
         """
         other.reset()
         for layer in other.layers:

@@ -279,11 +279,7 @@ _lock = threading.Lock()
 
 
 def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
-    """Returns the graphs of a model with these options; they live as long as the model.
-
-    Raises:
-        SettingError: torch does not have such options.
-    """
+    """Returns the graphs of a model with these options; they live as long as the model."""
     state = _state_of(model)
     with _lock:
         # Graphs refer to the weights that they were made with.

@@ -31,24 +31,15 @@ _OURS = "_is_speculative"  # marks the functions that replace transformers'
 
 @dataclass
 class MaskSpec:
-    """The positions of the tokens of one forward.
+    """What the masks of one forward follow from: the positions of its tokens."""
 
-    Attributes:
-        query_positions: ``[b, s]`` position of each token that runs.
-        length: ``n``, number of cache slots.
-        key_positions: ``[b, n]`` position of the token in each slot, ``None`` where it is the slot's number.
-        is_even: whether all rows are at the same positions.
-        is_fixed: whether masks are for any positions of the tokens, so that there always is one.
-        visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
-        grouped: masks, each with its layout for grouped query heads once that was made.
-    """
-
-    query_positions: torch.Tensor
-    length: int
-    key_positions: torch.Tensor | None = None
-    visible: torch.Tensor | None = None
-    is_even: bool = False
-    is_fixed: bool = False
+    query_positions: torch.Tensor  # [b, s] position of each token that runs
+    length: int  # n, number of cache slots
+    key_positions: torch.Tensor | None = None  # [b, n] of the token in each slot, None where it is the slot's number
+    visible: torch.Tensor | None = None  # [b, s, n] what a token may see at most, or None where positions alone decide
+    is_even: bool = False  # whether all rows are at the same positions
+    is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
+    # Masks, each with its layout for grouped query heads once that was made.
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod

@@ -48,45 +48,28 @@ class Best(NamedTuple):
 
 @dataclass
 class ForwardPass:
-    """One forward of a model, or of a part: what runs, what it starts from, and what it has found.
+    """One forward of a model, or of a part: what runs, what it starts from, and what it has found."""
 
-    Attributes:
-        plan: blocks to run.
-        start: layers below it are skipped; its input is ``state``.
-        state: ``[b, s, d]`` the hidden state that enters layer ``start``.
-        stop: layers from here on and the output head are skipped, ``None`` for none.
-        capture: layer whose input state is kept, -1 for none; ``stop`` by default.
-        after_layer: returns what each layer passes to the next, ``None`` for its output.
-        stop_fn: called at layers ``start + 1`` to ``stop``; the forward ends at the first that it returns ``True`` for.
-        head_input_fn: maps ``exit_state`` to the input of the head, in place of the stack's final norm.
-        head_rows: what runs in place of the output head, ``None`` for that head itself.
-        ends: for each row the one token whose logits are needed, ``None`` for those that the model is asked for.
-        keep: how many of the last tokens need logits, 0 for all; a model may return more.
-        chooses: whether the tokens with the highest logits are needed, too; only graphs compute them.
-        logits: ``[b, s, v]``, ``None`` where the module that ran returns none.
-        captured: ``[b, s, d]`` the state kept by ``capture``.
-        exit_state: ``[b, s, d]`` output of the last layer; ``None`` where the model ran as it is.
-        autocast: the autocast that was on in the last layer.
-        best: the tokens requested by ``chooses``.
-    """
-
-    plan: LayerPlan
-    start: int = 0
-    state: torch.Tensor | None = None
-    stop: int | None = None
-    capture: int = -1
-    after_layer: AfterLayer | None = None
+    plan: LayerPlan  # blocks to run
+    start: int = 0  # layers below it are skipped; its input is `state`
+    state: torch.Tensor | None = None  # [b, s, d] the hidden state that enters layer `start`
+    stop: int | None = None  # layers from here on and the output head are skipped, None for none
+    capture: int = -1  # layer whose input state is kept, -1 for none; `stop` by default
+    after_layer: AfterLayer | None = None  # returns what each layer passes to the next, None for its output
+    # Called at layers `start + 1` to `stop`; the forward ends at the first that it returns True for.
     stop_fn: StopFn | None = None
+    # Maps `exit_state` to the input of the head, in place of the final norm of the stack.
     head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
-    head_rows: HeadRows | None = None
-    ends: Sequence[int] | None = None
-    keep: int = 0
-    chooses: bool = False
-    logits: torch.Tensor | None = field(init=False, default=None)
-    captured: torch.Tensor | None = field(init=False, default=None)
+    head_rows: HeadRows | None = None  # what runs in place of the output head, None for that head itself
+    ends: Sequence[int] | None = None  # for each row the one token whose logits are needed, None for all of `keep`
+    keep: int = 0  # how many of the last tokens need logits, 0 for all; a model may return more
+    chooses: bool = False  # whether the tokens with the highest logits are needed, too; only graphs compute them
+    logits: torch.Tensor | None = field(init=False, default=None)  # [b, s, v]
+    captured: torch.Tensor | None = field(init=False, default=None)  # [b, s, d] the state kept by `capture`
+    # [b, s, d] output of the last layer; None where the model ran as it is.
     exit_state: torch.Tensor | None = field(init=False, default=None)
-    autocast: Autocast | None = field(init=False, default=None)
-    best: Best | None = field(init=False, default=None)
+    autocast: Autocast | None = field(init=False, default=None)  # the autocast that was on in the last layer
+    best: Best | None = field(init=False, default=None)  # the tokens requested by `chooses`
     passed: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -28,15 +28,13 @@ class _Segment:
     """What one forward fed into the state.
 
     Attributes:
-        starts: for each row the slot of the first entry.
         firsts, ends: for each row the first slot of the entries that count, and the slot after the last one.
-        entries: ``[b, c, t, ...]`` tensors.
     """
 
-    starts: list[int]
+    starts: list[int]  # for each row the slot of the first entry
     firsts: list[int]
     ends: list[int]
-    entries: Entries
+    entries: Entries  # [b, c, t, ...] tensors
 
     def cut(self, ends: list[int]) -> None:
         """Drops the entries from these slots on."""
@@ -48,11 +46,7 @@ class _Segment:
 
 
 class StateLog:
-    """The checkpoint and the log of one state.
-
-    Args:
-        advance: computes the state after entries of the log.
-    """
+    """The checkpoint and the log of one state."""
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
@@ -109,10 +103,6 @@ class StateLog:
         """Adds what a forward fed into the state, replacing the entries there and after it.
 
         Entries before the roots are not changed.
-
-        Args:
-            starts, ends: for each row the slot of the first token and the one after the last.
-            entries: ``[b, c, t, ...]`` tensors.
         """
         assert self._floor is not None
         assert self._root is not None
@@ -134,12 +124,7 @@ class StateLog:
                     values[row, :, target - start] = values[row, :, source - start]
 
     def commit(self, roots: Sequence[int], history: int) -> None:
-        """Makes the state at these slots the checkpoint.
-
-        Args:
-            roots: for each row the slot of its last token, which has not been through the model.
-            history: minimum number of slots before the roots that stay in the log; all if it has fewer.
-        """
+        """Makes the state at these slots the checkpoint."""
         if self._root is None or self._floor is None:
             return
         self._root = _Point(list(roots), self.state_at(roots))

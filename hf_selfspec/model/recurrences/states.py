@@ -14,8 +14,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...errors import UnsupportedModelError
 from ..layout import TreeLayout
 from . import kernels
-from .convolution import Convolution
-from .recurrence import Recurrence
+from .recurrence import Convolution, Recurrence
 from .state_log import StateLog
 
 
@@ -24,16 +23,13 @@ class StateUpdate:
     """The tokens that the running forward feeds into recurrent states.
 
     Attributes:
-        starts: for each row the slot of the first token.
-        counts: for each row how many tokens of a prompt count, ``None`` where all do and may be rolled back.
-        nodes: the tree that they form, ``None`` for a line.
-        is_scratch: whether nothing of it is kept.
+        counts: for each row how many tokens of a prompt count, None where all do and may be rolled back
     """
 
-    starts: Sequence[int]
+    starts: Sequence[int]  # for each row the slot of the first token
     counts: Sequence[int] | None = None
-    nodes: TreeLayout | None = None
-    is_scratch: bool = False
+    nodes: TreeLayout | None = None  # the tree that they form, None for a line
+    is_scratch: bool = False  # whether nothing of it is kept
 
     @classmethod
     def of(cls, cursors: Sequence[int], counts: Sequence[int] | None, nodes: TreeLayout | None) -> StateUpdate:
@@ -66,13 +62,7 @@ class StateUpdate:
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
-    """Recurrent states of one layer, to be combined with a layer for keys and values.
-
-    Args:
-        number_of_states: number of states of each kind.
-        recurrence: how recurrent states are updated, ``None`` for convolutions alone.
-        name: name of the model, for messages.
-    """
+    """Recurrent states of one layer, to be combined with a layer for keys and values."""
 
     is_compileable = False
 
@@ -156,11 +146,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return torch.cat([state, conv_states], 2)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Ignores a state that the model has computed, since it is known already.
-
-        Raises:
-            UnsupportedModelError: the model has computed it in a way that is not supported.
-        """
+        """Ignores a state that the model has computed, since it is known already."""
         states = self._recurrent.get(state_idx, [])
         if not states or kernels.end_recurrence() != len(states):
             raise UnsupportedModelError(
