@@ -162,11 +162,11 @@ class Generation:
             request.model,
             anatomy,
             cache_for(request.model, batch_size, prompt.width + new_tokens, request.past),
-            prompt.padding,
-            prompt.holes,
-            None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            inputs.following,
-            self.source.whole_model(anatomy),
+            padding=prompt.padding,
+            holes=prompt.holes,
+            reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
+            following=inputs.following,
+            plan=self.source.whole_model(anatomy),
         )
         if self.compile_config is not None:
             target.compile(self.compile_config)

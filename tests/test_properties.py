@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,8 +186,8 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
     ids = torch.arange(10, 10 + len(rows) * width).view(len(rows), width)
     mask = torch.tensor(rows)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    past: Any = SimpleNamespace(get_seq_length=lambda: seen)
-    prompt = Prompt.of(ids, None, mask.long(), positions, past, None, ragged=True)
+    given = {"attention_mask": mask.long(), "position_ids": positions}
+    prompt = Prompt.of(ids, given, seen, None, ragged=True)
     generated = generated[: len(rows)]
     slots = prompt.slots(width + max(generated), generated)
     assert slots is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -40,32 +40,25 @@ class Feed:
     counts: Sequence[int] | None = None  # for a prefill the number of real tokens in each row
 
 
+@dataclass(eq=False)
 class Context:
     """A model during one generation: what its forwards need, by its own code or by graphs."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        anatomy: Anatomy,
-        cache: SpeculativeCache,
-        padding: torch.Tensor | None = None,  # [b, m] mask of prompts that stay left-padded (not `anatomy.ragged`)
-        holes: Holes | None = None,
-        last_positions: list[int] | None = None,  # for each row the last one that its text can reach
-        following: DecodeInputs | None = None,
-    ) -> None:
-        self.model = model
-        self.anatomy = anatomy
-        self.cache = cache
-        self.padding = padding
-        self.holes = holes
-        self.following = following or DecodeInputs()
-        self.active_rows: ActiveRows | None = None  # None for all
-        self.autocast: Autocast | None = None  # in which the whole model's layers ran in the last prefill
-        self.forward_seconds = 0.0
-        self.roots = RowNumbers([0] * len(cache.cursors))  # slot of each row's last token
-        self.cache_name = cache_name(model)
-        self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
-        self._reachable = last_positions
+    model: PreTrainedModel
+    anatomy: Anatomy
+    cache: SpeculativeCache
+    padding: torch.Tensor | None = None  # [b, m] mask of prompts that stay left-padded (not `anatomy.ragged`)
+    holes: Holes | None = None
+    reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
+    following: DecodeInputs = field(default_factory=DecodeInputs)
+    active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
+    autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
+    forward_seconds: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.roots = RowNumbers([0] * len(self.cache.cursors))  # slot of each row's last token
+        self.cache_name = cache_name(self.model)
+        self.takes_logits_to_keep = "logits_to_keep" in forward_parameters(self.model)
         self._last = RowNumbers([_NO_END])
 
     @property
@@ -95,7 +88,7 @@ class Context:
         return self._last
 
     def _last_position(self, row: int) -> int:
-        reachable = _NO_END if self._reachable is None else self._reachable[row]
+        reachable = _NO_END if self.reachable is None else self.reachable[row]
         limit = self.anatomy.position_limit
         # A row's root is a real token, wherever it is; drafted ones stay within the limit.
         return reachable if limit is None else max(min(reachable, limit - 1), self.roots[row])
@@ -122,7 +115,7 @@ def run_eagerly(context: Context, feed: Feed, run: ForwardPass) -> torch.Tensor 
             positions = positions.minimum(feed.last.on(tokens.device))
         rows = None if context.active_rows is None else context.active_rows.kept
         kwargs["position_ids"] = context.following.positions(positions, rows)
-    if context._takes_logits_to_keep and module is context.model:
+    if context.takes_logits_to_keep and module is context.model:
         kwargs["logits_to_keep"] = run.keep
     kwargs.update(context.following.extra)
     kwargs.update(context.following.marks_of(s))

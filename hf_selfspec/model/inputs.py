@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
@@ -200,7 +200,8 @@ class Inputs:
     ) -> Inputs:
         """Lays out the prompts; an input that is not supported is an error that names it."""
         extra = extra_arguments(model, arguments)
-        prompt = _prompt(input_ids, arguments, config, anatomy.ragged)
+        seen, mask_length = tokens_in(given_cache(arguments)), getattr(config, "_mask_length", None)
+        prompt = Prompt.of(input_ids, arguments, seen, mask_length, anatomy.ragged)
         if anatomy.is_recurrent and prompt.holes is not None:
             raise UnsupportedOptionError(
                 f"{anatomy.model_name} has recurrent states, which masked columns inside a prompt would change: "
@@ -216,18 +217,5 @@ class Inputs:
             return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
         if not following.has_positions:
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
-            prompt = _prompt(input_ids, arguments, config, ragged=False)
+            prompt = Prompt.of(input_ids, arguments, seen, mask_length, ragged=False)
         return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())
-
-
-def _prompt(input_ids: torch.Tensor, arguments: dict[str, Any], config: GenerationConfig, ragged: bool) -> Prompt:
-    past = given_cache(arguments)
-    return Prompt.of(
-        input_ids,
-        arguments.get("inputs_embeds"),
-        arguments.get("attention_mask"),
-        arguments.get("position_ids"),
-        past if tokens_in(past) else DynamicCache(),
-        getattr(config, "_mask_length", None),
-        ragged,
-    )

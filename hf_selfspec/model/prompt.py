@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from ..errors import SettingError, UnsupportedOptionError
 
@@ -52,17 +53,19 @@ class Prompt:
     @classmethod
     def of(
         cls,
-        input_ids: torch.Tensor,  # [b, s], the whole text or what follows `past`
-        inputs_embeds: torch.Tensor | None,  # [b, s, d] in place of ids
-        attention_mask: torch.Tensor | None,  # [b, m] over the whole text, None for all ones
-        position_ids: torch.Tensor | None,  # [b or 1, m]; [n, b or 1, m] for a rotary embedding of several dimensions
-        past: Cache,  # the beginning of the text, possibly empty
+        input_ids: torch.Tensor,  # [b, s], the whole text or what follows the cache
+        arguments: Mapping[str, Any],  # what `generate` has prepared for the model's forward
+        seen: int,  # number of tokens in the cache
         mask_length: int | None,  # m where `generate` dropped a mask of ones
         ragged: bool,  # whether the model takes rows at different lengths
     ) -> Prompt:
-        """Lays out a prompt."""
+        """Lays out a prompt of ids, or embeddings ``[b, s, d]``, with a mask ``[b, m]`` over the whole text.
+
+        Position ids are ``[b or 1, m]``, or ``[n, b or 1, m]`` for a rotary embedding of several dimensions.
+        """
         b, columns = input_ids.shape
-        seen = past.get_seq_length()
+        names = ("inputs_embeds", "attention_mask", "position_ids")
+        inputs_embeds, attention_mask, position_ids = (arguments.get(name) for name in names)
         source = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None:
             width = attention_mask.shape[1]

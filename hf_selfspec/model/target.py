@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig
 
 from ..errors import UnsupportedOptionError
 from ..notices import warn_once
-from .anatomy import Anatomy
 from .attention import without_cudnn_attention
-from .cache import SpeculativeCache
 from .context import Context, Feed, run_eagerly
-from .inputs import DecodeInputs
 from .layout import TreeLayout
 from .linear import few_token_linears
 from .masks import speculative_attention
@@ -24,7 +22,6 @@ from .parallel import clock_of
 from .partial import ForwardPass, is_speculating, partial_forwards
 from .patching import WhileNeeded, eagerly, without_checkpointing
 from .plan import LayerPlan, LoraDeltas
-from .prompt import Holes
 from .recurrences.kernels import served_kernels
 from .rows import ActiveRows
 from .runner import GraphRunner
@@ -34,37 +31,22 @@ from .transfer import RowNumbers
 Observer = Callable[[torch.Tensor, Sequence[int], list[int]], None]
 
 
+@dataclass(eq=False)
 class Target(Context):
-    """The model that is being decoded, with its cache; see :class:`Context`.
+    """The model that is being decoded, with its cache."""
 
-    Attributes:
-        full_plan: the blocks that stand in for the whole model.
-        forwards: number of forwards so far.
-        clock: returns seconds, the same in all processes of a model that is spread over several.
-        graphs: runs forwards over a few tokens, ``None`` without compiled graphs.
-        deltas: what plans add to outputs of modules; complete before :meth:`prepared`.
-        prefill_observer: the layer whose entering states are observed in prefills, and what they are passed to.
-    """
+    plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
+    forwards: int = field(init=False, default=0)  # so far
+    graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
+    deltas: list[LoraDeltas] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
+    # The layer whose entering states are observed in prefills, and what they are passed to.
+    prefill_observer: tuple[int, Observer] | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        anatomy: Anatomy,
-        cache: SpeculativeCache,
-        padding: torch.Tensor | None = None,
-        holes: Holes | None = None,
-        last_positions: list[int] | None = None,
-        following: DecodeInputs | None = None,
-        plan: LayerPlan | None = None,
-    ) -> None:
-        super().__init__(model, anatomy, cache, padding, holes, last_positions, following)
-        self.full_plan = plan or LayerPlan(anatomy.num_layers)
-        self.forwards = 0
-        self.clock = clock_of(model, lambda: self.forwards)
-        self.graphs: GraphRunner | None = None
-        self.deltas: list[LoraDeltas] = []
-        self.prefill_observer: tuple[int, Observer] | None = None
-        self._partial_forwards = WhileNeeded(lambda: partial_forwards(model, anatomy, self.deltas))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.full_plan = self.plan or LayerPlan(self.anatomy.num_layers)
+        self.clock = clock_of(self.model, lambda: self.forwards)  # the same in all processes of a model
+        self._partial_forwards = WhileNeeded(lambda: partial_forwards(self.model, self.anatomy, self.deltas))
 
     @contextmanager
     def prepared(self) -> Iterator[Target]:

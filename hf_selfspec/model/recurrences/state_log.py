@@ -25,15 +25,11 @@ class _Point:
 
 @dataclass
 class _Segment:
-    """What one forward fed into the state.
-
-    Attributes:
-        firsts, ends: for each row the first slot of the entries that count, and the slot after the last one.
-    """
+    """What one forward fed into the state."""
 
     starts: list[int]  # for each row the slot of the first entry
-    firsts: list[int]
-    ends: list[int]
+    firsts: list[int]  # for each row the slot of the first entry that counts
+    ends: list[int]  # for each row the slot after the last entry that counts
     entries: Entries  # [b, c, t, ...] tensors
 
     def cut(self, ends: list[int]) -> None:
@@ -49,7 +45,7 @@ class StateLog:
     """The checkpoint and the log of one state."""
 
     def __init__(self, advance: Advance) -> None:
-        self._advance = advance
+        self.advance = advance
         # Points: the beginning of the log, the roots, and where the last forward began.
         self._floor: _Point | None = None
         self._root: _Point | None = None
@@ -94,7 +90,7 @@ class StateLog:
         if point.slots == slots:
             return point.state
         entries, kept = self._between(point.slots, slots)
-        state = self._advance(point.state, entries, kept)
+        state = self.advance(point.state, entries, kept)
         if _is_before(self._root.slots, slots):
             self._latest = _Point(slots, state)
         return state
