@@ -208,9 +208,8 @@ def test_trials_that_overflow_never_match(monkeypatch: pytest.MonkeyPatch) -> No
     """A set whose logits are no numbers is never right, and the search goes on."""
     original = Target.step
 
-    def overflowing(target: Target, tokens: Any, cursors: Any, plan: Any = None, **options: Any) -> Any:
-        step = original(target, tokens, cursors, plan, **options)
-        nodes = options.get("nodes")
+    def overflowing(target: Target, tokens: Any, cursors: Any, run: Any = None, nodes: Any = None, *first: Any) -> Any:
+        step = original(target, tokens, cursors, run, nodes, *first)
         if nodes is not None and nodes.hidden and step.logits is not None:
             step.logits = step.logits * float("nan")
         return step
