@@ -33,7 +33,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_selfspec
-from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, notices
+from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, errors
 from hf_selfspec.control import arms as control
 from hf_selfspec.control.arms import ArmStats
 from hf_selfspec.control.costs import CostCurve
@@ -243,7 +243,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes warnings that are issued once come again, whatever earlier tests have seen."""
-    monkeypatch.setattr(notices, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
 
 
 def in_two_processes(script: str | Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -23,12 +23,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..call import Request
-from ..errors import SelfSpecError, UnsupportedOptionError
+from ..call import Request, decode_plainly
+from ..errors import SelfSpecError, UnsupportedOptionError, warn_once_ignoring_numbers
 from ..model.anatomy import Anatomy
 from ..model.arguments import check_inputs
-from ..notices import warn_once_ignoring_numbers
-from ..plain import decode_plainly
 from ..refusals import check_options
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
