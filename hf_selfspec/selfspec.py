@@ -30,7 +30,6 @@ from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource
 from .draft.standalone import standalone_draft
 from .errors import SettingError, SettingTypeError, warn_once
-from .export import export_draft
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
@@ -39,7 +38,6 @@ from .lookup.observing import observe, token_rows
 from .model.anatomy import causal_lm
 from .model.parallel import is_tensor_parallel
 from .presets import Presets
-from .reports import plots as pictures
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
@@ -217,6 +215,8 @@ class SelfSpec(Presets):
         self, folder: str | os.PathLike[str], model: Any, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
         """Writes the draft as a checkpoint for other engines, see :func:`hf_selfspec.export.export_draft`."""
+        from .export import export_draft  # few calls need it
+
         export_draft(self, folder, model, tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
@@ -252,11 +252,13 @@ class SelfSpec(Presets):
             SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
                 and none is given, or ``path`` cannot be written.
         """
+        from .reports import plots  # few calls need it
+
         if not self._knowledge.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
         inner = self._only_model("SelfSpec.plot", model)
         found = None if inner is None else self._knowledge.latest(inner, lambda found: isinstance(found, SkipSearch))
-        return pictures.plot(list(self._knowledge.calls), found, path)
+        return plots.plot(list(self._knowledge.calls), found, path)
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
         """The given model, or the only one with findings."""
