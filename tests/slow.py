@@ -27,7 +27,7 @@ _EVERY_RUN = {
     "test_budget.py::test_a_given_ratio_is_no_exception": "40-.*",
     "test_budget.py::test_no_call_spends_more_than_its_share": "search1",
     "test_changing_weights.py::test_the_ids_are_those_of_the_weights_of_the_moment": ".*exit|.*skip|.*default",
-    "test_command.py::test_modules_run_as_the_script_does": "",
+    "test_command.py::test_the_package_runs_as_the_script_does": "",
     "test_compile.py::test_compiled_forwards_are_exact": "exit",
     "test_compile.py::test_graphs_find_what_the_full_model_chooses": "row",
     "test_compile.py::test_other_numbers_of_threads_are_other_graphs": "",

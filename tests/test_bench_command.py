@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_selfspec import SettingError
 from hf_selfspec.bench import methods
 from hf_selfspec.bench.prompts import Encoder, repeated, stream_of, texts_of
-from hf_selfspec_command import main
+from hf_selfspec.cli import main
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo_model"
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"

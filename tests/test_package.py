@@ -48,7 +48,7 @@ def test_what_is_imported_when() -> None:
     at_first, is_wrapped, modules = run.stdout.splitlines()
     assert (at_first, is_wrapped) == ("", "True")
     rooms = {name.split(".")[1] for name in modules.split()}
-    assert not rooms & {"auditing", "bench", "command", "export", "reports", "train"}
+    assert not rooms & {"auditing", "bench", "cli", "export", "reports", "train"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
