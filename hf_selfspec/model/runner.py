@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
-from ..notices import warn_once
+from ..errors import warn_once
 from .anatomy import Anatomy
 from .buffers import Place
 from .context import Context, Feed, run_eagerly

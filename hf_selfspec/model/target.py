@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 from transformers import CompileConfig
 
-from ..errors import UnsupportedOptionError
-from ..notices import warn_once
+from ..errors import UnsupportedOptionError, warn_once
 from .attention import without_cudnn_attention
 from .context import Context, Feed, run_eagerly
 from .layout import TreeLayout
