@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -22,7 +21,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from helpers.calls import new_spec, unchanged
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.model.patching import WhileNeeded
 
 EXIT = new_spec()
 SKIPS = SelfSpec(SkipLayers())
@@ -261,32 +259,6 @@ def test_after_an_exception_where_no_layer_drafts(llama: LlamaForCausalLM, fails
     with unchanged(llama), pytest.raises(BoomError):
         llama.generate(**ROW, max_new_tokens=40, assistant=SelfSpec.lookup(), streamer=Obeying(llama, fails_at))
     assert_right(llama, EXIT)
-
-
-def test_a_context_is_left_after_rounds_without_need() -> None:
-    """One that is needed now and then stays; at the end it is left."""
-    entered: list[int] = []
-
-    @contextmanager
-    def counted() -> Iterator[None]:
-        entered.append(1)
-        try:
-            yield
-        finally:
-            entered.append(-1)
-
-    with WhileNeeded(counted) as context:
-        for _ in range(5):
-            context.need()
-            context.end_round()
-            context.end_round()
-        assert entered == [1]
-        for _ in range(5):
-            context.end_round()
-        assert entered == [1, -1]
-        context.need()
-        assert entered == [1, -1, 1]
-    assert entered == [1, -1, 1, -1]
 
 
 @pytest.mark.usefixtures("eager_switching")

@@ -34,7 +34,6 @@ from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.masks import MaskSpec
-from hf_selfspec.model.modules import all_modules
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
@@ -45,22 +44,6 @@ def target_of(model: LlamaForCausalLM, rows: int = 1) -> Target:
 
 
 # Anatomy and plans ---------------------------------------------------------------------------------------------------
-
-
-def test_anatomy_finds_layers_and_blocks(llama: LlamaForCausalLM) -> None:
-    anatomy = Anatomy.of(llama)
-    assert list(anatomy.layers) == list(llama.model.layers)
-    assert [id(a) for a in anatomy.attention] == [id(layer.self_attn) for layer in llama.model.layers]
-    assert [m for (m,) in anatomy.mlp] == [layer.mlp for layer in llama.model.layers]
-    assert anatomy.decoder is llama.model
-
-
-def test_all_modules_as_torch_lists_them(llama: LlamaForCausalLM) -> None:
-    assert all_modules(llama) == list(llama.modules())
-    shared, model = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Module())
-    model.append(shared)
-    model[1].inner, model[1].none = torch.nn.ModuleList([shared, model]), None
-    assert all_modules(model) == list(model.modules())
 
 
 def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,16 +80,6 @@ def test_plan_knows_its_exact_prefix_and_picture() -> None:
 
 
 # Partial forwards ----------------------------------------------------------------------------------------------------
-
-
-def test_early_exit_logits_are_those_of_a_model_without_the_later_layers(llama: LlamaForCausalLM) -> None:
-    ids = torch.randint(2, VOCABULARY, (1, 7))
-    short = tiny_llama()
-    short.model.layers = short.model.layers[:2]
-    anatomy = Anatomy.of(llama)
-    with torch.no_grad(), partial_forwards(llama, anatomy), obeying(ForwardPass(LayerPlan.early_exit(6, 2))):
-        logits = llama(ids).logits
-    torch.testing.assert_close(logits, short(ids).logits)
 
 
 def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM) -> None:
@@ -173,12 +146,6 @@ def test_cache_writes_at_each_rows_cursor_and_overwrites_on_rollback() -> None:
     assert seen.tolist() == [[1, 2, 3, 11], [4, 9, 10, 12]]
 
 
-def test_cache_grows_and_keeps_its_content() -> None:
-    cache = SpeculativeCache(1, 1, capacity=2)
-    write(cache, [0], torch.tensor([[1.0, 2]]))
-    assert write(cache, [2], torch.tensor([[3.0, 4, 5]])).tolist() == [[1, 2, 3, 4, 5]]
-
-
 def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers begin as they come from memory; whatever that holds, no forward sees it."""
     make = torch.Tensor.new_empty
@@ -233,17 +200,6 @@ def test_cache_to_dynamic_cache_and_back(rows: int) -> None:
 
 
 # Masks and attention -------------------------------------------------------------------------------------------------
-
-
-def test_ancestry() -> None:
-    nodes = TreeLayout(parents=[[-1, 0, 1, 0, 1]], depths=[[0, 1, 2, 1, 2]])
-    assert nodes.ancestry(torch.device("cpu"))[0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 1],
-    ]
 
 
 def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> None:
