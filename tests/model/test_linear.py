@@ -111,16 +111,6 @@ def test_the_number_of_threads_has_a_choice_of_its_own(machine: FakeMachine, mon
     assert machine.choice(1, weight) == "for many"
 
 
-def test_timings_go_round_all_weights_and_over_pieces_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one run has brought into the caches is not what the next one reads."""
-    monkeypatch.setattr(linear, "_PIECE", 64 * 4)
-    machine = FakeMachine({"a": lambda n: 1.0, "b": lambda n: 1.0})
-    weights = [torch.randn(64 * 2 + 1, 4) for _ in range(2)]
-    machine.fastest.way(1, weights[0], weights)
-    expected = [weight[start:].data_ptr() for weight in weights for start in (0, 64)]
-    assert [start for _, _, start in machine.runs[:4]] == expected
-
-
 def test_threads_share_one_timing() -> None:
     """Threads that need the same choice at once wait for one of them to make it."""
     machine = FakeMachine({"slow": lambda n: 2.0, "fast": lambda n: 1.0})

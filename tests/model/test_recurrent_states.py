@@ -495,14 +495,12 @@ def test_recurrence_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         model.generate(**ROW, max_new_tokens=4, assistant=SPEC)
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "minimax", "xlstm", "zaya"])
+@pytest.mark.parametrize("name", ["recurrent_gemma", "xlstm"])
 def test_types_that_are_not_proven(name: str) -> None:
     common = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     own: dict[str, dict[str, Any]] = {
         "recurrent_gemma": {"num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 32, "head_dim": 8},
-        "minimax": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2},
         "xlstm": {"num_heads": 4},
-        "zaya": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **common, **own[name])).eval()
     with pytest.raises(UnsupportedModelError, match=type(model).__name__):
