@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Hashable
 
 import torch
@@ -43,15 +42,15 @@ class Places:
     """The memory of all generations of a model with graphs."""
 
     def __init__(self) -> None:
-        self._free = [Place() for _ in range(_PLACES)]
-        self._lock = threading.Lock()
+        self._free = [Place() for _ in range(_PLACES)]  # threads append and pop, which is atomic
 
     def take(self) -> Place | None:
         """Returns the memory for a generation, ``None`` while others use all there is."""
-        with self._lock:
-            return self._free.pop() if self._free else None
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
     def leave(self, place: Place) -> None:
         """Ends the use of ``place``; the next generation gets the one that was left last."""
-        with self._lock:
-            self._free.append(place)
+        self._free.append(place)

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -90,14 +91,14 @@ class Faster:
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
-        self._seconds: tuple[list[float], list[float]] = ([], [])
+        self.seconds: tuple[list[float], list[float]] = ([], [])
         self.is_first: bool | None = None
 
     def run(self, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
         """Returns the result of one of the ways; if both take equally long, that of the first."""
         if self.is_first is not None:
             return first() if self.is_first else second()
-        mine, other = self._seconds
+        mine, other = self.seconds
         turn = first if len(mine) <= len(other) else second
         begun = self._clock()
         result = turn()
@@ -105,11 +106,6 @@ class Faster:
         if len(other) >= _TIMES:
             self.is_first = min(mine) <= min(other)
         return result
-
-    @property
-    def shortest(self) -> tuple[float, float]:
-        """Seconds of both ways, after the choice."""
-        return min(self._seconds[0]), min(self._seconds[1])
 
 
 @dataclass
@@ -217,7 +213,7 @@ class Graphs:
         if self.refused or len(choices) < _LOST or any(choice.is_first for _, choice in choices):
             return False
         what, choice = choices[-1]
-        mine, other = choice.shortest
+        mine, other = map(min, choice.seconds)
         self.refused = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
         _logger.warning(f"{self.whose}: no more graphs are made, since {self.refused}")
         return True
@@ -233,7 +229,7 @@ class Graphs:
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
             run: Run = torch.compile(graph, **_options(self.config))
             run(*inputs)
-        return _copied(run) if inputs[0].is_cuda else _in_turn(run)
+        return partial(_copied if inputs[0].is_cuda else _in_turn, run)
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:
@@ -252,25 +248,17 @@ def _options(config: CompileConfig) -> dict[str, Any]:
     return config.to_dict() | {"fullgraph": True, "dynamic": False}
 
 
-def _in_turn(run: Run) -> Run:
-    """Wraps ``run`` so that it runs only while no graph is being made."""
-
-    def in_turn(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        with _turns.together():
-            return run(*inputs)
-
-    return in_turn
+def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Runs while no graph is being made."""
+    with _turns.together():
+        return run(*inputs)
 
 
-def _copied(run: Run) -> Run:
-    """Wraps ``run`` to copy its results, since the next run of any CUDA graph overwrites them."""
-
-    def copied(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        with _turns.alone():
-            torch.compiler.cudagraph_mark_step_begin()
-            return [value.clone() for value in run(*inputs)]
-
-    return copied
+def _copied(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Runs alone and copies the results, since the next run of any CUDA graph overwrites them."""
+    with _turns.alone():
+        torch.compiler.cudagraph_mark_step_begin()
+        return [value.clone() for value in run(*inputs)]
 
 
 _of_models: weakref.WeakKeyDictionary[PreTrainedModel, list[Graphs]] = weakref.WeakKeyDictionary()

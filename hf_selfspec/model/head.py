@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from .anatomy import Anatomy
 from .linear import FewTokenLinear
-from .patching import Autocast, InstanceForwards, states_of, with_states, within
+from .patching import (
+    Autocast,
+    InstanceForwards,
+    PerThread,
+    SharedChange,
+    autocast_around,
+    states_of,
+    with_states,
+    within,
+)
 
 # The logit of tokens without a row. Next to the logits of other tokens its probability is 0 in all floating types,
 # unless a soft-cap or a high temperature raises it; in any case sampling uses exactly that probability. Unlike an
@@ -90,22 +100,13 @@ def _is_matrix(weight: torch.Tensor) -> bool:
     return weight.dim() == 2 and weight.is_floating_point() and weight.device.type != "meta"
 
 
-_head_lock = threading.Lock()
+_given = PerThread[Any]()
+_returns_given = SharedChange()
 
 
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """Makes ``module`` return ``output`` in this thread; only one thread at a time can replace its forward."""
-    forwards, thread = InstanceForwards(), threading.get_ident()
-    with _head_lock:
-        original = module.forward
-        forwards.replace(
-            module, lambda *args, **kwargs: output if threading.get_ident() == thread else original(*args, **kwargs)
-        )
-        try:
-            yield
-        finally:
-            forwards.restore()
+def _return_given(stack: nn.Module, forwards: InstanceForwards) -> None:
+    original = stack.forward
+    forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
 
 
 class OwnHead:
@@ -129,7 +130,7 @@ class OwnHead:
     def see(self, output: Any) -> None:
         """Remembers the form of an output of the stack, and the autocast that is on."""
         self._output = output
-        self._autocast = Autocast.around(states_of(output))
+        self._autocast = autocast_around(states_of(output))
 
     @contextmanager
     def seeing(self) -> Iterator[list[torch.Tensor]]:
@@ -161,10 +162,10 @@ class OwnHead:
         output = self._output
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
-        replaced = with_states(output, batch)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         # The forward of the class, without what others have wrapped around the instance's, except for its autocast.
-        with within(self._autocast), _returning(self._stack, replaced):
+        change = _returns_given.of(self._stack, partial(_return_given, self._stack))
+        with within(self._autocast), change, _given.during(with_states(output, batch)):
             result = type(self._model).forward(self._model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         logits = logits.to(states.device)

@@ -65,6 +65,36 @@ class MaskSpec:
             positions, keys = holes.at(positions), holes.at(keys)
         return cls(positions, length, keys, visible, cursors.are_equal and holes is None)
 
+    def mask(
+        self,
+        additive: bool,
+        mask_function: Callable[..., torch.Tensor],
+        allow_is_causal_skip: bool = True,
+        local_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **_: Any,
+    ) -> torch.Tensor | None:
+        """Expands a function of positions to the mask ``[b, 1, s, n]``, ``None`` where every token sees everything."""
+        (b, s), n = self.query_positions.shape, self.length
+        last = s == 1 and (b == 1 or self.is_even) and self.visible is None
+        everything = last and (local_size is None or n <= local_size)
+        if everything and allow_is_causal_skip and not additive and not self.is_fixed:
+            return None
+        keys, device = self.key_positions, self.query_positions.device
+        if keys is None:
+            keys = torch.arange(n, device=device)[None]
+        batch = torch.arange(b, device=device)[:, None, None, None]
+        # Masks are the same for all heads, so the row indices can be passed as head indices.
+        allowed = mask_function(
+            batch, batch[0, 0, 0, 0], self.query_positions[:, None, :, None], keys[:, None, None, :]
+        ).expand(b, 1, s, n)
+        if self.visible is not None:
+            allowed = allowed & self.visible[:, None]
+        if not additive:
+            return allowed
+        zero = torch.zeros((), dtype=dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(dtype).min)
+
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads one after another, additive.
 
@@ -104,44 +134,9 @@ def at_positions(spec: MaskSpec | None) -> AbstractContextManager[None]:
 
 
 def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[..., Any]:
-    def mask(
-        *args: Any,
-        mask_function: Callable[..., torch.Tensor],
-        allow_is_causal_skip: bool = True,
-        local_size: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
+    def mask(*args: Any, **kwargs: Any) -> Any:
         spec = _current.now
-        if spec is None:
-            return original(
-                *args,
-                mask_function=mask_function,
-                allow_is_causal_skip=allow_is_causal_skip,
-                local_size=local_size,
-                dtype=dtype,
-                **kwargs,
-            )
-        b, s = spec.query_positions.shape
-        n = spec.length
-        last = s == 1 and (b == 1 or spec.is_even) and spec.visible is None
-        everything = last and (local_size is None or n <= local_size)
-        if everything and allow_is_causal_skip and not additive and not spec.is_fixed:
-            return None
-        keys, device = spec.key_positions, spec.query_positions.device
-        if keys is None:
-            keys = torch.arange(n, device=device)[None]
-        batch = torch.arange(b, device=device)[:, None, None, None]
-        # Masks are the same for all heads, so the row indices can be passed as head indices.
-        allowed = mask_function(
-            batch, batch[0, 0, 0, 0], spec.query_positions[:, None, :, None], keys[:, None, None, :]
-        ).expand(b, 1, s, n)
-        if spec.visible is not None:
-            allowed = allowed & spec.visible[:, None]
-        if not additive:
-            return allowed
-        zero = torch.zeros((), dtype=dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min)
+        return original(*args, **kwargs) if spec is None else spec.mask(additive, **kwargs)
 
     return mask
 

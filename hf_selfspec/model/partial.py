@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from .patching import (
     InstanceForwards,
     PerThread,
     SharedChange,
+    autocast_around,
     residual_of,
     states_of,
     with_arity,
@@ -99,6 +101,9 @@ class ForwardPass:
 
 
 _current = PerThread[ForwardPass]()
+# How many values the blocks of each class returned, in a tuple or (``None``) without one, when they last ran.
+_Arity = dict[type, int | None]
+_arities: WeakKeyDictionary[nn.Module, _Arity] = WeakKeyDictionary()
 
 
 def is_speculating() -> bool:
@@ -111,102 +116,94 @@ def obeying(forward_pass: ForwardPass) -> AbstractContextManager[None]:
     return _current.during(forward_pass)
 
 
-class _Installation:
-    """The instance forwards on one model, shared by all threads that speculate with it."""
+def _install(anatomy: Anatomy, model: nn.Module, forwards: InstanceForwards) -> None:
+    if (head := output_head(model)) is not None:
+        forwards.replace(head, _head_forward(head))
+    forwards.replace(anatomy.stack, _stack_forward(anatomy.stack))
+    arity = _arities.setdefault(model, {})
+    for index, layer in enumerate(anatomy.layers):
+        forwards.replace(layer, _layer_forward(layer, index, arity, is_last=index == anatomy.num_layers - 1))
+        attention, mlp = anatomy.attention[index], anatomy.mlp[index]
+        if attention is not None:
+            forwards.replace(attention, _block_forward(attention, index, arity, "skipped_attention", silent=True))
+        for module in mlp:
+            forwards.replace(module, _block_forward(module, index, arity, "skipped_mlp", silent=module is mlp[-1]))
 
-    def __init__(self, anatomy: Anatomy, forwards: InstanceForwards, arity: dict[type, int | None]) -> None:
-        self.anatomy = anatomy
-        self.forwards = forwards
-        self.arity = arity
 
-    def install(self, model: nn.Module) -> None:
-        if (head := output_head(model)) is not None:
-            self.forwards.replace(head, _head_forward(head))
-        self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
-        for index, layer in enumerate(self.anatomy.layers):
-            self.forwards.replace(layer, self._layer_forward(index, layer))
-            attention = self.anatomy.attention[index]
-            if attention is not None:
-                forward = self._block_forward(attention, index, "skipped_attention", silent=True)
-                self.forwards.replace(attention, forward)
-            mlp = self.anatomy.mlp[index]
-            for module in mlp:
-                forward = self._block_forward(module, index, "skipped_mlp", silent=module is mlp[-1])
-                self.forwards.replace(module, forward)
+def _stack_forward(stack: nn.Module) -> Forward:
+    original = stack.forward
 
-    def _stack_forward(self, stack: nn.Module) -> Forward:
-        original = stack.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            current = _current.now
-            if current is None:
-                return output
-            if current.head_input_fn is not None:
-                assert current.exit_state is not None
-                return with_states(output, current.head_input_fn(current.exit_state))
-            if current.ends is not None:
-                states = states_of(output)
-                rows = torch.arange(len(states), device=states.device)
-                return with_states(output, states[rows, upload(current.ends, states.device)][:, None])
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        current = _current.now
+        if current is None:
             return output
+        if current.head_input_fn is not None:
+            assert current.exit_state is not None
+            return with_states(output, current.head_input_fn(current.exit_state))
+        if current.ends is not None:
+            states = states_of(output)
+            rows = torch.arange(len(states), device=states.device)
+            return with_states(output, states[rows, upload(current.ends, states.device)][:, None])
+        return output
 
-        return forward
+    return forward
 
-    def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
-        original, arity, kind = layer.forward, self.arity, type(layer)
-        last = index == self.anatomy.num_layers - 1
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            current = _current.now
-            if current is None:
-                return original(*args, **kwargs)
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if index == current.start and current.state is not None:
-                hidden = current.state
-                if args:
-                    args = (hidden, *args[1:])
-                else:
-                    kwargs["hidden_states"] = hidden
-            if index == current.capture:
-                current.captured = hidden
-            if current.stop_fn is not None:
-                current.check_stop(index, hidden)
-            if index in current.passed:
-                output = with_arity(hidden, arity.get(kind))
+def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool) -> Forward:
+    original, kind = layer.forward, type(layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = _current.now
+        if current is None:
+            return original(*args, **kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if index == current.start and current.state is not None:
+            hidden = current.state
+            if args:
+                args = (hidden, *args[1:])
             else:
-                output = original(*args, **kwargs)
+                kwargs["hidden_states"] = hidden
+        if index == current.capture:
+            current.captured = hidden
+        if current.stop_fn is not None:
+            current.check_stop(index, hidden)
+        if index in current.passed:
+            output = with_arity(hidden, arity.get(kind))
+        else:
+            output = original(*args, **kwargs)
+            arity[kind] = len(output) if isinstance(output, tuple) else None
+        if current.after_layer is not None:
+            left = output[0] if isinstance(output, tuple) else output
+            left = current.after_layer(index, hidden, left)
+            output = (left, *output[1:]) if isinstance(output, tuple) else left
+        if is_last:
+            current.exit_state = output[0] if isinstance(output, tuple) else output
+            current.autocast = autocast_around(current.exit_state)
+        return output
+
+    return forward
+
+
+def _block_forward(module: nn.Module, index: int, arity: _Arity, skipped: str, silent: bool) -> Forward:
+    """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
+    original, kind = module.forward, type(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = _current.now
+        if current is None or index not in getattr(current.plan, skipped):
+            output = original(*args, **kwargs)
+            if current is not None:
                 arity[kind] = len(output) if isinstance(output, tuple) else None
-            if current.after_layer is not None:
-                left = output[0] if isinstance(output, tuple) else output
-                left = current.after_layer(index, hidden, left)
-                output = (left, *output[1:]) if isinstance(output, tuple) else left
-            if last:
-                current.exit_state = output[0] if isinstance(output, tuple) else output
-                current.autocast = Autocast.around(current.exit_state)
             return output
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if silent:
+            # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
+            residual = residual_of(args, kwargs, original)
+            hidden = torch.zeros_like(hidden) if residual is None else residual
+        return with_arity(hidden, arity.get(kind))
 
-        return forward
-
-    def _block_forward(self, module: nn.Module, index: int, skipped: str, silent: bool) -> Forward:
-        """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
-        original, arity, kind = module.forward, self.arity, type(module)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            current = _current.now
-            if current is None or index not in getattr(current.plan, skipped):
-                output = original(*args, **kwargs)
-                if current is not None:
-                    arity[kind] = len(output) if isinstance(output, tuple) else None
-                return output
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if silent:
-                # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
-                residual = residual_of(args, kwargs, original)
-                hidden = torch.zeros_like(hidden) if residual is None else residual
-            return with_arity(hidden, arity.get(kind))
-
-        return forward
+    return forward
 
 
 def _head_forward(head: nn.Module) -> Forward:
@@ -237,8 +234,6 @@ class _AddingForward:
 
 
 _installations = SharedChange()
-# How many values the blocks of each class returned, in a tuple or (``None``) without one, when they last ran.
-_arities: WeakKeyDictionary[nn.Module, dict[type, int | None]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -251,13 +246,10 @@ def partial_forwards(model: nn.Module, anatomy: Anatomy, deltas: Iterable[LoraDe
     ``deltas`` are all that plans add to outputs of the model's modules.
     """
 
-    def install(forwards: InstanceForwards) -> None:
-        _Installation(anatomy, forwards, _arities.setdefault(model, {})).install(model)
-
     def add(forwards: InstanceForwards) -> None:
         for module in (module for some in deltas for module in some.of):
             if not isinstance(module.__dict__.get("forward"), _AddingForward):
                 forwards.replace(module, _AddingForward(module))
 
-    with few_token_linears(model, is_speculating), _installations.of(model, install, add):
+    with few_token_linears(model, is_speculating), _installations.of(model, partial(_install, anatomy, model), add):
         yield

@@ -205,27 +205,21 @@ def eagerly() -> AbstractContextManager[None]:
     return _eager.of(torch.compiler, bypass)
 
 
-@dataclass(frozen=True)
-class Autocast:
-    """The autocast that was on in a forward.
+# The autocast that was on in a forward. Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the
+# model's forward. Code that calls a part of the model by itself has to do the same, or its keys and values have another
+# dtype than the whole model's.
+Autocast = tuple[str, torch.dtype]
 
-    Mixed precision of accelerate, and so of ``Trainer``, is wrapped around the model's ``forward``. Code that calls a
-    part of the model by itself has to do the same, or its keys and values have another dtype than the whole model's.
-    """
 
-    device_type: str
-    dtype: torch.dtype
-
-    @classmethod
-    def around(cls, states: torch.Tensor) -> Autocast | None:
-        """The autocast that is currently on for the device of ``states``, ``None`` if none is."""
-        kind = states.device.type
-        return cls(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+def autocast_around(states: torch.Tensor) -> Autocast | None:
+    """Returns the autocast that is currently on for the device of ``states``, ``None`` if none is."""
+    kind = states.device.type
+    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 
 def within(autocast: Autocast | None) -> AbstractContextManager[Any]:
     """Returns a context in which ``autocast`` is on again."""
-    return nullcontext() if autocast is None else torch.autocast(autocast.device_type, autocast.dtype)
+    return nullcontext() if autocast is None else torch.autocast(*autocast)
 
 
 # What modules take and return ------------------------------------------------------------------------------------

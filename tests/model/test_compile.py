@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -361,7 +362,7 @@ def test_results_of_a_cuda_graph_are_copied_before_the_next_run(monkeypatch: pyt
         time.sleep(0.05)
         return [place]
 
-    copied, found = graphs._copied(run), {}
+    copied, found = partial(graphs._copied, run), {}
     threads = [
         threading.Thread(target=lambda number=number: found.update({number: float(copied(torch.tensor([number]))[0])}))
         for number in (1.0, 2.0, 3.0)
