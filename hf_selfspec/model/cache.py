@@ -111,28 +111,18 @@ class _RecurrentLayer(_SpeculativeLayer, StateLayer):
         super().__init__(cache)
         self.init_states(number_of_states, recurrence, name)
 
-    @property
-    def update_of_states(self) -> StateUpdate:
-        return self._cache.state_update
-
 
 class SpeculativeCache(Cache):
-    """In-place KV cache with one write cursor per row, frozen while a forward runs.
-
-    Attributes:
-        has_few_sizes: only few capacities are used, and so only few shapes of forwards.
-        place: where the buffers are, ``None`` where that does not matter.
-        fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
-    """
+    """In-place KV cache with one write cursor per row, frozen while a forward runs."""
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
         self.capacity = self._text_slots = capacity
         self.cursors = RowNumbers([0] * batch_size)
         self.max_cursor = 0
-        self.fixed_slots: torch.Tensor | None = None
-        self.has_few_sizes = False
-        self.place: Place | None = None
+        self.fixed_slots: torch.Tensor | None = None  # [b, s] where a forward writes, where not at the cursors
+        self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
+        self.place: Place | None = None  # where the buffers are, where that matters
         self.state_update = StateUpdate(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
@@ -188,15 +178,19 @@ class SpeculativeCache(Cache):
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
-        layers = [layer for layer in self.layers if layer.is_initialized]
-        for layer in layers:
+        for layer in self._written:
             layer.fill(self.capacity)
-        return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+        return [buffer for layer in self._written for buffer in (layer.keys, layer.values)]
+
+    @property
+    def _written(self) -> list[Any]:
+        """The layers with keys and values."""
+        return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""
-        layers = [layer for layer in self.layers if layer.is_initialized]
+        layers = self._written
         before = [(layer.keys, layer.values) for layer in layers]
         self.fixed_slots = slots
         try:
@@ -234,12 +228,11 @@ class SpeculativeCache(Cache):
         """Drops all rows but ``kept``."""
         self.cursors = RowNumbers([self.cursors[row] for row in kept])
         self._places = None
-        rows = None
-        for layer in self.layers:
-            if layer.is_initialized:
-                device = layer.keys.device
-                rows = upload(kept, device) if rows is None else rows.to(device)
-                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        rows: torch.Tensor | None = None
+        for layer in self._written:
+            device = layer.keys.device
+            rows = upload(kept, device) if rows is None else rows.to(device)
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         for log in self._logs:
             log.keep_rows(kept)
 
@@ -249,14 +242,13 @@ class SpeculativeCache(Cache):
             return
         for log in self._logs:
             log.keep_path(moves)
-        places = None
-        for layer in self.layers:
-            if layer.is_initialized:
-                device = layer.keys.device
-                places = upload(moves, device) if places is None else places.to(device)
-                rows, source, target = places.unbind(1)
-                for buffer in (layer.keys, layer.values):
-                    buffer[rows, :, target] = buffer[rows, :, source]
+        places: torch.Tensor | None = None
+        for layer in self._written:
+            device = layer.keys.device
+            places = upload(moves, device) if places is None else places.to(device)
+            rows, source, target = places.unbind(1)
+            for buffer in (layer.keys, layer.values):
+                buffer[rows, :, target] = buffer[rows, :, source]
 
     def take_in(self, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
         """Copies the content of a cache that an earlier ``generate`` returned; the cursors do not change.
@@ -281,8 +273,7 @@ class SpeculativeCache(Cache):
                 whole = states.new_zeros(*states.shape[:2], length, states.shape[3])
                 whole[:, :, length - kept :] = states
                 if columns is not None:
-                    rows = torch.arange(states.shape[0], device=states.device)[:, None]
-                    whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
+                    whole = _picked(whole, columns.to(states.device))
                 buffer[:, :, : whole.shape[2]] = whole
             layer.filled = max(layer.filled, whole.shape[2])
 
@@ -309,7 +300,11 @@ class SpeculativeCache(Cache):
                     pair.append(buffer[:, :, :length].clone())
                 else:
                     places = columns.to(buffer.device)
-                    rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
-                    picked = buffer[rows, :, places.clamp(min=0)].transpose(1, 2)
+                    picked = _picked(buffer, places.clamp(min=0))
                     pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
             other.update(*pair, layer_idx=index)
+
+
+def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The keys or values ``[b, k, n, h]`` in slots ``[b, n]``."""
+    return states[torch.arange(len(states), device=states.device)[:, None], :, slots].transpose(1, 2)

@@ -68,6 +68,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     """Recurrent states of one layer, to be combined with a layer for keys and values."""
 
     is_compileable = False
+    _cache: Any  # whose `state_update` is that of the running forward
 
     def init_states(self, number_of_states: int, recurrence: type[Recurrence] | None, name: str) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
@@ -81,11 +82,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._calls = 0  # of the function in the running forward
         self._has_parts = False
         self._given: dict[int, tuple[list[int], torch.Tensor]] = {}
-
-    @property
-    def update_of_states(self) -> StateUpdate:
-        """The tokens that the running forward feeds."""
-        raise NotImplementedError
 
     def logs(self) -> list[StateLog]:
         """The logs of all states."""
@@ -121,7 +117,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Returns inputs of a convolution ``[b, c, s]`` with those before them; the recurrence follows."""
-        turn, update, width = current_turn(), self.update_of_states, conv_kernel_size or 0
+        turn, update, width = current_turn(), self._cache.state_update, conv_kernel_size or 0
         if self._recurrence is not None:
             turn.recurrence, self._calls = partial(self._run, state_idx), 0
         if not width:
@@ -159,7 +155,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def _run(self, state_idx: int, original: Any, *args: Any, **kwargs: Any) -> Any:
-        update = self.update_of_states
+        update: StateUpdate = self._cache.state_update
         recurrence, log = self._state(state_idx, self._calls)
         self._calls += 1
         length = args[0].shape[recurrence.token_dim]
