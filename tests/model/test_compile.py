@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import IA3Config, get_peft_model
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
+from transformers import CompileConfig, LlamaForCausalLM
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
 from helpers.calls import random_skip_set, same_tokens
@@ -30,15 +30,10 @@ from hf_selfspec import (
     SettingTypeError,
     decoding,
 )
-from hf_selfspec.batch import Draft, Text
-from hf_selfspec.errors import NumericalError
-from hf_selfspec.model import graphs, linear
+from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.partial import Best
 from hf_selfspec.model.tracing import is_tracing
 from hf_selfspec.verify import walk
-from hf_selfspec.verify.scoring import Scorer
-from hf_selfspec.verify.stopping import Stopper
 
 pytestmark = pytest.mark.usefixtures("always_graphs")
 
@@ -144,15 +139,6 @@ def test_graphs_find_what_the_full_model_chooses(rows: int, monkeypatch: pytest.
     same_ids(model, spec, rows, new=12, repetition_penalty=1.2)
     model.generate(**ragged_batch((9,)), max_new_tokens=12, do_sample=True, pad_token_id=0, assistant=spec)
     assert not any(found)
-
-
-def test_found_choices_are_checked() -> None:
-    """Logits that are no numbers are an error, wherever they were looked at."""
-    text = Text.of(torch.tensor([[3]]), [0], 2)
-    best = Best(torch.tensor([[1]]), torch.tensor([[torch.nan]]))
-    given = (Draft.none(text), torch.zeros(1, 1, 5), Scorer(LogitsProcessorList(), 1, False))
-    with pytest.raises(NumericalError):
-        walk.verify(text, *given, Stopper(StoppingCriteriaList()), [False], None, "Tiny", best)
 
 
 def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) -> None:
@@ -403,21 +389,6 @@ def test_a_batch_that_ends_unevenly_hands_its_cache_back(traced: list[torch.fx.G
     assert traced
 
 
-@pytest.mark.slow
-def test_other_numbers_of_threads_are_other_graphs() -> None:
-    """Dynamo would make a graph anew at each change, and raise an error after some."""
-    model, spec, threads = tiny_llama(4, factor=0.5), specs()["exit"], torch.get_num_threads()
-    counters.clear()
-    try:
-        for count in (1, 2, 1, 2):
-            torch.set_num_threads(count)
-            for _ in range(2):
-                same_ids(model, spec)
-    finally:
-        torch.set_num_threads(threads)
-    assert counters["stats"]["unique_graphs"] == graphs_of(model, QUICK).count
-
-
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
 @pytest.mark.parametrize("kind", ["cuda", "mkldnn"])
 def test_precision_by_its_newer_name(kind: str, traced: list[torch.fx.GraphModule]) -> None:
@@ -433,16 +404,3 @@ def test_precision_by_its_newer_name(kind: str, traced: list[torch.fx.GraphModul
     finally:
         flags.fp32_precision = before
     assert len(traced) == 2 * made
-
-
-def test_graphs_multiply_as_was_found_fastest(
-    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also numbers of tokens that the model's own code had not met yet: 3 drafted ones are verified in a graph of 4."""
-    monkeypatch.setattr(linear, "_SMALLEST", 1)
-    monkeypatch.setattr(linear, "_fastest", linear.LinearAutotuner([linear.Way(linear.onednn_transposed)]))
-    same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), FixedLength(2), compile=QUICK))
-    for graph in traced:
-        called = [str(node.target) for node in graph.graph.nodes]
-        assert any("hf_selfspec.onednn" in name for name in called)
-        assert not any("addmm" in name or "aten.mm" in name for name in called)

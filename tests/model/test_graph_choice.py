@@ -49,17 +49,6 @@ def test_off_a_cpu_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch
         assert len(waited) == waits
 
 
-def test_forwards_that_are_no_graphs_yet_are_counted_up_to_a_number() -> None:
-    """One that recurs becomes a graph however many others there are."""
-    made, inputs = Graphs(QUICK, "", "Llama"), [torch.ones(1)]
-    for shape in range(2000):
-        made.find(shape, lambda x: [x + 1], inputs, "one")
-        if shape % 100 == 0:
-            made.find("recurring", lambda x: [x + 1], inputs, "one")
-    assert len(made._uses) <= 512
-    assert made.count == 1
-
-
 def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCaptureFixture) -> None:
     known, inputs = Graphs(QUICK, (), "Tiny"), [torch.ones(2)]
 

@@ -94,15 +94,6 @@ def test_the_time_of_compiling_does_not_count() -> None:
     assert machine.choice(1, torch.randn(6, 4)) == "compiled"
 
 
-def test_ways_close_to_the_fastest_are_timed_again() -> None:
-    """Two disturbed runs do not decide between them."""
-    times = iter([1.15, 1.15, 0.9])
-    machine = FakeMachine({"first": lambda n: 1.0, "disturbed": lambda n: next(times), "far": lambda n: 9.0})
-    assert machine.choice(1, torch.randn(6, 4)) == "disturbed"
-    runs = [name for name, _, _ in machine.runs]
-    assert runs == ["first", "first", "disturbed", "disturbed", "far", "far", "first", "disturbed"]
-
-
 def test_the_number_of_threads_has_a_choice_of_its_own(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(6, 4)
     assert machine.choice(1, weight) == "for one"

@@ -165,17 +165,6 @@ def test_cache_switched_off_by_the_model() -> None:
     assert model.generation_config.use_cache is False
 
 
-@pytest.mark.parametrize("where", ["config", "generation_config"])
-def test_cache_switched_off_by_a_trainer(where: str) -> None:
-    model = tiny_llama()
-    getattr(model, where).use_cache = False
-    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
-    assert torch.equal(
-        model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=SPECS["exit"]), expected
-    )
-    assert getattr(model, where).use_cache is False
-
-
 def in_mixed_precision(model: PreTrainedModel) -> PreTrainedModel:
     """The model as accelerate leaves it for ``bf16=True``: autocast is around the forward of the instance."""
     model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
