@@ -57,11 +57,10 @@ class StateUpdate:
 
     def add(self, log: StateLog, starts: Sequence[int], entries: Entries, kept: torch.Tensor | None) -> None:
         """Adds what the tokens feed into a state to its log; after a prompt the log starts over."""
-        ends = self.ends(starts, entries[0].shape[2])
         if self.counts is not None:
-            log.restart(ends, log.advance(log.state_at(starts), entries, kept))
+            log.restart(self.ends(starts, entries[0].shape[2]), log.advance(log.state_at(starts), entries, kept))
         elif not self.is_scratch:
-            log.add(list(starts), ends, entries)
+            log.add(starts, entries)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
