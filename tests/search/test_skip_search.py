@@ -22,7 +22,7 @@ from helpers.search.searches import (
 )
 from hf_selfspec import ConfidenceThreshold, FixedLength
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search import schedule, skip_search
+from hf_selfspec.search import skip_search
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.replay import Trace
 from hf_selfspec.search.skip_search import SkipSearch
@@ -123,7 +123,7 @@ def test_a_search_that_is_over_keeps_its_set() -> None:
     assert search.is_over
     search.register(skipping(2), predicted(1.0))  # from another thread
     assert search.best == skipping(1)
-    for _ in range(2 * schedule._IDLE):
+    for _ in range(2 * skip_search._IDLE):
         search.begin_window()
         assert search.propose(no_layers) is None
 
@@ -197,7 +197,7 @@ def test_a_set_that_does_not_pay_is_tried_again(pays: bool) -> None:
     search.register(BOLD, predicted(0.9 if pays else 0.1))
     assert (search.is_over, search.choice.drafts) == (True, pays)
     tried = []
-    for _ in range(2 * schedule._IDLE):
+    for _ in range(2 * skip_search._IDLE):
         search.begin_window()
         tried.append(search.propose(no_layers))
         assert search.propose(no_layers) is None
@@ -212,7 +212,7 @@ def test_a_search_that_is_over_is_idle_until_it_tries_again() -> None:
     search.register(BOLD, predicted(0.1))
     assert search.is_over
     assert search.is_idle
-    search.add_idle_call(32 * (schedule._IDLE - 2), 1.0)
+    search.add_idle_call(32 * (skip_search._IDLE - 2), 1.0)
     assert search.is_idle
     search.add_idle_call(32, 1.0)
     assert not search.is_idle
@@ -230,7 +230,7 @@ def test_short_calls_add_up_while_a_search_is_idle() -> None:
         search.add_idle_call(5, 1.0)
         calls += 1
         assert calls < 1000
-    assert calls == -(-32 * (schedule._IDLE - 1) // 5)
+    assert calls == -(-32 * (skip_search._IDLE - 1) // 5)
 
 
 def test_a_set_that_stops_to_pay_is_replaced() -> None:
@@ -243,7 +243,7 @@ def test_a_set_that_stops_to_pay_is_replaced() -> None:
     assert (search.is_over, search.choice.drafts) == (True, False)  # too soon
     later = timed_search(OnTheFlySearch(max_steps=1), BOLD)
     later.register(BOLD, predicted(0.9))
-    for _ in range(schedule._IDLE):
+    for _ in range(skip_search._IDLE):
         later.begin_window()
     draft(later, 0.3, 160)
     later.begin_window()
