@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from ..learned.files import as_count
+from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace
@@ -40,7 +41,7 @@ _TIMED_TEXTS, _TIMED_AFTER = 2, 4
 _HOPELESS = 0.9
 
 
-class SkipSearch:
+class SkipSearch(Findings):
     """One search for one model and kind of call; threads may share it.
 
     A window of 32 tokens shows little, some texts are easier than others, and the best of many scores is too high. So a
@@ -64,7 +65,6 @@ class SkipSearch:
         self.settings, self.space, self.auto = settings, space, auto
         self._finds_closest = isinstance(settings, ClosestLayers)
         self._first_ratio, self._rules, self._max_draft = ratio, rules, max_draft
-        self.changed: Callable[[], None] | None = None  # called after each trial
         self.choice = self._untried(start)
         self.trials: deque[Trial] = deque(maxlen=_LOGGED)
         self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # best sets, from which step on
