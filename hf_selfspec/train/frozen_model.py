@@ -56,9 +56,9 @@ class HiddenStates:
 class FrozenModel:
     """A model whose states at some exit layers are the data of a fit.
 
-    Inside :meth:`frozen`, it is in eval mode and gets no gradients. The states of each row of text are kept in
-    ``cache_dir``, so that further epochs and fits on the same text need no forward; they take ``(2 len(layers) + 1) s d``
-    values a row, and where they would take more than ``cache_bytes`` in all, the model runs each time.
+    Inside :meth:`frozen`, it is in eval mode and gets no gradients. The states of each row of text, which are
+    ``(2 len(layers) + 1) s d`` values, are kept in ``cache_dir``, so that further epochs and fits on the same text need
+    no forward; where they would take more than ``cache_bytes`` in all, the model runs each time.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class _Run:
         self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
         self._thread = threading.get_ident()
         # Whether a forward without gradients or of another thread calls the layers, and no backward that recomputes
-        # them. Layers cannot tell: in checkpointing they run without gradients first, and in a backward's threads later.
+        # them. Layers cannot tell: in checkpointing they run without gradients first, then in a backward's threads.
         self._plain = threading.local()
 
     def attach(self, model: Any) -> None:

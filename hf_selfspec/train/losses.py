@@ -29,8 +29,8 @@ def weighted_exit_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums the cross entropies of exits: ``Σ weight · Σ loss``, and the sums ``[k]`` without a gradient.
 
-    The head takes states ``[k, n, d]`` to logits for targets ``[n]``, a chunk of tokens at a time. Gradients are computed
-    in the forward pass already, so the head runs once for each token; the backward pass only scales and returns them.
+    The head takes states ``[k, n, d]`` to logits for targets ``[n]``, a chunk of tokens at a time. Gradients are
+    computed in the forward pass already, so the head runs once for each token; the backward pass only scales them.
     With a teacher (states ``[n, d]`` from which the head predicts the wanted distribution ``p``), it is ``KL(p ‖ q)``.
     """
     chunk = max(1, LOGIT_ELEMENTS // vocabulary)
