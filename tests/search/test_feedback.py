@@ -45,36 +45,6 @@ def test_ease_by_hand() -> None:
     assert rounds(*[0.0] * 50, drafted=1000).ease == pytest.approx(0.2)
 
 
-def test_windows_without_a_draft_let_doubt_fade() -> None:
-    """What an earlier set's drafts have shown shows little of the next, and nothing corrects it while none is made."""
-    search = timed_search(OnTheFlySearch(), BOLD)
-    search.register(BOLD, predicted(0.9))
-    promised = search.choice.expected_speedup
-    draft(search, 0.3, 160)
-    search.begin_window()
-    assert not search.choice.drafts
-    search.register(BOLD, predicted(0.9))
-    assert not search.choice.drafts
-    search.begin_window()  # nothing was drafted in the window before
-    search.register(BOLD, predicted(0.9))
-    assert search.choice.drafts
-    assert search.choice.expected_speedup == pytest.approx(promised)
-
-
-def test_another_set_is_not_blamed_for_the_drafts_of_the_one_before() -> None:
-    search = timed_search(OnTheFlySearch(), BOLD)
-    search.register(BOLD, predicted(0.7))
-    draft(search, 0.1, 160)
-    for _ in range(3):
-        search.register(CAREFUL, predicted(0.99))
-    assert search.best == CAREFUL
-    fresh = timed_search(OnTheFlySearch(), BOLD)
-    fresh.register(BOLD, predicted(0.7))
-    for _ in range(3):
-        fresh.register(CAREFUL, predicted(0.99))
-    assert search.choice == fresh.choice
-
-
 @pytest.mark.parametrize("auto", [True, False])
 def test_a_search_begins_again_where_much_less_is_accepted(auto: bool) -> None:
     """Its set drafts on, and is the first to be tried; what is usual is what was accepted when the search had ended."""
@@ -152,13 +122,3 @@ def test_a_set_whose_drafts_fared_badly_is_given_another_chance() -> None:
             search.register(BOLD, predicted(0.9))
         assert windows < 6 * skip_search._IDLE
     assert windows >= skip_search._IDLE - 2
-
-
-def test_a_new_trial_does_not_make_up_for_drafts_that_fare_badly() -> None:
-    search = timed_search(OnTheFlySearch(), BOLD)
-    search.register(BOLD, predicted(0.9))
-    draft(search, 0.3, 160)
-    search.begin_window()
-    before = search.choice.expected_speedup
-    search.register(BOLD, predicted(0.9))
-    assert search.choice.expected_speedup == pytest.approx(before)

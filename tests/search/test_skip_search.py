@@ -104,18 +104,6 @@ def test_search_ends(settings: Search, scores: list[float], steps: int) -> None:
     assert len(search.history) == steps
 
 
-def test_a_search_that_is_over_tries_nothing_more() -> None:
-    search = SkipSearch(OnTheFlySearch(max_steps=4), space(), 0.5, skipping(0))
-    for place in range(3):
-        search.register(skipping(place), predicted(0.5))
-    search.begin_window()
-    plan = search.propose(no_layers)
-    assert plan is not None
-    search.register(plan, predicted(0.5))
-    assert search.is_over
-    assert search.propose(no_layers) is None
-
-
 def test_a_search_that_is_over_keeps_its_set() -> None:
     search = SkipSearch(OnTheFlySearch(max_steps=2), space(), 0.5, skipping(0))
     for plan, score in ((skipping(0), 0.5), (skipping(1), 0.6)):
@@ -167,16 +155,6 @@ def test_the_stop_rule_with_the_most_tokens_per_second_is_chosen() -> None:
         assert search.choice.stop == stop
 
 
-def test_closest_layers_of_all_sizes_are_tried_whatever_matches() -> None:
-    """Where the size is searched for, a set that matches enough is no reason to stop."""
-    for auto in (True, False):
-        search = SkipSearch(ClosestLayers(), space(), 0.5, CAREFUL, auto, [FixedLength(2)])
-        for _ in range(4):
-            search.begin_window()
-            search.register(CAREFUL, predicted(1.0))
-        assert search.is_over != auto
-
-
 def test_no_set_drafts_where_none_pays() -> None:
     search = timed_search(OnTheFlySearch(), BOLD, costs=DEAR)
     search.register(BOLD, predicted(1.0))
@@ -222,17 +200,6 @@ def test_a_search_that_is_over_is_idle_until_it_tries_again() -> None:
     assert search.is_idle
 
 
-def test_short_calls_add_up_while_a_search_is_idle() -> None:
-    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    search.register(BOLD, predicted(0.1))
-    calls = 0
-    while search.is_idle:
-        search.add_idle_call(5, 1.0)
-        calls += 1
-        assert calls < 1000
-    assert calls == -(-32 * (skip_search._IDLE - 1) // 5)
-
-
 def test_a_set_that_stops_to_pay_is_replaced() -> None:
     """Text on which the drafts of a search that is over no longer pay lets it begin again, once in a while."""
     search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
@@ -249,11 +216,3 @@ def test_a_set_that_stops_to_pay_is_replaced() -> None:
     later.begin_window()
     assert not later.is_over
     assert later.propose(no_layers) == BOLD
-
-
-def test_trials_of_a_set_that_is_over_do_not_pile_up() -> None:
-    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    for _ in range(50):
-        search.register(BOLD, predicted(0.1))
-    assert len(search._records.sets[BOLD].trials) == skip_search._KEPT
-    assert len(search.history) == 50
