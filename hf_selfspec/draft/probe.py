@@ -266,7 +266,7 @@ class ProbingDraft(PartialDraft):
             stopwatch = None
             if study.timings.count < _TIMED_TEXTS:
                 middle = layers[len(layers) // 3]
-                stopwatch = study.stopwatch(LayerPlan.early_exit(self.target.anatomy.num_layers, middle))
+                stopwatch = study.timings.stopwatch(LayerPlan.early_exit(self.target.anatomy.num_layers, middle))
                 repeats = _TIMINGS if study.choice is None else 1
                 if not self.measure(text, stopwatch, repeats, self._has_time):
                     return

@@ -137,7 +137,7 @@ class SearchingDraft(PartialDraft):
         self._tree = limits.tree
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
-        self._begun, self._steps_before = self._clock, 0
+        self._begun = self._clock
         self._use_best()
 
     @property
@@ -152,7 +152,7 @@ class SearchingDraft(PartialDraft):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`PartialDraft.propose`; drafts nothing where no draft pays."""
-        self._steps_before, self._begun = self.steps, self._now()
+        self._begun = self._now()
         if self.search.choice.drafts:
             self._proposed = super().propose(text, max_new)
         else:
@@ -214,9 +214,6 @@ class SearchingDraft(PartialDraft):
             drafted=sum(draft.lengths),
             # Tokens that other sources added to this draft do not count for it; those of idle rounds were not reported.
             tokens=min(sum(new), rows + accepted) if draft.size else sum(new),
-            steps=self.steps - self._steps_before,
-            nodes=draft.size,
-            seconds=seconds,
         )
 
     def finish(self, text: Text) -> None:
@@ -264,7 +261,7 @@ class SearchingDraft(PartialDraft):
         if not self._behind or self._budget.left <= 0:
             return
         if search.wants_timings and not self._timed:
-            stopwatch = search.stopwatch()
+            stopwatch = search.timings.stopwatch(*search.space.timed_plans())
             if not self.measure(text, stopwatch, _TIMINGS, self._has_time):
                 return
             self._timed = True

@@ -61,16 +61,14 @@ class DraftLora(DraftModule):
         return f"DraftLora(exit_layer={self.exit_layer}, rank={self.rank}, {layers}, {self.digest})"
 
     def deltas(self, anatomy: Anatomy) -> LoraDeltas:
-        """Returns the additions to a model's linear layers, through which gradients flow to this module.
-
-        Raises:
-            SettingError: the model has no such linear layers.
-            UnsupportedModelError: their weights are not all in this process.
-        """
+        """Returns the additions to a model's linear layers, through which gradients flow to this module."""
         found = dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]()
         for index, (name, width, out) in enumerate(self.shapes):
             layer, _, path = name.partition(".")
-            module = _submodule(anatomy, int(layer), path)
+            try:
+                module: nn.Module | None = anatomy.layers[int(layer)].get_submodule(path)
+            except (AttributeError, IndexError):
+                module = None
             if module is None or widths(module) != (width, out):
                 raise SettingError(
                     f"this {self.kind} adds to a linear layer {path!r} of {width} to {out} in layer {layer}, which "
@@ -84,10 +82,10 @@ class DraftLora(DraftModule):
                     f"added to {name!r} while drafting. Load the model on devices of one process."
                 )
             own = self if torch.is_grad_enabled() else self.on(weight.device)  # gradients are not for copies
-            down, up = own.down[index].to(weight.device), own.up[index].to(weight.device)
             is_plain = weight.is_floating_point() and weight.element_size() > 1  # not quantised
-            dtype = weight.dtype if is_plain else up.dtype
-            found[module] = _delta(down.to(dtype), (_SCALE * up).to(dtype))
+            dtype = weight.dtype if is_plain else own.up[index].dtype
+            down, up = (matrix.to(weight.device, dtype) for matrix in (own.down[index], _SCALE * own.up[index]))
+            found[module] = _delta(down, up)
         return LoraDeltas(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
 
 
@@ -105,13 +103,6 @@ def _delta(down: torch.Tensor, up: torch.Tensor) -> Callable[[torch.Tensor], tor
         return F.linear(F.linear(input.to(down.dtype), down), up)
 
     return add
-
-
-def _submodule(anatomy: Anatomy, layer: int, path: str) -> nn.Module | None:
-    try:
-        return anatomy.layers[layer].get_submodule(path)
-    except (AttributeError, IndexError):
-        return None
 
 
 def _shape(found: Any, exit_layer: int) -> Shape:
