@@ -30,9 +30,8 @@ from hf_selfspec import (
     SettingError,
     SettingTypeError,
 )
-from hf_selfspec.lookup import LookupKnowledge
+from hf_selfspec.lookup import LookupFindings
 from hf_selfspec.lookup import findings as shared
-from hf_selfspec.lookup.findings import LookupFindings
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 pytestmark = pytest.mark.usefixtures("verification_is_free")
@@ -67,7 +66,7 @@ def findings(spec: SelfSpec, model: Any) -> LookupFindings:
 
 
 def stored(spec: SelfSpec, model: Any) -> list[int]:
-    return findings(spec, model).known.store.tokens
+    return findings(spec, model).store.tokens
 
 
 # From call to call ---------------------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ def test_forgotten_texts_are_gone(llama: LlamaForCausalLM, tmp_path: Path) -> No
     spec.forget()
     assert not _has_texts(tmp_path)
     for model in (llama, other):
-        known = findings(spec, model).known
+        known = findings(spec, model)
         assert not known.store.tokens
         assert not len(known.successors)
     again = SelfSpec(Lookup(), cache_dir=tmp_path)
@@ -313,7 +312,7 @@ def test_what_one_process_forgets_no_other_writes_again(
     assert _text(llama, OTHER) not in _stored_in(tmp_path)  # it cannot be told from the older ones
     call(llama, two, OTHER)
     assert _text(llama, OTHER) in _stored_in(tmp_path)
-    assert len(findings(two, llama).known.successors)
+    assert len(findings(two, llama).successors)
     for _ in range(2):
         call(llama, three, OTHER)
     assert call(llama, three, OTHER).rounds < first.rounds / 2
@@ -336,7 +335,7 @@ def test_models_alike_forget_together(llama: LlamaForCausalLM, tmp_path: Path) -
 
 def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> None:
     """They come in as the oldest, and pairs only where there is room."""
-    mine, theirs = LookupKnowledge(8, 100), LookupKnowledge(8, 100)
+    mine, theirs = LookupFindings(100, most_pairs=8), LookupFindings(100, most_pairs=8)
     for knowledge, start in ((mine, 0), (theirs, 500)):
         for text in range(6):
             tokens = list(range(start + 10 * text, start + 10 * text + 10))
