@@ -33,10 +33,8 @@ from .export import export_draft
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
-from .learned.saving import Kind
 from .lookup.observing import observe, token_rows
 from .model.anatomy import causal_lm
-from .model.parallel import is_tensor_parallel
 from .notices import warn_once
 from .presets import Presets
 from .reports import plots as pictures
@@ -128,9 +126,7 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: ``model`` is neither.
         """
-        inner = causal_lm(model, "SelfSpec.choice")
-        found = self._knowledge.latest(inner, lambda found: hasattr(found, "choice"))
-        return None if found is None else found.choice
+        return self._knowledge.choice(causal_lm(model, "SelfSpec.choice"))
 
     def observe(
         self,
@@ -164,7 +160,7 @@ class SelfSpec(Presets):
         rows = token_rows(tokenizer, texts, max_new_tokens is not None)
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = self._known(inner, (False, False)).of_all_kinds(NAME, lambda _: lookup.findings(size))
+            known = KnowledgeOfCall(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
             observe(inner, known, rows)
             return
         for row in rows:
@@ -208,7 +204,8 @@ class SelfSpec(Presets):
             SettingError: there is no such file, it was cut short or changed, or it has another format.
         """
         saved = saving.read(path_of(folder) / saving.FILE_NAME)
-        spec = saving.construct(cls, saved)
+        with saving.reading(saved.path):
+            spec = cls(**saved.settings)
         spec._knowledge.saved = saved
         return spec
 
@@ -261,7 +258,7 @@ class SelfSpec(Presets):
         """The given model, or the only one with findings."""
         if model is not None:
             return causal_lm(model, name)
-        used = list(self._knowledge.models)
+        used = self._knowledge.models
         if len(used) > 1:
             raise SettingError(
                 f"{name}: this SelfSpec has drafted for {len(used)} models. Name the one that is meant with `model`."
@@ -312,25 +309,13 @@ class SelfSpec(Presets):
 
     def generation(self, request: Request, checks_logits: bool = True) -> Generation:
         """Returns what decodes one call, for the package's own use."""
-        knowledge = self._known(request.model, (request.do_sample, len(request.input_ids) > 1))
+        knowledge = KnowledgeOfCall(self, request.model, (request.do_sample, len(request.input_ids) > 1))
         config = request.generation_config.compile_config
         if self.compile is not False:
             config = CompileConfig() if self.compile is True else self.compile
         elif config is not None and request.input_ids.device.type == "cpu" and not config._compile_all_devices:
             config = None  # as in transformers
         return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits, config)
-
-    def _known(self, model: PreTrainedModel, kind: Kind) -> KnowledgeOfCall:
-        # The processes of one model may have different folders, and would then draft differently.
-        folder = None if is_tensor_parallel(model) else self.cache_dir
-        return KnowledgeOfCall(
-            knowledge=self._knowledge,
-            model=model,
-            kind=kind,
-            cache_dir=None if folder is None else path_of(folder),
-            task=self.task,
-            settings=self._settings(),
-        )
 
     @property
     def _source(self) -> DraftSource:

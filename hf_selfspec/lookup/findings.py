@@ -39,8 +39,6 @@ class LookupFindings(TextFindings):
     ``lock`` is held while they are used. A file with tokens beyond ``vocabulary`` is rejected.
     """
 
-    is_idle = False
-
     def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
         self.lock = RLock()
         self.successors = Successors(most_pairs)
@@ -126,10 +124,7 @@ class LookupFindings(TextFindings):
             return {"known": _packed(known)}
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Adds unknown texts (as older ones) and pairs of another's :meth:`state`, the latest first, up to the limits.
-
-        What :meth:`restore` raises; nothing is changed then.
-        """
+        """Adds unknown texts, as older ones, and unknown pairs of another's :meth:`state`, as long as there is room."""
         known = self._checked(state)
         with self.lock:
             self.successors.merge(known["successors"])
@@ -144,11 +139,7 @@ class LookupFindings(TextFindings):
                 self.store.extend(chain(older, mine))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else; nothing is changed then.
-        """
+        """Restores what :meth:`state` returned."""
         known = self._checked(state)
         store = SuffixIndex(self._most_stored)
         store.extend(known["store"])

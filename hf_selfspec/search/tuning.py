@@ -19,8 +19,10 @@ from transformers.utils import logging
 from ..draft.skip_layers import SkipLayers
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
-from ..learned.files import path_of, read_json, reported
+from ..learned.files import path_of, read_json, reported, write_json
+from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
+from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
@@ -169,7 +171,7 @@ class _Runner:
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
         for ids in self.rows:
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, assistant=spec)
-        found = spec._knowledge.latest(self.model)
+        found = KnowledgeOfCall(spec, self.model).knowledge.latest(self.model)
         return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
 
 
@@ -272,7 +274,7 @@ class _Tuning:
         model = self.runner.model
         return {
             **self.runner.describe(),
-            "model": SelfSpec()._knowledge.fingerprint(model).name,
+            "model": Fingerprint.of_decoder(model).name,
             "seed": self.search.seed,
         }
 
@@ -281,4 +283,4 @@ class _Tuning:
             steps = [[plan.picture(), speed] for plan, speed in self.speeds.items()]
             path = self.folder / PROGRESS_NAME
             with reported(path):
-                saving.replace(path, {"of": self._of(), "steps": steps})
+                write_json(path, {"of": self._of(), "steps": steps})
