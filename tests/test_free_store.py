@@ -346,7 +346,7 @@ def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> No
     assert [one is not None and one.is_pair for one in found] == [True] * 6 + [False] * 4 + [True] * 2
     before = list(mine.store.tokens)
     trimmed = theirs.state()
-    trimmed["store"] = np.array([SEPARATOR, *range(5, 10), SEPARATOR, *range(10, 20)], np.int32)
+    trimmed["known"]["store"] = [SEPARATOR, *range(5, 10), SEPARATOR, *range(10, 20)]
     mine.merge(trimmed)
     assert mine.store.tokens == before
 
