@@ -19,16 +19,7 @@ _CHUNK = 256
 
 
 def token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], as_prompts: bool) -> list[list[int]]:
-    """Returns the ids of texts or chats.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        texts: strings, or chats as lists of messages.
-        as_prompts: whether the model will answer them.
-
-    Raises:
-        SettingTypeError: ``texts`` are something else.
-    """
+    """Returns the ids of texts, or of chats as lists of messages, which the model will answer if ``as_prompts``."""
     given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
     rows: list[list[int]] = []
     for text in given:
@@ -48,11 +39,7 @@ def token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], as_prom
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[int]]) -> None:
-    """Runs the model once over each text, and keeps the texts and the most likely tokens after each token.
-
-    Raises:
-        UnsupportedModelError: the model keeps no key-value cache between chunks of a text.
-    """
+    """Runs the model once over each text, and keeps the texts and the most likely tokens after each token."""
     with evaluating(model):
         for ids in rows:
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -66,8 +53,8 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                         f"{len(ids)} tokens in chunks. Give texts of at most {_CHUNK} tokens."
                     )
                 tops += tops_of(likeliest(output.logits.float()))[0]
-            row = LookupRow(findings.known)
+            row = LookupRow(findings)
             with findings.lock:
                 row.read(ids, tops)
-            findings.end([row])
+            findings.end([row.own.tokens])
         findings.write()
