@@ -5,14 +5,14 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ragged_batch, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_selfspec
+from helpers.models import ragged_batch, tiny_llama
+from helpers.processes import EXAMPLES
 from hf_selfspec import (
     EarlyExit,
     FixedLength,
@@ -24,8 +24,6 @@ from hf_selfspec import (
     TopKTree,
     first_differences,
 )
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_public_names() -> None:

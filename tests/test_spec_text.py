@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import tiny_llama
 
+from helpers.models import tiny_llama
 from hf_selfspec import (
     Adapter,
     Cascade,

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import build
-from by_hand import assert_equal, history
-from distributed_training import VOCABULARY, rows, tiny, trainer, weights
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from watching import left_as_it_was
 
 import hf_selfspec
+from helpers.architectures import build
+from helpers.distributed_training import VOCABULARY, rows, tiny, trainer, weights
+from helpers.train.by_hand import assert_equal, history
+from helpers.train.watching import left_as_it_was
 from hf_selfspec import (
     EarlyExitLoss,
     LayerDropout,
