@@ -24,13 +24,7 @@ class Place:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large
 
     def buffer(self, name: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer of zeros.
-
-        Args:
-            name: what it holds. The generation uses only the last one of a name.
-            shape: its shape.
-            like: a tensor of its dtype and device.
-        """
+        """Returns a buffer of zeros, of which the generation uses only the last one of a name."""
         pieces, size = self._pieces.setdefault((name, like.dtype, like.device), []), math.prod(shape)
         piece = next((piece for piece in pieces if len(piece) >= size), None)
         if piece is None:

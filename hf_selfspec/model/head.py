@@ -1,4 +1,4 @@
-"""Runs a model's own output head on states that do not come from its last layer."""
+"""A model's output head: run on states that do not come from its last layer, or with some of its rows only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,84 @@ import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedModelError
 from .anatomy import Anatomy
-from .autocast import Autocast, within
-from .forwards import InstanceForwards, states_of, with_states
+from .linear import FewTokenLinear
+from .patching import Autocast, InstanceForwards, states_of, with_states, within
+
+# The logit of tokens without a row. Next to the logits of other tokens its probability is 0 in all floating types,
+# unless a soft-cap or a high temperature raises it; in any case sampling uses exactly that probability. Unlike an
+# infinity it does not turn into NaN in scales and soft-caps.
+NOTHING = -3e4
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Returns the module that maps states to logits, ``None`` if the model does not name it."""
+    try:
+        found: nn.Module | None = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    except (AttributeError, NotImplementedError):  # raised by code that is not transformers' own
+        return None
+    return found
+
+
+class HeadRows:
+    """The rows of a model's head for some tokens ``[r]``, in order, copied when the first states arrive."""
+
+    def __init__(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
+        head = output_head(model)
+        # Parameters that are spread over processes have a device mesh, or no values in this process.
+        if type(head) is not nn.Linear or hasattr(head.weight, "device_mesh") or not _is_matrix(head.weight):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no output head that is a plain linear layer of this process (quantised, "
+                "offloaded, spread over processes, or wrapped by an adapter?), so drafts cannot have a reduced one: "
+                "leave `head` out."
+            )
+        self._vocabulary = len(head.weight)
+        if int(tokens.max()) >= self._vocabulary:
+            raise UnsupportedModelError(
+                f"this reduced head names token {int(tokens.max())}, but the head of {type(model).__name__} has "
+                f"{self._vocabulary} tokens. Fit one to this model."
+            )
+        self._head: nn.Linear = head
+        self.tokens = tokens.to(head.weight.device)
+        self._rows: FewTokenLinear | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model has run its head, in place of which the rows were."""
+        return self._rows is not None
+
+    @property
+    def size(self) -> int:
+        """Number of tokens with a row."""
+        return len(self.tokens)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns logits ``[..., v]`` of states ``[..., d]``, in place of the head."""
+        if self._rows is None:
+            self._rows = self._cut()
+        found: torch.Tensor = self._rows(states.to(self.tokens.device))
+        logits = found.new_full((*found.shape[:-1], self._vocabulary), NOTHING)
+        return logits.index_copy_(-1, self.tokens, found)
+
+    def only(self, logits: torch.Tensor) -> torch.Tensor:
+        """Changes logits ``[..., v]`` of the whole head to those that this head would return."""
+        tokens = self.tokens.to(logits.device)
+        return torch.full_like(logits, NOTHING).index_copy_(-1, tokens, logits.index_select(-1, tokens))
+
+    def _cut(self) -> FewTokenLinear:
+        weight, bias = self._head.weight, self._head.bias
+        with torch.device("meta"):
+            rows = FewTokenLinear(weight.shape[1], self.size, bias=bias is not None)
+        rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
+        if bias is not None:
+            rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
+        return rows
+
+
+def _is_matrix(weight: torch.Tensor) -> bool:
+    return weight.dim() == 2 and weight.is_floating_point() and weight.device.type != "meta"
+
 
 _head_lock = threading.Lock()
 
@@ -38,10 +113,6 @@ class OwnHead:
 
     No architecture is reimplemented: the model's forward runs, and its stack of layers returns the given states
     directly. What a stack returns besides states is copied from an earlier forward that was observed.
-
-    Args:
-        model: a causal LM of transformers.
-        anatomy: its parts.
     """
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
@@ -82,15 +153,10 @@ class OwnHead:
         self._output = None
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Runs the head.
+        """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
 
-        Hooks that others have registered on the model's stack of layers run as well, with ids of zeros.
-
-        Args:
-            states: ``[n, d]`` or ``[b, s, d]``, as they leave the stack (after its final norm, if it has one).
-
-        Returns:
-            ``[n, v]`` or ``[b, s, v]`` logits, in the precision (autocast) of the observed forward.
+        They have the precision (autocast) of the observed forward. Hooks that others have registered on the model's
+        stack of layers run as well, with ids of zeros.
         """
         output = self._output
         assert output is not None, "a forward has to be seen first"

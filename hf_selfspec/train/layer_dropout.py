@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
-from ..model.forwards import Forward, InstanceForwards
+from ..model.patching import Forward, InstanceForwards
 from ..model.transfer import upload
 from ..validation import check_share
 from .trainer import ModelCallback

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from helpers.calls import new_spec, unchanged
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.model.forwards import WhileNeeded
+from hf_selfspec.model.patching import WhileNeeded
 
 EXIT = new_spec()
 SKIPS = SelfSpec(SkipLayers())

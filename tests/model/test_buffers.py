@@ -14,7 +14,7 @@ import torch
 from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
-from hf_selfspec.model import fixed, graphs
+from hf_selfspec.model import runner, tracing
 from hf_selfspec.model.buffers import Place, Places
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.graphs import Graphs, graphs_of
@@ -98,7 +98,7 @@ def test_a_cache_that_grows_keeps_its_content(before: tuple[int, ...]) -> None:
 @pytest.fixture
 def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> dict[Hashable, set[tuple[int, ...]]]:
     """For each graph the addresses of keys and values that it ran with, as if it were a CUDA graph."""
-    monkeypatch.setattr(fixed, "_needs_addresses", lambda device: True)
+    monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
     found: dict[Hashable, set[tuple[int, ...]]] = defaultdict(set)
     find = Graphs.find
@@ -199,7 +199,7 @@ def test_assertions_of_torchs_graph_trees(
 def test_no_memory_is_kept_where_addresses_do_not_matter(
     recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fixed, "_needs_addresses", lambda device: False)
+    monkeypatch.setattr(runner, "_needs_addresses", lambda device: False)
     model = tiny_llama(4, factor=0.5)
     same_ids(model, specs()["exit"])
     assert recorded
@@ -215,11 +215,11 @@ def test_no_memory_is_kept_where_addresses_do_not_matter(
     [(1, 128), (128, 128), (129, 256), (3000, 4096), (4097, 8192), (33_000, 36_864), (65_537, 73_728)],
 )
 def test_capacities(slots: int, capacity: int) -> None:
-    assert graphs.step_above(slots) == capacity
-    assert graphs.step_above(capacity) == capacity
+    assert tracing.step_above(slots) == capacity
+    assert tracing.step_above(capacity) == capacity
 
 
 def test_long_texts_attend_over_few_empty_slots() -> None:
     for slots in range(4096, 1 << 18, 777):
-        assert slots <= graphs.step_above(slots) < slots + max(4096, slots / 8)
-    assert len({graphs.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32
+        assert slots <= tracing.step_above(slots) < slots + max(4096, slots / 8)
+    assert len({tracing.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32

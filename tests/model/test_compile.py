@@ -33,7 +33,7 @@ from hf_selfspec.batch import Draft, Text
 from hf_selfspec.errors import NumericalError
 from hf_selfspec.model import graphs, linear
 from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.step import Best
+from hf_selfspec.model.partial import Best
 from hf_selfspec.model.tracing import ChangingNumber, NotTraceableError, is_tracing
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.scoring import Scorer
@@ -530,7 +530,7 @@ def test_graphs_multiply_as_was_found_fastest(
 ) -> None:
     """Also numbers of tokens that the model's own code had not met yet: 3 drafted ones are verified in a graph of 4."""
     monkeypatch.setattr(linear, "_SMALLEST", 1)
-    monkeypatch.setattr(linear, "_fastest", linear.FastestWays([linear.Way(linear.onednn_transposed)]))
+    monkeypatch.setattr(linear, "_fastest", linear.LinearAutotuner([linear.Way(linear.onednn_transposed)]))
     same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), FixedLength(2), compile=QUICK))
     for graph in traced:
         called = [str(node.target) for node in graph.graph.nodes]

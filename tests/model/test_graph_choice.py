@@ -10,8 +10,7 @@ import torch
 from helpers.compiled import QUICK, same_ids, specs
 from helpers.models import tiny_llama
 from hf_selfspec.model import graphs
-from hf_selfspec.model.faster import Faster
-from hf_selfspec.model.graphs import Graph, Graphs, graphs_of
+from hf_selfspec.model.graphs import Faster, Graph, Graphs, graphs_of
 
 
 class Ways:

@@ -51,7 +51,7 @@ from hf_selfspec import (
 from hf_selfspec.draft.adapter import AdapterDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.following import Following
+from hf_selfspec.model.inputs import DecodeInputs
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SPECS = {
@@ -124,12 +124,12 @@ def test_tokens_stand_where_plain_generate_has_them(name: str) -> None:
 
 def test_without_the_offset_tokens_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above is worth: the tokens of this file do depend on it."""
-    of = Following.of
+    of = DecodeInputs.of
 
-    def without(*args: Any) -> Following:
+    def without(*args: Any) -> DecodeInputs:
         return replace(of(*args), offsets=None)
 
-    monkeypatch.setattr(Following, "of", without)
+    monkeypatch.setattr(DecodeInputs, "of", without)
     for name in QWEN:
         prompt = prompt_of(name, ROWS["ragged"])
         ids = _model(name).generate(**prompt, **OPTIONS, assistant=SPEC)

@@ -13,7 +13,7 @@ from helpers.models import tiny_llama
 from hf_selfspec.model import linear
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.linear import FastestWays, FewTokenLinear, Way, available_ways, few_token_forwards, is_served
+from hf_selfspec.model.linear import FewTokenLinear, LinearAutotuner, Way, available_ways, few_token_forwards, is_served
 from hf_selfspec.model.target import Target
 
 
@@ -25,7 +25,7 @@ class FakeMachine:
         self.seconds = seconds
         self.runs: list[tuple[str, int, int]] = []  # way, tokens, first number of the rows
         self.ways = [Way(self._multiply(name), name in compiling) for name in seconds]
-        self.fastest = FastestWays(self.ways, lambda: self.now)
+        self.fastest = LinearAutotuner(self.ways, lambda: self.now)
 
     def _multiply(self, name: str) -> Callable[..., torch.Tensor]:
         def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_timings_go_round_all_weights_and_over_pieces_of_large_ones(monkeypatch:
 
 def test_timing_leaves_random_numbers_alone() -> None:
     state = torch.get_rng_state()
-    FastestWays(available_ways()).way(3, torch.ones(6, 4), [torch.ones(6, 4)])
+    LinearAutotuner(available_ways()).way(3, torch.ones(6, 4), [torch.ones(6, 4)])
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -153,7 +153,7 @@ def test_threads_share_one_timing() -> None:
         go_on.wait(10)
         return slow.multiply(*args)
 
-    fastest = FastestWays([Way(blocking), fast], lambda: machine.now)
+    fastest = LinearAutotuner([Way(blocking), fast], lambda: machine.now)
     weight, found = torch.randn(6, 4), []
     threads = [threading.Thread(target=lambda: found.append(fastest.way(1, weight, [weight]))) for _ in range(4)]
     for thread in threads:
@@ -174,8 +174,8 @@ def test_threads_share_one_timing() -> None:
 def test_are_faster(monkeypatch: pytest.MonkeyPatch, everything_served: None) -> None:
     """As far as another way than ``torch.nn.functional.linear`` was found for a layer and number of tokens."""
     module = torch.nn.Linear(16, 8)
-    blas_wins = FastestWays([Way(linear.blas)], lambda: 0.0)
-    for fastest, faster in ((FastestWays([Way(linear.onednn)], lambda: 0.0), True), (blas_wins, False)):
+    blas_wins = LinearAutotuner([Way(linear.blas)], lambda: 0.0)
+    for fastest, faster in ((LinearAutotuner([Way(linear.onednn)], lambda: 0.0), True), (blas_wins, False)):
         monkeypatch.setattr(linear, "_fastest", fastest)
         assert not linear.are_faster([module], 1)  # not timed yet
         fastest.way(1, module.weight, [module.weight])
@@ -214,7 +214,7 @@ def test_equal_calls_have_equal_results() -> None:
 def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the input's dtype and the modes, also with gradients; weights are those of the moment."""
     layer = torch.nn.Linear(800, 700)
-    monkeypatch.setattr(linear, "_fastest", FastestWays([Way(linear.blas)]))
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([Way(linear.blas)]))
     [(_, forward)] = few_token_forwards([layer], lambda: True)
     x = torch.randn(1, 3, 800)
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
     layer, active = torch.nn.Linear(800, 700), False
     served: list[int] = []
     way = Way(lambda *args: served.append(1) or linear.blas(*args), compiles=False)
-    monkeypatch.setattr(linear, "_fastest", FastestWays([way]))
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
     [(_, forward)] = few_token_forwards([layer], lambda: active)
     x = torch.randn(1, 3, 800)
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
 def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, served = tiny_llama(layers=2), []
     way = Way(lambda *args: served.append(1) or linear.blas(*args), compiles=False)
-    monkeypatch.setattr(linear, "_fastest", FastestWays([way]))
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
     target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
     tokens = torch.tensor([[5, 6, 7]])
     with target.prepared():
@@ -290,8 +290,8 @@ def test_few_token_layers_of_our_own(shape: tuple[int, ...], monkeypatch: pytest
     layer, plain = FewTokenLinear(1024, 768, bias=False), torch.nn.Linear(1024, 768, bias=False)
     plain.load_state_dict(layer.state_dict())
     input, served = torch.randn(shape), []
-    of_few = linear._of_few
-    monkeypatch.setattr(linear, "_of_few", lambda *args: served.append(1) or of_few(*args))
+    way = linear._fastest.way
+    monkeypatch.setattr(linear._fastest, "way", lambda *args: served.append(1) or way(*args))
     with torch.no_grad():
         torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
     assert bool(served) == (input.numel() <= 32 * 1024)

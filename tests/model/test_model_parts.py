@@ -33,7 +33,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.model.masks import Geometry
+from hf_selfspec.model.masks import MaskSpec
 from hf_selfspec.model.modules import all_modules
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
@@ -125,9 +125,9 @@ def test_replayed_state_gives_the_logits_of_a_whole_forward(llama: LlamaForCausa
     target = target_of(llama)
     with torch.no_grad(), target.prepared():
         target.prefill(ids[:, :4], [0], [4])
-        prefix = target.step(ids[:, 4:], [4], capture=3, head=False)
+        prefix = target.step(ids[:, 4:], [4], ForwardPass(target.full_plan, stop=3))
         assert prefix.logits is None
-        step = target.step(ids[:, 4:], [4], state=prefix.prefix_state, capture=3)
+        step = target.step(ids[:, 4:], [4], ForwardPass(target.full_plan, start=3, state=prefix.captured))
     torch.testing.assert_close(step.logits, whole[:, 4:])
 
 
@@ -296,7 +296,7 @@ def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypa
 def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:
     """Layers may make masks of their own, which get the memory of earlier ones."""
     positions = torch.arange(6)[None]
-    geometry, whole = Geometry(positions, 6, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    geometry, whole = MaskSpec(positions, 6, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     for layer in range(12):
         mask = whole.triu(-2) if layer % 2 else whole.clone()
         expected = torch.zeros(1, 1, 6, 6).masked_fill(~mask, -torch.inf).repeat(1, 1, 2, 1)

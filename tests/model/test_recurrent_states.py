@@ -28,18 +28,15 @@ from hf_selfspec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_selfspec.model import kernels
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.given_cache import cache_for
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.model.recurrences import SERVED
-from hf_selfspec.model.recurrences.convolution import Convolution
-from hf_selfspec.model.recurrences.gated_delta import GatedDelta, KimiDelta
-from hf_selfspec.model.recurrences.recurrence import BLOCK, Recurrence
+from hf_selfspec.model.recurrences import SERVED, kernels
+from hf_selfspec.model.recurrences.linear_attention import GatedDelta, KimiDelta, StateSpace
+from hf_selfspec.model.recurrences.recurrence import BLOCK, Convolution, Recurrence
 from hf_selfspec.model.recurrences.selective_scan import SelectiveScan
-from hf_selfspec.model.recurrences.state_space import StateSpace
-from hf_selfspec.model.state_log import StateLog
+from hf_selfspec.model.recurrences.state_log import StateLog
 from hf_selfspec.model.target import Target
 
 # One type of each kind of state, and of each that is put together in its own way.
@@ -488,7 +485,7 @@ def test_nothing_is_expected_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(GatedDelta, "step", _raise)
     with pytest.raises(RuntimeError, match="stop"):
         _model("qwen3_next").generate(**ROW, max_new_tokens=8, assistant=SPEC)
-    assert kernels._turn.recurrence is None
+    assert kernels._turns.now is None
 
 
 def test_plain_generate_in_another_thread() -> None:

@@ -24,7 +24,6 @@ from hf_selfspec import (
 from hf_selfspec.batch import Text
 from hf_selfspec.model import given_cache
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.states import Feed
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 
@@ -39,8 +38,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(capacity)
             super().__init__(num_layers, batch_size, capacity)
 
-        def seek(self, cursors: list[int], new_slots: int, feed: Feed | None = None) -> None:
-            super().seek(cursors, new_slots, feed)
+        def seek(self, *given: Any) -> None:
+            super().seek(*given)
             found.append(self.capacity)
 
     ensure = Text.ensure

@@ -29,6 +29,7 @@ from hf_selfspec import (
     calibrate_exit_heads,
     fit_exit_heads,
 )
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.target import Target
 from hf_selfspec.modules.calibration import drafts, roc_auc, threshold
 from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
@@ -183,38 +184,20 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: dict[tuple[int, int], int] = {}
-        run_layers, step = Target.run_layers, Target.step
+        step = Target.step
 
-        def counted_layers(
-            target: Target, tokens: Any, cursors: Any, start: int, stop: int, state: Any = None, stop_fn: Any = None
-        ) -> Any:
-            ended = [stop]
-
-            def watched(layer: int, states: Any) -> bool:
-                if not stop_fn(layer, states):
-                    return False
-                ended[0] = layer
-                return True
-
-            found = run_layers(target, tokens, cursors, start, stop, state, watched)
-            self.count(cursors[0], tokens.shape[1], start, ended[0])
-            return found
-
-        def counted_step(target: Target, tokens: Any, cursors: Any, plan: Any = None, **options: Any) -> Any:
+        def counted(target: Target, tokens: Any, cursors: Any, run: ForwardPass, *nodes: Any) -> ForwardPass:
             layers = target.anatomy.num_layers
-            start = options.get("capture", -1) if options.get("state") is not None else 0
-            stop = layers if options.get("head", True) else options["capture"]
-            self.count(cursors[0], tokens.shape[1], start, stop)
-            found = step(target, tokens, cursors, plan, **options)
-            if options.get("head", True):
+            found = step(target, tokens, cursors, run, *nodes)
+            self.count(cursors[0], tokens.shape[1], run.start, layers if run.stop is None else run.stop)
+            if run.stop is None:
                 assert set(self.passes.values()) == {1}  # each token once through each layer
                 slots = {slot for slot, _ in self.passes}
                 assert len(self.passes) == len(slots) * layers
                 self.passes.clear()
             return found
 
-        monkeypatch.setattr(Target, "run_layers", counted_layers)
-        monkeypatch.setattr(Target, "step", counted_step)
+        monkeypatch.setattr(Target, "step", counted)
 
     def count(self, first: int, tokens: int, start: int, stop: int) -> None:
         for slot, layer in itertools.product(range(first, first + tokens), range(start, stop)):

@@ -23,7 +23,7 @@ from hf_selfspec import (
     TopKTree,
     first_differences,
 )
-from hf_selfspec.model.checkpointing import without_checkpointing
+from hf_selfspec.model.patching import without_checkpointing
 
 # Older versions of transformers and PEFT go by these names.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")

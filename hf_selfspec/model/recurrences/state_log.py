@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .recurrences.recurrence import Advance, Entries
+from .recurrence import Advance, Entries
 
 
 @dataclass
@@ -25,18 +25,12 @@ class _Point:
 
 @dataclass
 class _Segment:
-    """What one forward fed into the state.
+    """What one forward fed into the state."""
 
-    Attributes:
-        starts: for each row the slot of the first entry.
-        firsts, ends: for each row the first slot of the entries that count, and the slot after the last one.
-        entries: ``[b, c, t, ...]`` tensors.
-    """
-
-    starts: list[int]
-    firsts: list[int]
-    ends: list[int]
-    entries: Entries
+    starts: list[int]  # for each row the slot of the first entry
+    firsts: list[int]  # for each row the slot of the first entry that counts
+    ends: list[int]  # for each row the slot after the last entry that counts
+    entries: Entries  # [b, c, t, ...] tensors
 
     def cut(self, ends: list[int]) -> None:
         """Drops the entries from these slots on."""
@@ -48,14 +42,10 @@ class _Segment:
 
 
 class StateLog:
-    """The checkpoint and the log of one state.
-
-    Args:
-        advance: computes the state after entries of the log.
-    """
+    """The checkpoint and the log of one state."""
 
     def __init__(self, advance: Advance) -> None:
-        self._advance = advance
+        self.advance = advance
         # Points: the beginning of the log, the roots, and where the last forward began.
         self._floor: _Point | None = None
         self._root: _Point | None = None
@@ -100,7 +90,7 @@ class StateLog:
         if point.slots == slots:
             return point.state
         entries, kept = self._between(point.slots, slots)
-        state = self._advance(point.state, entries, kept)
+        state = self.advance(point.state, entries, kept)
         if _is_before(self._root.slots, slots):
             self._latest = _Point(slots, state)
         return state
@@ -109,10 +99,6 @@ class StateLog:
         """Adds what a forward fed into the state, replacing the entries there and after it.
 
         Entries before the roots are not changed.
-
-        Args:
-            starts, ends: for each row the slot of the first token and the one after the last.
-            entries: ``[b, c, t, ...]`` tensors.
         """
         assert self._floor is not None
         assert self._root is not None
@@ -134,12 +120,7 @@ class StateLog:
                     values[row, :, target - start] = values[row, :, source - start]
 
     def commit(self, roots: Sequence[int], history: int) -> None:
-        """Makes the state at these slots the checkpoint.
-
-        Args:
-            roots: for each row the slot of its last token, which has not been through the model.
-            history: minimum number of slots before the roots that stay in the log; all if it has fewer.
-        """
+        """Makes the state at these slots the checkpoint."""
         if self._root is None or self._floor is None:
             return
         self._root = _Point(list(roots), self.state_at(roots))
