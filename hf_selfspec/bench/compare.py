@@ -17,7 +17,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt, checked_texts
+from ..data.prompts import Prompt as Given
+from ..data.prompts import checked_texts
 from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
 from ..model.anatomy import causal_lm, max_positions
@@ -105,7 +106,7 @@ class Comparison:
 def compare(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Prompt],
+    texts: Sequence[Given],
     methods: Methods | None = None,
     *,
     max_new_tokens: int = 128,
