@@ -218,7 +218,7 @@ class Generation:
                     decoder.hand_back(cache, ids)
         finally:
             decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
-            self.knowledge.knowledge.write()
+            self.knowledge.write()
         self.knowledge.knowledge.add_call(decoder.stats)
         _remind_of_length(decoder.stopper.criteria, ids)
         return decoder.output(ids, cache) if returned else ids

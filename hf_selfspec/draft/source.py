@@ -7,12 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from ..batch import Draft, Text, Verdict
-from ..control.arms import Measurements
 from ..errors import UnsupportedOptionError
 from ..grammar.rows import Constraint
-from ..learned.findings import Findings
+from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
-from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
@@ -22,7 +20,6 @@ from ..verify.scoring import Scorer
 from ..verify.tree import Tree
 from .blocks import DraftBlocks, FindChoice
 
-_F = TypeVar("_F", bound=Findings)
 _S = TypeVar("_S", bound="DraftSource")
 
 # Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
@@ -88,30 +85,6 @@ class FixedDrafter:
         """Adds nothing."""
 
 
-class KnowledgeOfModel(Protocol):
-    """What earlier calls found out about one model, for one kind of call."""
-
-    def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Findings under a name, see :class:`Findings`.
-
-        Args:
-            name: name of the source that keeps them.
-            make: creates the findings with which a kind of call starts, given those of another kind or ``None``.
-        """
-
-    def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """As :meth:`of`, for findings that all kinds of calls share."""
-
-    def memory(self) -> Memory:
-        """What the stop rule keeps from call to call."""
-
-    def measurements(self) -> Measurements:
-        """What rounds have cost and sources have brought."""
-
-    def fingerprint(self) -> Fingerprint:
-        """The model's fingerprint."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """When drafting ends and how wide it is.
@@ -174,7 +147,7 @@ class Session:
     new_tokens: int
     max_new: int | None
     stateful: tuple[str, ...]
-    knowledge: KnowledgeOfModel
+    knowledge: KnowledgeOfCall
     is_synced: bool = False
     in_cascade: bool = False
     round_seconds: RoundSeconds = tuple

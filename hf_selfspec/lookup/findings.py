@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import base64
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from threading import RLock
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from ..stats import GenerationStats
+from ..learned.findings import TextFindings
 from .row import LookupKnowledge, LookupRow
 from .suffix import SEPARATOR
 
@@ -30,8 +30,8 @@ def _write_rest() -> None:
         found.write()
 
 
-class LookupFindings:
-    """Successors, texts and weights of evidence; see :class:`Findings`.
+class LookupFindings(TextFindings):
+    """Successors, texts and weights of evidence.
 
     Args:
         stored_tokens: tokens of earlier texts to keep.
@@ -40,16 +40,12 @@ class LookupFindings:
     Attributes:
         known: successors, texts and evidence.
         lock: held while ``known`` is used.
-        changed: called when there is something new to save, or ``None``.
     """
-
-    is_idle = False
 
     def __init__(self, stored_tokens: int, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self.known = LookupKnowledge(most_stored=stored_tokens)
         self.lock = RLock()
-        self.changed: Callable[[], None] | None = None
         self._written = -_WRITTEN
 
     def end(self, rows: Iterable[LookupRow]) -> None:
@@ -68,19 +64,13 @@ class LookupFindings:
         if self.changed is not None:
             self.changed()
 
-    def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Ignores a call without a draft, which has nothing to learn from."""
-
-    def report(self, stats: GenerationStats) -> None:
-        """Adds nothing to the statistics."""
-
     def forget(self) -> None:
         """Drops texts, successors and evidence."""
         with self.lock:
             self.known.forget()
 
     def merge(self, state: dict[str, Any]) -> None:
-        """See :meth:`TextFindings.merge`."""
+        """Adds what another process knows."""
         known = self._checked(state)
         with self.lock:
             self.known.merge(known)
@@ -91,11 +81,7 @@ class LookupFindings:
             return {"known": _packed(self.known.state())}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else.
-        """
+        """Restores what :meth:`state` returned."""
         known = self._checked(state)
         with self.lock:
             self.known.restore(known)

@@ -168,6 +168,13 @@ class SkipChoice(Choice):
         return cls(plan, drafts, **_settings_of(state), matchness=matchness)
 
 
+def choice_of_state(state: dict[str, Any], num_layers: int) -> Choice | None:
+    """Returns the choice in the state of a probe or a search, ``None`` for the state of something else."""
+    if "by_layer" in state:
+        return ExitChoice.of_state(state, num_layers)
+    return SkipChoice.of_state(state) if "set" in state else None
+
+
 def fastest_run(runs: Sequence[Replay]) -> int:
     """Returns the index of the replay with the least time per token."""
     return min(range(len(runs)), key=lambda index: runs[index].seconds_per_token)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace
@@ -25,7 +26,7 @@ _PLACES = (1 / 3, 1 / 6, 2 / 3)
 _LOOK = 3.0
 
 
-class ExitStudy:
+class ExitStudy(Findings):
     """What one model's texts have shown about its exits, and the choice that follows; threads may share it.
 
     Args:
@@ -38,7 +39,6 @@ class ExitStudy:
         is_promising: whether a single exit that was tried may pay.
         pace: times of rounds and trials.
         look: duration of a look at all exits, in forwards of the same size.
-        changed: called when there is a new choice, or ``None``.
     """
 
     is_promising = False
@@ -51,7 +51,6 @@ class ExitStudy:
         self._unfinished: Stopwatch | None = None
         self._bounds: dict[int, LayerArm] = {}
         self._trials = 0
-        self.changed: Callable[[], None] | None = None
         self.tokens = 0
         self.timings = Timings()
         self.choice: ExitChoice | None = None
@@ -115,9 +114,6 @@ class ExitStudy:
             none = LayerArm(LayerPlan(self.num_layers), arm.stop, speedup=1.0)
             speeds = {layer: bound.speedup for layer, bound in self._bounds.items()}
             self.choice = ExitChoice.of(none, by_layer=speeds, reuse_from=0, tokens=self.tokens)
-
-    def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Ignores a call without a draft, which shows nothing about exits."""
 
     def report(self, stats: GenerationStats) -> None:
         """Adds whether drafts pay."""

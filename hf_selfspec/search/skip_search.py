@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from ..learned.files import as_count
+from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace
@@ -28,7 +29,7 @@ _PHASES = ("optimization", "acceleration")
 _KEPT, _LOGGED = 16, 1024
 
 
-class SkipSearch:
+class SkipSearch(Findings):
     """One search for one model and kind of call; threads may share it.
 
     A window of 32 tokens shows little, some texts are easier than others, and the best of many scores is too high. So a
@@ -52,7 +53,6 @@ class SkipSearch:
         timings: timings of forwards.
         pace: times of rounds and trials.
         found: for each change of the best set its step and the new set.
-        changed: called after each trial, or ``None``; what it writes is written at the end of the call.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class SkipSearch:
         self.auto = auto
         self.rules = rules
         self.max_draft = max_draft
-        self.changed: Callable[[], None] | None = None
         self.choice = self._untried(start)
         self.trials: deque[Trial] = deque(maxlen=_LOGGED)
         self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)
