@@ -10,11 +10,10 @@ from typing import Any
 
 from transformers import CompileConfig, PreTrainedModel
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
+from ..cli.spec_text import read_spec, split
+from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
 from ..learned.knowledge import begun_anew
-from ..notices import muted
 from ..selfspec import SelfSpec
-from ..spec_text import read_spec, split
 from .prompts import Batch
 
 PLAIN = "plain"

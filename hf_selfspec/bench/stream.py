@@ -16,11 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from ..auditing.differences import Difference, first_differences
-from ..errors import SettingError
+from ..errors import SettingError, warn_once
 from ..learned import saving
 from ..learned.files import check_folder, read_text, reported
 from ..learned.knowledge import KnowledgeOfCall
-from ..notices import warn_once
 from ..selfspec import SelfSpec
 from .calls import Call, Place, timed
 from .methods import Method

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from transformers import PreTrainedModel
 
 from ..control.arms import Measurements
-from ..errors import SettingError
+from ..errors import SettingError, warn_once
 from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
-from ..notices import warn_once
 from ..stats import GenerationStats
 from ..stop.rules import Memory
 from . import saving

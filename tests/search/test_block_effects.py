@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from searches import matchness_of, no_layers, random_sets, scores_of, space
 
+from helpers.search.searches import matchness_of, no_layers, random_sets, scores_of, space
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.block_effects import BlockEffects, block_effects
 from hf_selfspec.search.estimates import Scores

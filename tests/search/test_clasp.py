@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from architectures import build
-from beside_text import after_prefill, by_hand, keys_and_values, prefilled
-from conftest import tiny_llama
-from generating import generated, prompt, search_of
 
+from helpers.architectures import build
+from helpers.models import tiny_llama
+from helpers.search.beside_text import after_prefill, by_hand, keys_and_values, prefilled
+from helpers.search.generating import generated, prompt, search_of
 from hf_selfspec import SelfSpec, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft import searching

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from searches import BOLD, CAREFUL, predicted, timed_search
 
+from helpers.search.searches import BOLD, CAREFUL, predicted, timed_search
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.estimates import Scores, effects
 from hf_selfspec.search.on_the_fly import OnTheFlySearch

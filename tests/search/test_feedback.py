@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from searches import BOLD, CAREFUL, COSTS, draft, draft_much, no_layers, predicted, space, speedup, timed_search
 
+from helpers.search.searches import (
+    BOLD,
+    CAREFUL,
+    COSTS,
+    draft,
+    draft_much,
+    no_layers,
+    predicted,
+    space,
+    speedup,
+    timed_search,
+)
 from hf_selfspec import FixedLength
 from hf_selfspec.search import feedback, schedule
 from hf_selfspec.search.feedback import Feedback

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from searches import matchness_of, no_layers, predicted, random_sets, scores_of, skipping, space
 from sklearn.gaussian_process import GaussianProcessRegressor
 
+from helpers.search.searches import matchness_of, no_layers, predicted, random_sets, scores_of, skipping, space
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch
 from hf_selfspec.search.proposers import Closest

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_llama
-from generating import SEARCHES, fixed_drafts, generated, lines_of, prompt, search_of, use_costs
-from searches import predicted
 from transformers import PreTrainedModel
 
+from helpers.models import tiny_llama
+from helpers.search.generating import SEARCHES, fixed_drafts, generated, lines_of, prompt, search_of, use_costs
+from helpers.search.searches import predicted
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, call
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft.searching import SearchingDraft

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import build
-from beside_text import prefilled
-from conftest import ragged_batch, tiny_llama
-from generating import SEARCHES, an_end, fixed_drafts, generated, prompt, search_of
 from transformers import PreTrainedModel
 
+from helpers.architectures import build
+from helpers.models import ragged_batch, tiny_llama
+from helpers.search.beside_text import prefilled
+from helpers.search.generating import SEARCHES, an_end, fixed_drafts, generated, prompt, search_of
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
@@ -28,6 +28,7 @@ from hf_selfspec.search.replay import Trace
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
+@pytest.mark.every_run(".*-3")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     "make",

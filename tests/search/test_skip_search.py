@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from searches import (
+
+from helpers.search.searches import (
     BOLD,
     CAREFUL,
     COSTS,
@@ -19,7 +20,6 @@ from searches import (
     timed_search,
     timings,
 )
-
 from hf_selfspec import ConfidenceThreshold, FixedLength
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import schedule, skip_search
