@@ -28,13 +28,7 @@ from hf_selfspec import (
     calibrate_exit_heads,
     fit_exit_heads,
 )
-<<<<<<< HEAD
-from hf_selfspec.model.partial import ForwardPass
-from hf_selfspec.model.target import Target
-from hf_selfspec.modules.calibration import drafts, roc_auc, threshold
-=======
 from hf_selfspec.modules.calibration import drafts, threshold
->>>>>>> part-train
 from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
 
 
@@ -159,44 +153,6 @@ def test_heads_on_architectures(name: str) -> None:
     assert all(stats.drafted for stats in check_lossless(model, spec))
 
 
-<<<<<<< HEAD
-class Counting:
-    """How often each token's slot went through each layer since the last verification."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.passes: dict[tuple[int, int], int] = {}
-        step = Target.step
-
-        def counted(target: Target, tokens: Any, cursors: Any, run: ForwardPass, *nodes: Any) -> ForwardPass:
-            layers = target.anatomy.num_layers
-            found = step(target, tokens, cursors, run, *nodes)
-            self.count(cursors[0], tokens.shape[1], run.start, layers if run.stop is None else run.stop)
-            if run.stop is None:
-                assert set(self.passes.values()) == {1}  # each token once through each layer
-                slots = {slot for slot, _ in self.passes}
-                assert len(self.passes) == len(slots) * layers
-                self.passes.clear()
-            return found
-
-        monkeypatch.setattr(Target, "step", counted)
-
-    def count(self, first: int, tokens: int, start: int, stop: int) -> None:
-        for slot, layer in itertools.product(range(first, first + tokens), range(start, stop)):
-            self.passes[slot, layer] = self.passes.get((slot, layer), 0) + 1
-
-
-@pytest.mark.parametrize("share", [0.2, 0.6])
-def test_no_token_goes_through_a_layer_twice(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    model = tiny_llama(8)
-    spec = SelfSpec.dssd(heads_of(model, share))
-    Counting(monkeypatch)
-    model.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, assistant=spec)
-    assert spec.stats is not None
-    assert len(spec.stats.exit_layers) > 1  # tokens of one draft are taken at different depths
-
-
-=======
->>>>>>> part-train
 @pytest.mark.parametrize("metric", [None, "margin", "probability"])
 def test_each_token_is_taken_at_the_first_head_that_is_sure(metric: str | None) -> None:
     """By hand, from the states of the whole text, for the first draft; it ends where no head is sure."""
