@@ -25,8 +25,7 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, warn_once
-from .buffers import Places
-from .tracing import NoGraphError, NotTraceableError, tracing
+from .traceable import NoGraphError, NotTraceableError, Places, tracing
 from .transfer import wait_for
 
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for

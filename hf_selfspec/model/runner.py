@@ -13,7 +13,6 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import warn_once
 from .anatomy import Anatomy
-from .buffers import Place
 from .context import Context, Feed, run_eagerly
 from .experts import experts_by_size
 from .graphs import Graphs, graphs_of
@@ -23,7 +22,7 @@ from .modules import has_hooks, is_compiled
 from .parallel import is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
-from .tracing import size_for
+from .traceable import Place, size_for
 
 # The attribute that all modules with PEFT adapters have.
 _ADAPTED = "_disable_adapters"
