@@ -62,7 +62,7 @@ def test_an_error_while_writing_leaves_the_old_file(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"hf_selfspec.{name}", broken)
+        patch.setattr(f"hf_selfspec.learned.{name}", broken)
         with pytest.raises(SettingError if isinstance(error, OSError) else type(error), match=r"disk full|^$"):
             spec.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
