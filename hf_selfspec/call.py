@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,11 +22,11 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .batch import Text
-from .decoding import Decoder
+from .decoding import Decoder, Record
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import UnsupportedOptionError
+from .errors import UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
@@ -35,12 +37,11 @@ from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.modules import all_modules
 from .model.parallel import is_tensor_parallel
+from .model.plan import LayerPlan
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
-from .notices import warn_once
-from .plain import decode_plainly
-from .record import Record
 from .refusals import check_call, check_length
+from .stats import GenerationStats
 from .stop.rules import StopRule
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
@@ -311,3 +312,49 @@ def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
         return bool(count.item())
 
     return ask
+
+
+def decode_plainly(
+    model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any], why: str
+) -> tuple[Any, GenerationStats]:
+    """Decodes without any part of ours.
+
+    Args:
+        model: the model.
+        input_ids: ``[b, s]`` the prompts.
+        options: all other arguments that a ``custom_generate`` callable gets.
+        why: why the call is left to transformers.
+
+    Returns:
+        What ``generate`` returns, and the statistics.
+    """
+    begun = perf_counter()
+    output = type(model)._sample(model, input_ids, **options)
+    seconds, eos_tokens = perf_counter() - begun, Stopper(options["stopping_criteria"]).eos_tokens
+    ids, width = output if isinstance(output, torch.Tensor) else output.sequences, input_ids.shape[1]
+    pad = getattr(options["generation_config"], "_pad_token_tensor", None)
+    padding = None if pad is None or not eos_tokens else int(pad)
+    counts = [_generated(row, eos_tokens, padding) for row in ids[:, width:].tolist()]
+    tokens, rounds = sum(counts), sum(counts) - len(counts)
+    return output, GenerationStats(
+        tokens=tokens,
+        rounds=rounds,
+        accepted_lengths=Counter({0: rounds}),
+        total_seconds=seconds,
+        from_draft=[[False] * count for count in counts],
+        plan=LayerPlan(Anatomy.of(model).num_layers).picture(),
+        drafts=False,
+        left_to_generate=why,
+        timeline=[(tokens, seconds)],
+    )
+
+
+def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
+    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding after it."""
+    for index, token in enumerate(row, start=1):
+        if token in eos_tokens:
+            return index
+    count = len(row)
+    while count and row[count - 1] == padding:
+        count -= 1
+    return count

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -21,9 +22,7 @@ from .model.prompt import Prompt
 from .model.step import Best
 from .model.target import Target
 from .model.transfer import Pending, upload
-from .record import Record, by_step
-from .stats import GenerationStats
-from .streams import DraftStreamer
+from .stats import DraftStreamer, GenerationStats
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper
@@ -31,6 +30,32 @@ from .verify.walk import verify
 
 # Devices on which an argmax over a vocabulary is slow inside compiled graphs.
 SLOW_CHOICES = ("cpu",)
+
+
+@dataclass
+class Record:
+    """Scores and logits, where ``generate`` has to return them.
+
+    Attributes:
+        scores: for each row and token the scores ``[v]``; ``None`` if not requested.
+        steps: for each token the scores ``[b, v]`` of all rows, in place of ``scores`` where rows advance together.
+        logits: for each row and token the logits ``[v]``; ``None`` if not requested.
+    """
+
+    scores: list[list[torch.Tensor]] | None
+    steps: list[torch.Tensor] | None
+    logits: list[list[torch.Tensor]] | None
+
+    @classmethod
+    def of(cls, config: GenerationConfig, batch_size: int, in_step: bool) -> Record:
+        """An empty record of what ``config`` requests; ``in_step`` where rows advance together."""
+        returned = config.return_dict_in_generate
+        scores = returned and config.output_scores
+        return cls(
+            scores=[[] for _ in range(batch_size)] if scores and not in_step else None,
+            steps=[] if scores and in_step else None,
+            logits=[[] for _ in range(batch_size)] if returned and config.output_logits else None,
+        )
 
 
 @dataclass
@@ -314,8 +339,8 @@ class Decoder:
         steps = ids.shape[1] - self.text.prompt_width
         return GenerateDecoderOnlyOutput(
             sequences=ids,
-            scores=by_step(self.record.scores, steps) if self.record.steps is None else tuple(self.record.steps),
-            logits=by_step(self.record.logits, steps),
+            scores=_by_step(self.record.scores, steps) if self.record.steps is None else tuple(self.record.steps),
+            logits=_by_step(self.record.logits, steps),
             past_key_values=cache,
         )
 
@@ -339,3 +364,11 @@ def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> 
     if draft.listed is None or not draft.size or draft.tokens.device == device:
         return draft.tokens.to(device)
     return upload(draft.listed, device) if nodes is None else nodes.tokens(device)
+
+
+def _by_step(rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    """For each step one tensor ``[b, ...]`` of what the rows have for their tokens; zeros after a row's end."""
+    if rows is None:
+        return None
+    empty = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else empty for row in rows]) for step in range(steps))

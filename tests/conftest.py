@@ -23,7 +23,7 @@ from transformers import (
 from helpers.calls import new_spec
 from helpers.findings import FirstDraft
 from helpers.models import character_tokenizer, tiny_llama
-from hf_selfspec import SelfSpec, notices
+from hf_selfspec import SelfSpec, errors
 from hf_selfspec.control import arms as control
 from hf_selfspec.control.arms import ArmStats
 from hf_selfspec.control.costs import CostCurve
@@ -117,7 +117,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes warnings that are issued once come again, whatever earlier tests have seen."""
-    monkeypatch.setattr(notices, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from hf_selfspec import (
     TopKTree,
     UnsupportedModelError,
     UnsupportedOptionError,
-    notices,
+    errors,
 )
 from hf_selfspec.model import compiled, partial
 from hf_selfspec.model.attention import grouped_attention
@@ -135,7 +135,7 @@ def test_right_padding_is_left_to_transformers(name: str, monkeypatch: pytest.Mo
     left = ragged_batch()
     batch = {key: torch.cat([value[:1], value[1:].flip(1)]) for key, value in left.items()}
     expected = model.generate(**batch, max_new_tokens=12, do_sample=False)
-    monkeypatch.setattr(notices, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
     with pytest.warns(UserWarning, match=r"padded on the right.*='left'"):
         ids = model.generate(**batch, max_new_tokens=12, do_sample=False, assistant=spec)
     assert torch.equal(ids, expected)

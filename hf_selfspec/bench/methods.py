@@ -10,10 +10,9 @@ from typing import Any
 
 from transformers import CompileConfig, PreTrainedModel
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
-from ..notices import muted
+from ..cli.spec_text import read_spec, split
+from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
 from ..selfspec import SelfSpec
-from ..spec_text import read_spec, split
 from .prompts import Batch
 
 PLAIN = "plain"

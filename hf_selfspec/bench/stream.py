@@ -16,10 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from ..auditing.differences import Difference, first_differences
-from ..errors import SettingError
+from ..errors import SettingError, warn_once
 from ..learned import saving
 from ..learned.files import check_folder, read_text, reported
-from ..notices import warn_once
 from ..selfspec import SelfSpec
 from .calls import Call, Place, timed
 from .methods import Method

@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedModelError
+from ..errors import SettingError, UnsupportedModelError, warn_once, warn_once_ignoring_numbers
 from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.plan import LayerPlan
 from ..model.target import Target
-from ..notices import warn_once, warn_once_ignoring_numbers
 from ..search.budget import Budget, share_of
 from ..search.clasp import closest_layers
 from ..search.costs import MANY

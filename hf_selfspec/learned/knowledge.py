@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from ..control.arms import Measurements
-from ..errors import SettingError
+from ..errors import SettingError, warn_once
 from ..model.fingerprint import Fingerprint
-from ..notices import warn_once
 from ..stats import GenerationStats
 from ..stop.rules import Memory
 from . import saving

@@ -8,8 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from ..errors import SettingError
-from ..notices import warn_once
+from ..errors import SettingError, warn_once
 from . import saving
 from .findings import TextFindings
 from .saving import Key, Saved

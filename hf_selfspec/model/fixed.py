@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
-from ..notices import warn_once
+from ..errors import warn_once
 from .anatomy import Anatomy
 from .autocast import within
 from .buffers import Place

@@ -22,8 +22,7 @@ import torch
 import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
-from ..errors import SettingError
-from ..notices import warn_once
+from ..errors import SettingError, warn_once
 from .buffers import Places
 from .faster import Faster
 from .tracing import NoGraphError, NotTraceableError, Turns, tracing

@@ -10,8 +10,7 @@ import torch
 import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
-from ..errors import UnsupportedOptionError
-from ..notices import warn_once
+from ..errors import UnsupportedOptionError, warn_once
 from .additions import Additions
 from .anatomy import Anatomy
 from .attention import without_cudnn_attention

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import SettingError
+from ..errors import SettingError, warn_once
 from ..model.fingerprint import Fingerprint
 from ..model.plan import LayerPlan
 from ..modules.probe import LinearProbe
-from ..notices import warn_once
 from .adaptive import AdaptiveThreshold
 from .rules import StopRule
 

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import SettingError, UnsupportedOptionError
+from ..hooks.seams import add_seam
 from ..model.forwards import InstanceForwards
 
 
@@ -43,7 +44,7 @@ class ModelCallback(TrainerCallback):
         if not self._served:
             raise UnsupportedOptionError(
                 f"{type(self).__name__} has to be among the callbacks before Trainer.train begins, and Trainer.train "
-                "has to be the one that `import hf_selfspec` wraps."
+                "has to be the one that hf_selfspec wraps, see hf_selfspec.install."
             )
         self.detach()
         self.attach(model, args, state)
@@ -119,3 +120,6 @@ def _check_training(trainer: Trainer) -> None:
             "FSDP version 1 flattens the parameters, which EarlyExitLoss and LayerDropout do not support. Set "
             '"fsdp_config": {"version": 2}, or fsdp_version: 2 in accelerate\'s configuration.'
         )
+
+
+add_seam(Trainer, "train", with_model_callbacks)

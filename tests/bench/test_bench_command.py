@@ -18,7 +18,7 @@ from helpers.processes import DEMO_MODEL
 from hf_selfspec import SettingError
 from hf_selfspec.bench import methods
 from hf_selfspec.bench.prompts import Encoder, repeated, stream_of, texts_of
-from hf_selfspec_command import main
+from hf_selfspec.cli import main
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
 KINDS = ("code", "poems", "rag")

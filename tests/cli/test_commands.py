@@ -23,12 +23,12 @@ import hf_selfspec
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.bench.prompts import texts_of
+from hf_selfspec.cli import app, main
 from hf_selfspec.data.loading import NamedModel
 from hf_selfspec.data.prompt_files import read_prompts
-from hf_selfspec_command import app, main
 
 ROOT = Path(hf_selfspec.__file__).parents[1]
-HEAVY = ("hf_selfspec", "numpy", "torch", "transformers")
+HEAVY = ("numpy", "torch", "transformers")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def _as_before() -> Iterator[None]:
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with this tree's package and command line."""
-    paths = (str(ROOT), str(ROOT / "hf_selfspec" / "command"), os.environ.get("PYTHONPATH", ""))
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     return subprocess.run(
         [sys.executable, *words],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
@@ -73,7 +73,7 @@ def test_help_imports_nothing_heavy() -> None:
     helps = [[], *(name.split() for name in commands() if not name.startswith("fit "))]
     script = f"""
 import sys
-from hf_selfspec_command import main
+from hf_selfspec.cli import main
 codes = [main([*words, "--help"]) for words in {helps}]
 print(set(codes), [name for name in {HEAVY} if name in sys.modules])
 """
@@ -84,11 +84,10 @@ print(set(codes), [name for name in {HEAVY} if name in sys.modules])
 
 
 @pytest.mark.slow
-def test_modules_run_as_the_script_does() -> None:
-    for module in ("hf_selfspec_command", "hf_selfspec"):
-        told = python("-m", module, "fit")
-        assert told.returncode == 2
-        assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
+def test_the_package_runs_as_the_script_does() -> None:
+    told = python("-m", "hf_selfspec", "fit")
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
 
 
 # What they print -----------------------------------------------------------------------------------------------------

@@ -45,11 +45,11 @@ from hf_selfspec import (
     fit_probe,
     fit_reduced_head,
 )
+from hf_selfspec.cli import app, main
 from hf_selfspec.data.texts import texts
 from hf_selfspec.train import FITS
 from hf_selfspec.train.fit import Fit, Option
 from hf_selfspec.train.fit_trainer import training_arguments
-from hf_selfspec_command import app, main
 
 TEXT = "def f(x): return x + 1 "
 

@@ -28,11 +28,11 @@ from hf_selfspec import (
     SettingTypeError,
     SkipLayers,
 )
+from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.data.texts import texts
 from hf_selfspec.learned.files import check_folder, folder_written_whole, read_json
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.search.tuning import PROGRESS_NAME, tune
-from hf_selfspec.spec_text import read_spec
 from hf_selfspec.train.checkpoints import checkpoints_of
 from hf_selfspec.train.frozen_model import FrozenModel
 

@@ -31,7 +31,7 @@ from hf_selfspec import (
     SelfSpec,
     SettingError,
     SettingTypeError,
-    notices,
+    errors,
 )
 from hf_selfspec.lookup.findings import _write_rest
 
@@ -435,9 +435,9 @@ def test_warnings_that_differ_are_remembered_up_to_a_number(no_warnings_yet: Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(5000):
-            notices.warn_once(f"warning {number}")
-    assert len(notices._warned) <= 1024
-    notices.warn_once("warning 4999")  # would be an error
+            errors.warn_once(f"warning {number}")
+    assert len(errors._warned) <= 1024
+    errors.warn_once("warning 4999")  # would be an error
 
 
 # Models in training --------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_calls_at_the_same_time(
     recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each graph is recorded twice at most; a third call runs without graphs, and its memory is its own."""
-    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
     model, spec = tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE, compile=QUICK)
     same_ids(model, spec)
     options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
@@ -174,7 +174,7 @@ def test_assertions_of_torchs_graph_trees(
     at: str, recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls go on without graphs."""
-    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
     left = [0 if at == "making" else 5]
 
     def compiled(graph: Any, **_: Any) -> Any:

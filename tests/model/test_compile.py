@@ -217,7 +217,7 @@ def test_a_forward_that_reads_values_runs_as_it_is(
         return found if states.sum().item() < 1e9 else -found
 
     monkeypatch.setattr(type(model.model.norm), "forward", reading)
-    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
     with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, since torch could not"):
         same_ids(model, specs()["exit"])
     assert not traced
@@ -239,7 +239,7 @@ def test_memory_that_is_not_enough_is_an_error(
 
 def test_hooks_run(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a user; transformers leaves some of its own, which wait for other calls."""
-    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
     model, spec, strength = tiny_llama(4, factor=0.5), specs()["exit"], [1.0]
     inputs = ragged_batch((9,))
     model(**inputs, output_hidden_states=True)
@@ -260,7 +260,7 @@ def test_hooks_run(traced: list[torch.fx.GraphModule], monkeypatch: pytest.Monke
 
 @peft_calls_old_name
 def test_adapters_can_be_switched_off(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_selfspec.notices._warned", set())
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
     adapter = IA3Config(
         task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     )

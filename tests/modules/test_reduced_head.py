@@ -29,11 +29,11 @@ from hf_selfspec import (
     UnsupportedModelError,
     fit_reduced_head,
 )
+from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.hooks.choosing import _check_parts
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.head_rows import NOTHING, HeadRows
 from hf_selfspec.model.target import Target
-from hf_selfspec.spec_text import read_spec
 
 # Drafts are seen in these tests.
 KEPT = list(range(0, VOCABULARY, 3))

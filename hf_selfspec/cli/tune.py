@@ -29,9 +29,9 @@ def tune(
     seed: SeedOption = 0,
 ) -> None:
     """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
-    from hf_selfspec import OfflineSearch, tune
-    from hf_selfspec.learned.files import check_folder
-    from hf_selfspec.learned.saving import FILE_NAME
+    from .. import OfflineSearch, tune
+    from ..learned.files import check_folder
+    from ..learned.saving import FILE_NAME
 
     check_folder("--out", out, [FILE_NAME])
     texts, named = data.read(), model.find()

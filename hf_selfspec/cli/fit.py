@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from .options import DataOption, DtypeOption, FieldOption, ModelOption, takes_options
 
 if TYPE_CHECKING:
-    from hf_selfspec.train.fit import Fit
+    from ..train.fit import Fit
 
 # What the config of every causal LM has, by these names or by those that it maps to them.
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -24,7 +24,7 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size
 
 @functools.cache
 def _commands() -> dict[str, Any]:
-    from hf_selfspec.train import FITS
+    from ..train import FITS
 
     made = typer.Typer()
     for kind in FITS:
@@ -80,10 +80,10 @@ class TrainingOptions:
         """
         import torch
 
-        from hf_selfspec import SettingError
-        from hf_selfspec.learned.files import check_folder
-        from hf_selfspec.train.fit_trainer import resumable_arguments
-        from hf_selfspec.validation import check_count, check_positive
+        from .. import SettingError
+        from ..learned.files import check_folder
+        from ..train.fit_trainer import resumable_arguments
+        from ..validation import check_count, check_positive
 
         check_count("--batch", self.batch)
         check_positive("--learning-rate", self.learning_rate)
@@ -104,7 +104,7 @@ class TrainingOptions:
 
 def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
     """The command of a fit: an option for each of its settings that has one."""
-    from hf_selfspec.train.fit import Option, TrainedFit
+    from ..train.fit import Option, TrainedFit
 
     hints, options = get_type_hints(kind, include_extras=True), dict[str, tuple[str, Option]]()
     parameters = [Parameter("common", Parameter.KEYWORD_ONLY, annotation=FitOptions)]
@@ -138,10 +138,10 @@ def _fit(settings: Fit[Any], common: FitOptions) -> None:
     """Checks everything, loads the model and fits; mistakes are found before weights are loaded where possible."""
     import torch
 
-    from hf_selfspec.data.loading import NamedModel
-    from hf_selfspec.data.texts import texts
-    from hf_selfspec.learned.files import check_folder
-    from hf_selfspec.modules.draft_module import FILES
+    from ..data.loading import NamedModel
+    from ..data.texts import texts
+    from ..learned.files import check_folder
+    from ..modules.draft_module import FILES
 
     settings.check()
     check_folder("--out", common.out, FILES)
@@ -159,7 +159,7 @@ def _fit(settings: Fit[Any], common: FitOptions) -> None:
 
 
 def _parsed(option: str, text: str, parse: Callable[[str], Any]) -> Any:
-    from hf_selfspec import SettingError
+    from .. import SettingError
 
     try:
         return parse(text)
@@ -170,7 +170,7 @@ def _parsed(option: str, text: str, parse: Callable[[str], Any]) -> Any:
 @contextmanager
 def _named_as(options: dict[str, str], kind: type[Fit[Any]]) -> Iterator[None]:
     """Has messages name options in the place of settings: `--heads 3`, not `fit_adapter(num_heads=3)`."""
-    from hf_selfspec import SettingError, SettingTypeError
+    from .. import SettingError, SettingTypeError
 
     def named(found: re.Match[str]) -> str:
         given = [setting.split("=") for setting in found[1].split(", ")]

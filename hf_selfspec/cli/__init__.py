@@ -1,8 +1,7 @@
 """``hf-selfspec``, the command line of ``hf_selfspec``.
 
-This package has a top-level name of its own because ``import hf_selfspec`` imports torch and transformers, which
-``hf-selfspec --help`` does not need to wait for. Each command is a file, which declares its options and imports what it
-needs of ``hf_selfspec`` when it runs.
+Each command is a file, which declares its options and imports what it needs of the package when it runs, so that
+``--help`` need not wait for torch and transformers.
 """
 
 from __future__ import annotations
@@ -78,6 +77,6 @@ def _mistakes() -> tuple[type[Exception], ...]:
     """Errors that a user can correct; only imported after an exception, since ``hf_selfspec`` imports torch."""
     import torch
 
-    from hf_selfspec import SelfSpecError
+    from .. import SelfSpecError
 
     return SelfSpecError, torch.OutOfMemoryError, MemoryError

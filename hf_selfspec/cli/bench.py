@@ -71,15 +71,15 @@ class MethodOptions:
 @takes_options
 def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> None:
     """Compare all methods of generating on your prompts: which is fastest, and are the tokens the same?"""
-    from hf_selfspec.bench.compare import longest_prompt, measured
-    from hf_selfspec.bench.methods import methods_of
-    from hf_selfspec.bench.prompts import Encoder, repeated, stream_of, texts_of
-    from hf_selfspec.bench.settings import Settings
-    from hf_selfspec.data.loading import ModelRequest
-    from hf_selfspec.data.prompts import has_chats
-    from hf_selfspec.errors import SettingError
-    from hf_selfspec.learned.files import check_folder, path_of
-    from hf_selfspec.spec_text import split
+    from ..bench.compare import longest_prompt, measured
+    from ..bench.methods import methods_of
+    from ..bench.prompts import Encoder, repeated, stream_of, texts_of
+    from ..bench.settings import Settings
+    from ..data.loading import ModelRequest
+    from ..data.prompts import has_chats
+    from ..errors import SettingError
+    from ..learned.files import check_folder, path_of
+    from .spec_text import split
 
     shared: dict[str, Any] = {name: getattr(how, name) for name in _SETTINGS}
     lists = tuple(how.temperature or (0.0,)), tuple(how.batch_size or (1,))

@@ -8,13 +8,13 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .draft.lora import EarlyExitLora
-from .errors import SelfSpecError, SettingError, brief
-from .learned.files import path_of
-from .learned.registry import class_named
-from .learned.saving import FILE_NAME
-from .modules.draft_module import CONFIG
-from .selfspec import SelfSpec
+from ..draft.lora import EarlyExitLora
+from ..errors import SelfSpecError, SettingError, brief
+from ..learned.files import path_of
+from ..learned.registry import class_named
+from ..learned.saving import FILE_NAME
+from ..modules.draft_module import CONFIG
+from ..selfspec import SelfSpec
 
 # The presets that need no further argument, by their names in the table of methods.
 PRESETS: dict[str, Callable[[], SelfSpec]] = {

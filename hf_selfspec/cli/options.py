@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_selfspec.data.loading import ModelRequest, NamedModel
-    from hf_selfspec.data.prompts import Prompt
+    from ..data.loading import ModelRequest, NamedModel
+    from ..data.prompts import Prompt
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
@@ -76,7 +76,7 @@ class TextOptions:
 
     def read(self) -> list[str]:
         """Reads the first texts, at most as many as wanted."""
-        from hf_selfspec.data.texts import texts
+        from ..data.texts import texts
 
         return texts(self.data, self.field)[: self.prompts]
 
@@ -91,7 +91,7 @@ class PromptOptions:
 
     def read(self) -> list[Prompt]:
         """Reads the first texts and chats, at most as many as wanted."""
-        from hf_selfspec.data.prompt_files import read_prompts
+        from ..data.prompt_files import read_prompts
 
         return read_prompts(self.data, self.field)[: self.prompts]
 
@@ -114,7 +114,7 @@ class ModelOptions:
         return self._request().load(named)
 
     def _request(self) -> ModelRequest:
-        from hf_selfspec.data.loading import ModelRequest
+        from ..data.loading import ModelRequest
 
         return ModelRequest(self.model, self.dtype, self.device, self.threads)
 

@@ -17,7 +17,7 @@ def exit_report(
     plot: Annotated[str | None, typer.Option(help="File for a plot, e.g. exits.png; needs matplotlib.")] = None,
 ) -> None:
     """Show how well each layer of a model predicts the next token."""
-    from hf_selfspec import exit_report
+    from .. import exit_report
 
     texts, named = data.read(), model.find()
     tokenizer = named.tokenizer()

@@ -19,7 +19,7 @@ from .options import (
 from .output import progress
 
 if TYPE_CHECKING:
-    from hf_selfspec import SampleTest
+    from .. import SampleTest
 
 
 @takes_options
@@ -41,9 +41,9 @@ def audit(
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
     import torch
 
-    from hf_selfspec import audit
-    from hf_selfspec.data.prompts import as_prompts
-    from hf_selfspec.spec_text import read_spec, split
+    from .. import audit
+    from ..data.prompts import as_prompts
+    from .spec_text import read_spec, split
 
     test = _test(sample, {"temperature": temperature, "top_p": top_p, "draws": draws})
     names = split(methods or ["selfspec"])
@@ -74,7 +74,7 @@ def audit(
 
 
 def _test(sample: bool, settings: dict[str, Any]) -> SampleTest | None:
-    from hf_selfspec import SampleTest, SettingError
+    from .. import SampleTest, SettingError
 
     given = {name: value for name, value in settings.items() if value is not None}
     if sample:

@@ -12,7 +12,7 @@ from rich.console import Console
 from .options import ChatOption, MaxNewTokensOption, ModelOptions, SeedOption, SpecOption, takes_options
 
 if TYPE_CHECKING:
-    from hf_selfspec import GenerationStats, Piece
+    from .. import GenerationStats, Piece
 
 # The colour of accepted drafts on a terminal.
 _DRAFTED = "green"
@@ -34,10 +34,10 @@ def generate(
     """Generate text; accepted drafts are green on a terminal. Without a prompt, chat."""
     import torch
 
-    from hf_selfspec import stream
-    from hf_selfspec.data.prompts import check_chats, has_chats
-    from hf_selfspec.spec_text import read_spec
-    from hf_selfspec.streaming import sampling
+    from .. import stream
+    from ..data.prompts import check_chats, has_chats
+    from ..streaming import sampling
+    from .spec_text import read_spec
 
     sampling("generate", temperature, top_p)
     given, drafts = _given(prompt, file), read_spec(spec)
@@ -65,8 +65,8 @@ def generate(
 
 def _given(prompt: str | None, file: str | None) -> str | None:
     """The prompt, ``None`` for a chat."""
-    from hf_selfspec import SettingError
-    from hf_selfspec.learned.files import path_of, read_text
+    from .. import SettingError
+    from ..learned.files import path_of, read_text
 
     if prompt is not None and file is not None:
         raise SettingError("--prompt and --file are both given: give one of the two.")

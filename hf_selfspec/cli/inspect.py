@@ -7,7 +7,7 @@ from .options import ModelOption
 
 def inspect(model: ModelOption) -> None:
     """Show what a model is made of and what is supported with it; no weights are loaded."""
-    from hf_selfspec import inspect_model
-    from hf_selfspec.data.loading import NamedModel
+    from .. import inspect_model
+    from ..data.loading import NamedModel
 
     print(inspect_model(NamedModel.find(model).config()))
