@@ -18,8 +18,7 @@ from .experts import experts_by_size
 from .graphs import Graphs, graphs_of
 from .layout import TreeLayout
 from .masks import MaskSpec, at_positions
-from .modules import has_hooks, is_compiled
-from .parallel import is_tensor_parallel
+from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
 from .traceable import Place, size_for

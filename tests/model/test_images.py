@@ -342,16 +342,6 @@ def test_marks_that_change_the_attention_to_text() -> None:
     assert torch.equal(_model("paligemma").generate(**given, **OPTIONS, assistant=SPEC), expected)
 
 
-def test_images_without_the_wrapper() -> None:
-    prompt = prompt_of("qwen2_5_vl", ROWS["ragged"])
-    expected = _model("qwen2_5_vl").generate(**prompt, **OPTIONS)
-    hf_selfspec.uninstall()
-    try:
-        assert torch.equal(_model("qwen2_5_vl").generate(**prompt, **OPTIONS, custom_generate=SPEC), expected)
-    finally:
-        hf_selfspec.install()
-
-
 def test_a_second_tower_of_as_many_layers() -> None:
     """The decoder's layers are those of the language model."""
     class_name, settings = MODELS["llava"]
