@@ -70,7 +70,7 @@ class Watched:
         self.clock, self.calls, self.spent = clock, 0.0, 0.0
         self.trials: list[int] = []
         self.timed = self.tokens = 0
-        monkeypatch.setattr(parallel, "perf_counter", clock)
+        monkeypatch.setattr(modules, "perf_counter", clock)
         propose, traces, measure = ControlledDrafter.propose, SearchingDraft._traces, Stopwatch.measure
         propose_layers = SearchingDraft._propose_layers
 
@@ -156,7 +156,7 @@ class Probed:
         self.tried: list[tuple[int, int]] = []
         self.looked = 0
         self.drafted_before: list[int] = []
-        monkeypatch.setattr(parallel, "perf_counter", clock)
+        monkeypatch.setattr(modules, "perf_counter", clock)
         propose, try_one, look = ControlledDrafter.propose, ProbingDraft._trace_of, ProbingDraft._traces
 
         def proposed(draft: Any, text: Any, room: list[int]) -> Any:
