@@ -16,6 +16,7 @@ from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import _LEAST, SearchingDraft
+from hf_selfspec.model import modules
 from hf_selfspec.search import budget
 from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.budget import Budget, Pace
