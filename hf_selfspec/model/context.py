@@ -13,11 +13,11 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
+from .attention import MaskSpec, at_positions, padded_mask
 from .cache import SpeculativeCache
 from .given_cache import cache_name
 from .inputs import DecodeInputs
 from .layout import TreeLayout
-from .masks import MaskSpec, at_positions, padded_mask
 from .modules import forward_parameters
 from .partial import ForwardPass, obeying
 from .patching import Autocast, within

@@ -13,11 +13,11 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import warn_once
 from .anatomy import Anatomy
+from .attention import MaskSpec, at_positions
 from .context import Context, Feed, run_eagerly
 from .experts import experts_by_size
 from .graphs import Graphs, graphs_of
 from .layout import TreeLayout
-from .masks import MaskSpec, at_positions
 from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
