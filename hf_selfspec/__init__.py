@@ -4,141 +4,44 @@
 the output stays the same.
 """
 
-from .auditing.audits import Audit, Parting, SampleTest, audit
-from .auditing.differences import Difference, first_differences
-from .batch import Draft, Text, Verdict
-from .bench import Comparison, compare
-from .draft import (
-    Cascade,
-    Drafter,
-    DraftSource,
-    DynamicExit,
-    EarlyExit,
-    EarlyExitAdapter,
-    EarlyExitLora,
-    EarlyExitOnly,
-    FixedDrafter,
-    Lookup,
-    Session,
-    SkipLayers,
-)
-from .errors import (
-    NumericalError,
-    SelfSpecError,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
-from .grammar import Grammar, register_grammar
-from .hooks.attached import attach, detach
-from .hooks.wrapper import install, uninstall
-from .learned.registry import register
-from .model.anatomy import Architecture, register_architecture
-from .modules import Adapter, DraftLora, ExitHeads, LinearProbe, ReducedHead
-from .reports.exits import ExitReport, exit_report
-from .reports.inspection import Inspection, Share, inspect_model
-from .search import ClosestLayers, ExitChoice, OnTheFlySearch, SkipChoice
-from .search.tuning import OfflineSearch, tune
-from .selfspec import SelfSpec
-from .stats import GenerationStats
-from .stop import AdaptiveThreshold, CalibratedEntropy, ConfidenceThreshold, FixedLength, ProductThreshold
-from .streaming import MarkedStreamer, Piece, stream
-from .train import (
-    EarlyExitLoss,
-    Gradual,
-    LayerDropout,
-    Rotational,
-    calibrate_exit_heads,
-    fit_adapter,
-    fit_draft_lora,
-    fit_exit_heads,
-    fit_probe,
-    fit_reduced_head,
-)
-from .verify import CostTree, TopKTree
-from .verify.stateless import register_stateless
+import ast
+import importlib
+import pkgutil
+import sys
+from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Adapter",
-    "AdaptiveThreshold",
-    "Architecture",
-    "Audit",
-    "CalibratedEntropy",
-    "Cascade",
-    "ClosestLayers",
-    "Comparison",
-    "ConfidenceThreshold",
-    "CostTree",
-    "Difference",
-    "Draft",
-    "DraftLora",
-    "DraftSource",
-    "Drafter",
-    "DynamicExit",
-    "EarlyExit",
-    "EarlyExitAdapter",
-    "EarlyExitLora",
-    "EarlyExitLoss",
-    "EarlyExitOnly",
-    "ExitChoice",
-    "ExitHeads",
-    "ExitReport",
-    "FixedDrafter",
-    "FixedLength",
-    "GenerationStats",
-    "Gradual",
-    "Grammar",
-    "Inspection",
-    "LayerDropout",
-    "LinearProbe",
-    "Lookup",
-    "MarkedStreamer",
-    "NumericalError",
-    "OfflineSearch",
-    "OnTheFlySearch",
-    "Parting",
-    "Piece",
-    "ProductThreshold",
-    "ReducedHead",
-    "Rotational",
-    "SampleTest",
-    "SelfSpec",
-    "SelfSpecError",
-    "Session",
-    "SettingError",
-    "SettingTypeError",
-    "Share",
-    "SkipChoice",
-    "SkipLayers",
-    "Text",
-    "TopKTree",
-    "UnsupportedModelError",
-    "UnsupportedOptionError",
-    "Verdict",
-    "attach",
-    "audit",
-    "calibrate_exit_heads",
-    "compare",
-    "detach",
-    "exit_report",
-    "first_differences",
-    "fit_adapter",
-    "fit_draft_lora",
-    "fit_exit_heads",
-    "fit_probe",
-    "fit_reduced_head",
-    "inspect_model",
-    "install",
-    "register",
-    "register_architecture",
-    "register_grammar",
-    "register_stateless",
-    "stream",
-    "tune",
-    "uninstall",
-]
+# The module of each public name. Only the names that are used are imported.
+_MODULES = {
+    alias.name: f"{__name__}.{node.module}"
+    for node in ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"").body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+__all__ = sorted(_MODULES)
 
-install()
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module(f"{__name__}.selfspec")  # with it, the wrapper around generate
+    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Wraps ``generate`` as soon as there is a ``SelfSpec``, also where its module is imported for a pickle."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "selfspec":  # Python sets it when the module has been imported
+            importlib.import_module(f"{__name__}.hooks.wrapper")
+
+
+sys.modules[__name__].__class__ = _Package

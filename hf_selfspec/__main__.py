@@ -2,6 +2,6 @@
 
 import sys
 
-from hf_selfspec_command import main
+from .cli import main
 
 sys.exit(main())

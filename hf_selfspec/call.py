@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,27 +22,25 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .batch import Text
-from .decoding import Decoder
+from .decoding import Decoder, Record
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import UnsupportedOptionError
+from .errors import UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
-from .model.arguments import extra_arguments
-from .model.checkpointing import checkpoints, without_checkpointing
 from .model.given_cache import cache_for, cache_name, given_cache
-from .model.inputs import Inputs
+from .model.inputs import Inputs, extra_arguments
 from .model.linear import are_faster
 from .model.modules import all_modules
 from .model.parallel import is_tensor_parallel
+from .model.patching import checkpoints, without_checkpointing
+from .model.plan import LayerPlan
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
-from .notices import warn_once
-from .plain import decode_plainly
-from .record import Record
 from .refusals import check_call, check_length
+from .stats import GenerationStats
 from .stop.rules import StopRule
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
@@ -163,11 +163,11 @@ class Generation:
             request.model,
             anatomy,
             cache_for(request.model, batch_size, prompt.width + new_tokens, request.past),
-            prompt.padding,
-            prompt.holes,
-            None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            inputs.following,
-            self.source.whole_model(anatomy),
+            padding=prompt.padding,
+            holes=prompt.holes,
+            reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
+            following=inputs.following,
+            plan=self.source.whole_model(anatomy),
         )
         if self.compile_config is not None:
             target.compile(self.compile_config)
@@ -188,8 +188,7 @@ class Generation:
         drafter = controlled(self.source.start(session), session, repr(self.source))
         return Decoder(
             target=target,
-            prompt=prompt,
-            prefill=inputs.prefill,
+            inputs=inputs,
             text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
             draft=ConstrainedDrafter(drafter, constraint) if constraint else drafter,
             scorer=scorer,
@@ -219,7 +218,7 @@ class Generation:
                     decoder.hand_back(cache, ids)
         finally:
             decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
-            self.knowledge.knowledge.write()
+            self.knowledge.write()
         self.knowledge.knowledge.add_call(decoder.stats)
         _remind_of_length(decoder.stopper.criteria, ids)
         return decoder.output(ids, cache) if returned else ids
@@ -311,3 +310,49 @@ def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
         return bool(count.item())
 
     return ask
+
+
+def decode_plainly(
+    model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any], why: str
+) -> tuple[Any, GenerationStats]:
+    """Decodes without any part of ours.
+
+    Args:
+        model: the model.
+        input_ids: ``[b, s]`` the prompts.
+        options: all other arguments that a ``custom_generate`` callable gets.
+        why: why the call is left to transformers.
+
+    Returns:
+        What ``generate`` returns, and the statistics.
+    """
+    begun = perf_counter()
+    output = type(model)._sample(model, input_ids, **options)
+    seconds, eos_tokens = perf_counter() - begun, Stopper(options["stopping_criteria"]).eos_tokens
+    ids, width = output if isinstance(output, torch.Tensor) else output.sequences, input_ids.shape[1]
+    pad = getattr(options["generation_config"], "_pad_token_tensor", None)
+    padding = None if pad is None or not eos_tokens else int(pad)
+    counts = [_generated(row, eos_tokens, padding) for row in ids[:, width:].tolist()]
+    tokens, rounds = sum(counts), sum(counts) - len(counts)
+    return output, GenerationStats(
+        tokens=tokens,
+        rounds=rounds,
+        accepted_lengths=Counter({0: rounds}),
+        total_seconds=seconds,
+        from_draft=[[False] * count for count in counts],
+        plan=LayerPlan(Anatomy.of(model).num_layers).picture(),
+        drafts=False,
+        left_to_generate=why,
+        timeline=[(tokens, seconds)],
+    )
+
+
+def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
+    """Returns how many tokens of a row were generated: up to its end-of-text token, or to the padding after it."""
+    for index, token in enumerate(row, start=1):
+        if token in eos_tokens:
+            return index
+    count = len(row)
+    while count and row[count - 1] == padding:
+        count -= 1
+    return count

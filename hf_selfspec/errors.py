@@ -1,4 +1,4 @@
-"""The errors that this package raises when a user can do something about them.
+"""The errors that this package raises when a user can do something about them, and warnings issued once a process.
 
 ``SelfSpecError``
  ├── ``SettingError``           a setting has a value that is not allowed (also a ``ValueError``)
@@ -8,8 +8,19 @@
  └── ``NumericalError``         the model returned NaN or infinite logits (also a ``RuntimeError``)
 """
 
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 # How many characters of a library's message ours repeat; some messages list hundreds of classes.
 _SHOWN = 200
+# The packages whose code may lie between the user's line and a warning.
+_INSIDE = ("hf_selfspec", "transformers", "torch")
+# How many warnings are remembered; when there are more, each may be issued again.
+_MOST = 1024
+_warned: set[str] = set()
 
 
 class SelfSpecError(Exception):
@@ -40,3 +51,41 @@ def brief(error: Exception) -> str:
     """Returns a library's error as one short line."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+
+
+def warn_once(message: str) -> None:
+    """Warns the user, once for each ``message``."""
+    _warn(message, message)
+
+
+def warn_once_ignoring_numbers(message: str) -> None:
+    """Warns the user, once for all messages that differ only in their numbers."""
+    _warn(message, re.sub(r"\d+", "#", message))
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Suppresses warnings, for a trial whose result the user does not see; they do not count as issued."""
+    issued = set(_warned)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _warned.intersection_update(issued)
+
+
+def _warn(message: str, key: str) -> None:
+    if key not in _warned:
+        if len(_warned) >= _MOST:
+            _warned.clear()
+        _warned.add(key)
+        warnings.warn(message, UserWarning, stacklevel=_levels_inside() + 1)
+
+
+def _levels_inside() -> int:
+    """Returns the number of stack frames between the warning and the user's own line."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
+        frame, levels = frame.f_back, levels + 1
+    return levels - 1

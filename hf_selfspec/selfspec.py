@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from .call import Generation, Request
+from .data.prompts import checked_texts, token_ids
 from .draft.candidates import Candidates
 from .draft.cascade import Cascade
 from .draft.lookup import NAME, Lookup
@@ -28,24 +30,18 @@ from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource
 from .draft.standalone import standalone_draft
-from .errors import SettingError, SettingTypeError
-from .export import export_draft
+from .errors import SettingError, SettingTypeError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
-from .learned.saving import Kind
-from .lookup.observing import observe, token_rows
+from .lookup.observing import observe
 from .model.anatomy import causal_lm
-from .model.parallel import is_tensor_parallel
-from .notices import warn_once
 from .presets import Presets
-from .reports import plots as pictures
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
-from .spec_checks import check_folder_and_task, check_parts, check_whole_drafts
 from .stats import GenerationStats
-from .stop.rules import StopRule
+from .stop.rules import RememberingRule, StopRule
 from .validation import MOST_DRAFT, check_count
 from .verify.tree import Tree
 
@@ -54,6 +50,8 @@ if TYPE_CHECKING:
 
 # The name under which a saved generation config holds the settings of its ``assistant``.
 CONFIG_KEY = "hf_selfspec"
+# Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
+_LONGEST_TASK = 50
 
 
 @dataclass(frozen=True)
@@ -103,10 +101,10 @@ class SelfSpec(Presets):
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_parts(self.draft, self.stop, self.tree)
-        check_whole_drafts(self._source, self.stop, self.tree)
+        _check_parts(self.draft, self.stop, self.tree)
+        _check_whole_drafts(self._source, self.stop, self.tree)
         check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
-        check_folder_and_task(self.cache_dir, self.task)
+        _check_folder_and_task(self.cache_dir, self.task)
         if not isinstance(self.compile, (bool, CompileConfig)):
             raise SettingTypeError(
                 f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
@@ -128,9 +126,7 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: ``model`` is neither.
         """
-        inner = causal_lm(model, "SelfSpec.choice")
-        found = self._knowledge.latest(inner, lambda found: hasattr(found, "choice"))
-        return None if found is None else found.choice
+        return self._knowledge.choice(causal_lm(model, "SelfSpec.choice"))
 
     def observe(
         self,
@@ -161,10 +157,11 @@ class SelfSpec(Presets):
             raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:
             check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
-        rows = token_rows(tokenizer, texts, max_new_tokens is not None)
+        given = checked_texts("SelfSpec.observe", texts, chats=True)
+        rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = self._known(inner, (False, False)).of_all_kinds(NAME, lambda _: lookup.findings(size))
+            known = KnowledgeOfCall(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
             observe(inner, known, rows)
             return
         for row in rows:
@@ -208,7 +205,8 @@ class SelfSpec(Presets):
             SettingError: there is no such file, it was cut short or changed, or it has another format.
         """
         saved = saving.read(path_of(folder) / saving.FILE_NAME)
-        spec = saving.construct(cls, saved)
+        with saving.reading(saved.path):
+            spec = cls(**saved.settings)
         spec._knowledge.saved = saved
         return spec
 
@@ -216,6 +214,8 @@ class SelfSpec(Presets):
         self, folder: str | os.PathLike[str], model: Any, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
         """Writes the draft as a checkpoint for other engines, see :func:`hf_selfspec.export.export_draft`."""
+        from .export import export_draft  # few calls need it
+
         export_draft(self, folder, model, tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
@@ -251,17 +251,19 @@ class SelfSpec(Presets):
             SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
                 and none is given, or ``path`` cannot be written.
         """
+        from .reports import plots  # few calls need it
+
         if not self._knowledge.calls:
             raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
         inner = self._only_model("SelfSpec.plot", model)
         found = None if inner is None else self._knowledge.latest(inner, lambda found: isinstance(found, SkipSearch))
-        return pictures.plot(list(self._knowledge.calls), found, path)
+        return plots.plot(list(self._knowledge.calls), found, path)
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
         """The given model, or the only one with findings."""
         if model is not None:
             return causal_lm(model, name)
-        used = list(self._knowledge.models)
+        used = self._knowledge.models
         if len(used) > 1:
             raise SettingError(
                 f"{name}: this SelfSpec has drafted for {len(used)} models. Name the one that is meant with `model`."
@@ -312,25 +314,13 @@ class SelfSpec(Presets):
 
     def generation(self, request: Request, checks_logits: bool = True) -> Generation:
         """Returns what decodes one call, for the package's own use."""
-        knowledge = self._known(request.model, (request.do_sample, len(request.input_ids) > 1))
+        knowledge = KnowledgeOfCall(self, request.model, (request.do_sample, len(request.input_ids) > 1))
         config = request.generation_config.compile_config
         if self.compile is not False:
             config = CompileConfig() if self.compile is True else self.compile
         elif config is not None and request.input_ids.device.type == "cpu" and not config._compile_all_devices:
             config = None  # as in transformers
         return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits, config)
-
-    def _known(self, model: PreTrainedModel, kind: Kind) -> KnowledgeOfCall:
-        # The processes of one model may have different folders, and would then draft differently.
-        folder = None if is_tensor_parallel(model) else self.cache_dir
-        return KnowledgeOfCall(
-            knowledge=self._knowledge,
-            model=model,
-            kind=kind,
-            cache_dir=None if folder is None else path_of(folder),
-            task=self.task,
-            settings=self._settings(),
-        )
 
     @property
     def _source(self) -> DraftSource:
@@ -343,3 +333,52 @@ class SelfSpec(Presets):
             for name, value in settings.items():
                 saving.encode(value, f"SelfSpec({name})")
         return settings
+
+
+def _check_parts(draft: Any, stop: Any, tree: Any) -> None:
+    """Checks the types of a draft, a stop rule and a tree.
+
+    Raises:
+        SettingTypeError: one has another type.
+    """
+    if not isinstance(draft, (DraftSource, CandidateGenerator)):
+        raise SettingTypeError(
+            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
+            f"DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
+        )
+    is_rule = callable(stop) or isinstance(stop, RememberingRule)
+    if stop is not None and (not is_rule or isinstance(stop, type)):
+        raise SettingTypeError(
+            "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p), "
+            "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
+            f"chosen, got {stop!r}."
+        )
+    if tree is not None and not isinstance(tree, Tree):
+        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {tree!r}.")
+
+
+def _check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
+    """Checks that drafts whose tokens come all at once have no stop rule and no tree, which would have no effect.
+
+    Raises:
+        SettingError: a setting would have no effect.
+    """
+    why = source.fixed_because
+    for name, value in (("stop", stop), ("tree", tree)):
+        if why and value is not None:
+            raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
+
+
+def _check_folder_and_task(folder: Any, task: Any) -> None:
+    """Checks where findings are kept, and under which name.
+
+    Raises:
+        SettingError, SettingTypeError: the folder is not a path, or the task cannot be a file name.
+    """
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {folder!r}.")
+    if not isinstance(task, str) or not re.fullmatch(r"[\w.-]+", task) or len(task) > _LONGEST_TASK:
+        raise SettingError(
+            "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
+            f"{_LONGEST_TASK} of them, got {task!r}."
+        )

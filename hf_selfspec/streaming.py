@@ -13,7 +13,7 @@ from .data.prompts import Prompt, encoded
 from .errors import SettingError
 from .model.anatomy import causal_lm
 from .selfspec import SelfSpec
-from .streams import DraftStreamer
+from .stats import DraftStreamer
 from .validation import check_count, check_share
 
 # What an unfinished character is decoded to.

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
-import warnings
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,22 +14,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import slow
 import torch
-from findings import FirstDraft
-from tokenizers import Tokenizer, decoders, models
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.generation.streamers import BaseStreamer
 
-import hf_selfspec
-from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, notices
+from helpers.calls import new_spec
+from helpers.findings import FirstDraft
+from helpers.models import character_tokenizer, tiny_llama
+from hf_selfspec import SelfSpec, errors
 from hf_selfspec.control import arms as control
 from hf_selfspec.control.arms import ArmStats
 from hf_selfspec.control.costs import CostCurve
@@ -46,14 +36,6 @@ from hf_selfspec.model.graphs import Graph
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy
 
-VOCABULARY = 97
-
-# PEFT reads an attribute of transformers' models that has a new name there.
-peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
 
 @pytest.fixture(autouse=True)
 def probes_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,129 +46,21 @@ def probes_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    some = any(config.getoption(name, None) for name in ("lf", "ignore", "ignore_glob", "deselect", "keyword"))
-    slow.mark(items, is_whole=config.args == config.getini("testpaths") and not some)
-
-
-def library(name: str) -> Any:
-    """A library of the test extras; a test that needs it is skipped where it is not installed."""
-    return pytest.importorskip(name, reason=f"{name} is a test extra that not all platforms have")
-
-
-def damp(model: PreTrainedModel, layers: torch.nn.ModuleList, start: int, factor: float) -> None:
-    """Makes the layers from ``start`` on contribute less, so that drafts are sometimes right."""
-    with torch.no_grad():
-        for layer in list(layers)[start:]:
-            for parameter in layer.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(factor)
-
-
-def tiny_llama(layers: int = 6, seed: int = 0, vocabulary: int = VOCABULARY, factor: float = 0.3) -> LlamaForCausalLM:
-    """A Llama with grouped queries whose upper half is damped; no end-of-text token."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config).eval()
-    damp(model, model.model.layers, layers // 2, factor)
-    return model
-
-
-def tiny_gpt2(positions: int = 32) -> GPT2LMHeadModel:
-    """A GPT-2 with this many learned positions, upper half damped; no end-of-text token."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=64,
-        n_layer=6,
-        n_head=4,
-        n_positions=positions,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).eval()
-    damp(model, model.transformer.h, 3, 0.5)
-    return model
-
-
-def ragged_batch(
-    lengths: tuple[int, ...] = (4, 9, 6), vocabulary: int = VOCABULARY, seed: int = 1
-) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of these lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    ids = torch.randint(2, vocabulary, (len(lengths), width), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, : width - length] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
-
-
-ROW, BATCH = ragged_batch((12,), seed=11), ragged_batch()
-
-
-def new_spec() -> SelfSpec:
-    return SelfSpec(EarlyExit(3), FixedLength(4))
-
-
-def calls(spec: SelfSpec) -> int:
-    """Returns how many calls ``spec`` has served, without those that were left to plain generate."""
-    return sum(not call.left_to_generate for call in spec._knowledge.calls)
-
-
-def assert_mixed(spec: SelfSpec) -> None:
-    """The drafts of the last call were partly kept and partly rejected."""
-    assert spec.stats is not None
-    # A search may have found a draft that is always right.
-    assert 0 < spec.stats.acceptance_rate < (1.1 if spec.stats.phase else 1)
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One character per token."""
-    characters = ["<pad>", "<s>", *(chr(token + 30) for token in range(2, VOCABULARY))]
-    core = Tokenizer(models.BPE({character: token for token, character in enumerate(characters)}, [], unk_token="<s>"))
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", padding_side="left")
-
-
-class Recorder(BaseStreamer):
-    """Keeps what a streamer receives."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls.append(value.tolist())
-
-    def end(self) -> None:
-        self.calls.append("end")
-
-
-def check_lossless(model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24) -> list[GenerationStats]:
-    """One row and a ragged batch have the ids of plain ``generate``; returns the statistics of both."""
-    found = []
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what some models cannot do is said once
-            ids = model.generate(**inputs, **options, assistant=spec)
-        assert torch.equal(ids, model.generate(**inputs, **options))
-        assert spec.stats is not None
-        found.append(spec.stats)
-    return found
+    """Marks slow what ``every_run`` does not name among a test's parameters; in a whole run it names some."""
+    kept: dict[str, bool] = {}
+    for item in items:
+        marker = item.get_closest_marker("every_run")
+        if marker is None:
+            continue
+        test, _, ids = item.nodeid.removesuffix("]").partition("[")
+        named = re.fullmatch(marker.args[0], ids) is not None
+        kept[test] = kept.get(test, False) or named
+        if not named:
+            item.add_marker("slow")
+    if config.args == config.getini("testpaths") and not all(kept.values()):
+        raise pytest.UsageError(
+            f"every_run names no parameter of {[test for test, found in kept.items() if not found]}"
+        )
 
 
 @pytest.fixture
@@ -243,29 +117,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes warnings that are issued once come again, whatever earlier tests have seen."""
-    monkeypatch.setattr(notices, "_warned", set())
-
-
-def in_two_processes(script: str | Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script (of this folder, unless the path is whole) with these arguments, as torchrun does."""
-    here = Path(__file__).parent
-    paths = (str(Path(hf_selfspec.__file__).parents[1]), str(here), os.environ.get("PYTHONPATH", ""))
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            here / script,
-            *arguments,
-        ],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    monkeypatch.setattr(errors, "_warned", set())
 
 
 @pytest.fixture
@@ -273,19 +125,6 @@ def always_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made and taken early, however fast they are here; the choice has tests of its own."""
     monkeypatch.setattr(graphs, "_USES", 2)
     monkeypatch.setattr(Graph, "faster_of", lambda self, count, by_graph, eager: by_graph())
-
-
-@contextmanager
-def interrupted_in(place: Any, name: str) -> Iterator[None]:
-    """The user stops what runs inside as soon as it calls this function of a module."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, name, stop)
-        with pytest.raises(KeyboardInterrupt):
-            yield
 
 
 @pytest.fixture

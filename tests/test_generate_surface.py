@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BATCH, ROW, VOCABULARY, Recorder, assert_mixed, damp, new_spec, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -28,6 +27,8 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from helpers.calls import Recorder, assert_mixed, new_spec
+from helpers.models import BATCH, ROW, VOCABULARY, damp, ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import ClosestLayers, ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 
 Inputs = dict[str, torch.Tensor]
@@ -126,6 +127,7 @@ PROCESSORS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.every_run("(exit|tree)-ragged batch-.*")
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processors(llama: LlamaForCausalLM, spec: SelfSpec, inputs: Inputs, name: str) -> None:
     without = new_tokens(llama, inputs)
@@ -453,6 +455,7 @@ def reply(inputs: Inputs, output: Any, ends: list[int]) -> Inputs:
     return {"input_ids": torch.cat([output.sequences, user], dim=1), "attention_mask": mask}
 
 
+@pytest.mark.every_run("llama-.*")
 @pytest.mark.parametrize("with_eos", [False, True], ids=["same length", "eos"])
 @pytest.mark.parametrize("who", ["ours, theirs", "theirs, ours", "ours, ours"])
 @pytest.mark.parametrize("chat_spec", ["skip", "search", "tree"])
@@ -553,6 +556,7 @@ def test_seeds(llama: LlamaForCausalLM, spec: SelfSpec, inputs: Inputs) -> None:
     assert not torch.equal(first[0], first[1])
 
 
+@pytest.mark.every_run("llama-.*")
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2]], ids=["batch", "one row"])
 def test_mask_with_holes(chat_model: PreTrainedModel, spec: SelfSpec, rows: list[int]) -> None:
     """A mask may have zeros anywhere but in the last column."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BATCH, ROW, calls, character_tokenizer, new_spec, tiny_llama
-from test_refusals import tiny_t5
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
+from helpers.calls import calls, new_spec
+from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_t5
 from hf_selfspec import (
     AdaptiveThreshold,
     EarlyExit,

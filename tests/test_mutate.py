@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from mutate import mutants
+
+from helpers.mutate import mutants
 
 SOURCE = '''
 @decorated(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import ragged_batch, tiny_llama
 
+from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import SelfSpec
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -17,13 +16,11 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     QuantizedCache,
-    RwkvConfig,
-    RwkvForCausalLM,
     StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
+from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama, tiny_rwkv, tiny_t5
+from helpers.refused import OPTIONS
 from hf_selfspec import (
     ClosestLayers,
     ConfidenceThreshold,
@@ -83,21 +80,6 @@ def refused() -> Iterator[Refused]:
 
 # Options of generate --------------------------------------------------------------------------------------------------
 
-# Name, value, and words of the message beside the name and the value: what to do.
-OPTIONS: list[tuple[str, Any, str]] = [
-    ("num_beams", 2, "use num_beams=1"),
-    ("num_beam_groups", 2, "leave it out"),
-    ("penalty_alpha", 0.6, "leave it out"),
-    ("constraints", ["x"], "use prefix_allowed_tokens_fn"),
-    ("force_words_ids", [[5]], "use prefix_allowed_tokens_fn"),
-    ("dola_layers", "high", "leave it out"),
-    ("prompt_lookup_num_tokens", 3, "choose one of the two"),
-    ("assistant_early_exit", 2, "SelfSpec(draft=EarlyExit(layer))"),
-    ("cache_implementation", "quantized", "leave it out"),
-    ("cache_implementation", "offloaded", "leave it out"),
-    ("output_attentions", True, "leave it out"),
-    ("output_hidden_states", True, "leave it out"),
-]
 OPTION_IDS = [f"{name}={value!r:.12}" for name, value, _ in OPTIONS]
 
 
@@ -271,16 +253,6 @@ def test_bad_logits_later_on(inputs: dict[str, torch.Tensor]) -> None:
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
-
-
-def tiny_t5() -> T5ForConditionalGeneration:
-    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    config.decoder_start_token_id = 0
-    return T5ForConditionalGeneration(config).eval()
-
-
-def tiny_rwkv() -> RwkvForCausalLM:
-    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)).eval()
 
 
 @pytest.mark.parametrize(

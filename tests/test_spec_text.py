@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import tiny_llama
 
+from helpers.models import tiny_llama
 from hf_selfspec import (
     Adapter,
     Cascade,
@@ -19,8 +19,8 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
+from hf_selfspec.cli.spec_text import PRESETS, read_spec, split
 from hf_selfspec.modules import LinearProbe
-from hf_selfspec.spec_text import PRESETS, read_spec, split
 
 
 @pytest.mark.parametrize("name", PRESETS)

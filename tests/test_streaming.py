@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import character_tokenizer, new_spec, ragged_batch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from helpers.calls import new_spec
+from helpers.models import character_tokenizer, ragged_batch
+from helpers.processes import DEMO_MODEL
 from hf_selfspec import MarkedStreamer, Piece, SelfSpec, SettingError, SettingTypeError, stream
-
-DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 
 
 def streamed(model: LlamaForCausalLM, inputs: Any, spec: SelfSpec, **options: Any) -> list[Piece]:

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
-from ..notices import warn_once
 from .blocks import DraftBlocks, FindChoice
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup

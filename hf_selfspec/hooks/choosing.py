@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from transformers import GenerationConfig
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError
+from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError, warn_once
 from ..learned import saving
-from ..notices import warn_once
 from ..selfspec import CONFIG_KEY, SelfSpec
 from .attached import attached
 

@@ -1,4 +1,4 @@
-"""The one place that hooks into transformers: ``generate`` with a ``SelfSpec``, and callbacks for training."""
+"""``generate`` with a ``SelfSpec``, wrapped as soon as this module is imported."""
 
 from __future__ import annotations
 
@@ -16,59 +16,27 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
-    Trainer,
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..call import Request
-from ..errors import SelfSpecError, UnsupportedOptionError
+from ..call import Request, decode_plainly
+from ..errors import SelfSpecError, UnsupportedOptionError, warn_once_ignoring_numbers
 from ..model.anatomy import Anatomy
-from ..model.arguments import check_inputs
-from ..notices import warn_once_ignoring_numbers
-from ..plain import decode_plainly
+from ..model.inputs import check_inputs
 from ..refusals import check_options
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
-from ..train.trainer import with_model_callbacks
 from .choosing import CONFIG_NAMES, Chosen, choose
 from .pipelines import PIPELINES, with_assistant
+from .seams import add_seam
 
-_ORIGINAL = "_hf_selfspec_original"
 # The parameters of generate itself; other arguments are for its config or the model.
 _OWN_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameters)
 # Of what decodes a call: ``generate`` looks at it twice, and working it out takes longer than all checks.
 _SIGNATURE = inspect.signature(SelfSpec.__call__)
-
-
-def install() -> None:
-    """Gives ``generate`` of all transformers models the argument ``assistant``, and ``Trainer`` our training callbacks.
-
-    Pipelines pass the argument on, including those for images.
-
-    Runs when the package is imported. Calls and trainings that use neither are not affected. Calling this again
-    changes nothing; :func:`uninstall` undoes it.
-    """
-    for owner, name, wrap in _SEAMS:
-        original = getattr(owner, name)
-        if not hasattr(original, _ORIGINAL):
-            wrapped = wrap(original)
-            setattr(wrapped, _ORIGINAL, original)
-            setattr(owner, name, wrapped)
-
-
-def uninstall() -> None:
-    """Undoes :func:`install`.
-
-    ``generate(custom_generate=SelfSpec())`` still works; callbacks, and a ``SelfSpec`` that is attached or in a
-    generation config, have no effect until the next :func:`install`.
-    """
-    for owner, name, _ in _SEAMS:
-        original = getattr(getattr(owner, name), _ORIGINAL, None)
-        if original is not None:
-            setattr(owner, name, original)
 
 
 def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,13 +163,6 @@ def _without_assistant(config: Any) -> Any:
     return kept
 
 
-_SEAMS = (
-    (GenerationMixin, "generate", _with_assistant),
-    (Trainer, "train", with_model_callbacks),
-    *((pipeline, "_sanitize_parameters", with_assistant) for pipeline in PIPELINES),
-)
-
-
 def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
     """The value that ``generate`` resolves ``synced_gpus`` to, which it does not pass to callables."""
     if synced_gpus is not None:
@@ -224,3 +185,8 @@ def _serve_stop_strings(named: dict[str, Any], stop_strings: str | list[str]) ->
         [*criteria, StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)]
     )
     named["stop_strings"] = None
+
+
+add_seam(GenerationMixin, "generate", _with_assistant)
+for _pipeline in PIPELINES:
+    add_seam(_pipeline, "_sanitize_parameters", with_assistant)

@@ -22,7 +22,6 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..spec_text import split
 from ..validation import check_count, check_positive
 from .checkpoints import forget
 from .fit_trainer import FitModule, FitTrainer, resumable_arguments, seeded, training_arguments
@@ -51,7 +50,7 @@ class Option:
 
 def words(text: str) -> tuple[str, ...]:
     """The items of an option that are separated by commas."""
-    return tuple(split([text]))
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 @dataclass(frozen=True, kw_only=True)

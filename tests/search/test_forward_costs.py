@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import build
-from beside_text import after_prefill, keys_and_values
-from conftest import tiny_llama
-from generating import generated, prompt, search_of, use_costs
-from searches import space, timings
 from transformers import LogitsProcessorList
 
+from helpers.architectures import build
+from helpers.models import tiny_llama
+from helpers.search.beside_text import after_prefill, keys_and_values
+from helpers.search.generating import generated, prompt, search_of, use_costs
+from helpers.search.searches import space, timings
 from hf_selfspec import FixedLength, SelfSpec
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.partial import Limits, PartialDraft

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from architectures import build
-from conftest import EXAMPLES, tiny_llama
 
+from helpers.architectures import build
+from helpers.models import tiny_llama
+from helpers.processes import EXAMPLES
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SettingTypeError, SkipLayers
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import BOTH, assert_equal, exit_loss, history, stacked, targets, train
-from distributed_training import LAYERS, rows, tiny, trainer, weights
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 
+from helpers.distributed_training import LAYERS, rows, tiny, trainer, weights
+from helpers.train.by_hand import BOTH, assert_equal, exit_loss, history, stacked, targets, train
 from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
 from hf_selfspec.train import exponential
 

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import build
-from by_hand import (
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from helpers.architectures import build
+from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
+from helpers.train.by_hand import (
     ALL,
     BOTH,
     ByHand,
@@ -24,10 +28,6 @@ from by_hand import (
     targets,
     train,
 )
-from distributed_training import LAYERS, VOCABULARY, WIDTH, Row, rows, tiny, trainer, weights
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
 from hf_selfspec import EarlyExitLoss, Rotational, UnsupportedModelError
 from hf_selfspec.train import losses
 

@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import SEED, ByHand, assert_close, assert_equal, history, rotational_shares, stacked, stays, train
-from distributed_training import LAYERS, WIDTH, Row, rows, tiny, trainer, weights
 from transformers import DataCollatorWithFlattening, Trainer
-from watching import RowsSeen
 
+from helpers.distributed_training import LAYERS, WIDTH, Row, rows, tiny, trainer, weights
+from helpers.train.by_hand import (
+    SEED,
+    ByHand,
+    assert_close,
+    assert_equal,
+    history,
+    rotational_shares,
+    stacked,
+    stays,
+    train,
+)
+from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 from hf_selfspec.train import constant, exponential
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import BOTH, assert_equal, history, stacked, train
-from distributed_training import CHECKPOINTING, Row, rows, tiny, trainer, weights
 from transformers import TrainerCallback
-from watching import left_as_it_was
 
+from helpers.distributed_training import CHECKPOINTING, Row, rows, tiny, trainer, weights
+from helpers.train.by_hand import BOTH, assert_equal, history, stacked, train
+from helpers.train.watching import left_as_it_was
 from hf_selfspec import EarlyExitLoss, LayerDropout
 
 

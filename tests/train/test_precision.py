@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from architectures import build
-from by_hand import BOTH, ByHand, assert_close, history, rotational_shares, train
-from distributed_training import CHECKPOINTING, LAYERS, tiny, trainer, weights
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from helpers.architectures import build
+from helpers.distributed_training import CHECKPOINTING, LAYERS, tiny, trainer, weights
+from helpers.train.by_hand import BOTH, ByHand, assert_close, history, rotational_shares, train
 from hf_selfspec import EarlyExitLoss
 
 
@@ -72,6 +72,7 @@ def test_mixed_precision_of_a_projected_output(tmp_path: Path) -> None:
 
 
 # Where a graph breaks, dynamo looks at the gradients of tensors that were computed before.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 def test_torch_compile(tmp_path: Path) -> None:
     """Traced and run without code generation: the hooks stay outside of the graphs."""

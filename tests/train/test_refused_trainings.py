@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import build
-from by_hand import assert_equal, history
-from distributed_training import VOCABULARY, rows, tiny, trainer, weights
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from watching import left_as_it_was
 
 import hf_selfspec
+from helpers.architectures import build
+from helpers.distributed_training import VOCABULARY, rows, tiny, trainer, weights
+from helpers.train.by_hand import assert_equal, history
+from helpers.train.watching import left_as_it_was
 from hf_selfspec import (
     EarlyExitLoss,
     LayerDropout,
@@ -217,7 +217,7 @@ def test_callbacks_that_come_too_late_are_refused(tmp_path: Path) -> None:
     run = trainer(tiny(), [EarlyExitLoss()], tmp_path)
     hf_selfspec.uninstall()
     try:
-        with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match="`import hf_selfspec` wraps"):
+        with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match="the one that hf_selfspec wraps"):
             run.train()
     finally:
         hf_selfspec.install()

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import ByHand, assert_close, assert_equal, history, rotational_shares, stays
-from conftest import in_two_processes
-from distributed_training import CASES, WRAPPERS, tiny, trainer, weights
+
+from helpers.distributed_training import CASES, WRAPPERS, tiny, trainer, weights
+from helpers.processes import in_two_processes
+from helpers.train.by_hand import ByHand, assert_close, assert_equal, history, rotational_shares, stays
 
 Results = dict[tuple[str, str, int], dict[str, Any]]
 
@@ -30,6 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("exits")])
 def test_early_exit_loss(results: Results, tmp_path: Path, wrapper: str, case: str) -> None:
@@ -50,6 +52,7 @@ def test_early_exit_loss(results: Results, tmp_path: Path, wrapper: str, case: s
             assert values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("exits")])
 def test_layer_dropout(results: Results, wrapper: str, case: str) -> None:

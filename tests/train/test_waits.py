@@ -6,17 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent.parent
+from helpers.processes import TESTS
 
 
 def test_waits_of_a_batch() -> None:
     """One for the number of targets, before the layers run; the rows that layers drop go to the device together."""
-    paths = os.pathsep.join(map(str, (TESTS / "train", TESTS, TESTS.parent)))
-    script, env = TESTS / "train" / "train_on_pretended_gpu.py", os.environ | {"PYTHONPATH": paths}
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    script, env = TESTS / "helpers" / "train" / "train_on_pretended_gpu.py", os.environ | {"PYTHONPATH": paths}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])

@@ -1,0 +1,82 @@
+"""``hf-selfspec``, the command line of ``hf_selfspec``.
+
+Each command is a file, which declares its options and imports what it needs of the package when it runs, so that
+``--help`` need not wait for torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from . import fit
+from .audit import audit
+from .bench import bench
+from .exit_report import exit_report
+from .generate import generate
+from .inspect import inspect
+from .output import PROGRAM, brief_warnings, tell
+from .tune import tune
+
+__all__ = ["main"]
+
+# Exit codes. 1 is for a bad result, such as that of a failed audit.
+_WRONG, _STOPPED = 2, 130
+# The base class of all errors in a command line, of which typer exports only some subclasses.
+_UsageError: Any = typer.BadParameter.__base__
+
+app = typer.Typer(
+    help="Generate faster with drafts from the model itself.", add_completion=False, pretty_exceptions_enable=False
+)
+app.command()(audit)
+app.command()(bench)
+app.command()(exit_report)
+app.command()(generate)
+app.command()(inspect)
+app.command()(tune)
+app.add_typer(fit.app, name="fit")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: the arguments, ``None`` for those of the process.
+
+    Returns:
+        0, or 1 for a bad result, or 2 (with one line on stderr) for a user error, or 130 after Ctrl-C.
+    """
+    command = typer.main.get_command(app)
+    words = None if arguments is None else list(arguments)
+    try:
+        with brief_warnings():
+            code = command.main(words, prog_name=PROGRAM, standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        code = _STOPPED
+    except _UsageError as error:
+        tell(_told(error))
+        return _WRONG
+    except _mistakes() as error:
+        tell(error)
+        return _WRONG
+    if code == _STOPPED:
+        tell("stopped.")
+    return int(code)
+
+
+def _told(error: Any) -> str:
+    """The message for an error in the command line, and the command that shows its help."""
+    message = error.format_message().strip().removesuffix(".")
+    where = PROGRAM if error.ctx is None else error.ctx.command_path
+    return f"{message}. See `{where} --help`."
+
+
+def _mistakes() -> tuple[type[Exception], ...]:
+    """Errors that a user can correct; only imported after an exception, since ``hf_selfspec`` imports torch."""
+    import torch
+
+    from .. import SelfSpecError
+
+    return SelfSpecError, torch.OutOfMemoryError, MemoryError

@@ -1,0 +1,160 @@
+"""A ``SelfSpec`` from a command line: a preset's name, a folder, or a Python expression."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..draft.lora import EarlyExitLora
+from ..errors import SelfSpecError, SettingError, brief
+from ..learned.files import path_of
+from ..learned.registry import class_named
+from ..learned.saving import FILE_NAME
+from ..modules.draft_module import CONFIG
+from ..selfspec import SelfSpec
+
+# The presets that need no further argument, by their names in the table of methods.
+PRESETS: dict[str, Callable[[], SelfSpec]] = {
+    "adaspeed": SelfSpec.adaspeed,
+    "layerskip": SelfSpec.layerskip,
+    "lookup": SelfSpec.lookup,
+    "selfspec": SelfSpec,
+    "swift": SelfSpec.swift,
+}
+# Methods of SelfSpec that an expression may call.
+_CONSTRUCTORS = ("adaspeed", "dssd", "early_exit_only", "from_pretrained", "kangaroo", "layerskip", "lookup", "swift")
+# For each kind of fitted part a setting that no other kind has, which tells what a folder holds.
+_PARTS: dict[str, Callable[[str], SelfSpec]] = {
+    "layers": SelfSpec.dssd,
+    "num_heads": SelfSpec.kangaroo,
+    "shapes": lambda folder: SelfSpec(EarlyExitLora(folder)),
+    "exit_layer": SelfSpec.adaspeed,
+}
+_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
+
+
+def read_spec(text: str, option: str = "--spec") -> SelfSpec:
+    """Returns the ``SelfSpec`` that a text describes.
+
+    Args:
+        text: one of :data:`PRESETS`; a folder that ``SelfSpec.save_pretrained`` or a fit has written; or an expression
+            of literals, ``SelfSpec``, its presets and classes of settings, e.g. ``SelfSpec.layerskip(8, num_draft=3)``.
+            No other code is run.
+        option: the option that the text was given for, for messages.
+
+    Raises:
+        SettingError: the text does not describe a ``SelfSpec``.
+    """
+    try:
+        if text in PRESETS:
+            return PRESETS[text]()
+        if text and os.path.isdir(path_of(text)):
+            return _of_folder(text)
+        return _of_expression(text)
+    except SelfSpecError as error:
+        raise SettingError(f"{option} {text}: {error}") from error
+
+
+def split(texts: Iterable[str]) -> list[str]:
+    """Splits the values of an option at commas, except at those inside brackets and quotes."""
+    return [item for text in texts for item in _split_one(text) if item]
+
+
+def _split_one(text: str) -> list[str]:
+    depth, quote, items = 0, "", [""]
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        depth += (character in _OPENING) - (character in _CLOSING) if not quote else 0
+        if character == "," and not quote and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items]
+
+
+def _of_folder(folder: str) -> SelfSpec:
+    if (path_of(folder) / FILE_NAME).is_file():
+        return SelfSpec.from_pretrained(folder)
+    try:
+        settings = json.loads((path_of(folder) / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    for setting, preset in _PARTS.items():
+        if isinstance(settings, dict) and setting in settings:
+            return preset(folder)
+    if isinstance(settings, dict) and "vocabulary" in settings and "size" in settings:
+        raise SettingError(
+            f"this folder holds a reduced head, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with "
+            "the exit layer that is meant."
+        )
+    raise SettingError(
+        f"this folder holds neither a {FILE_NAME} nor an adapter, LoRA, exit heads or a probe. {_what()}"
+    )
+
+
+def _of_expression(text: str) -> SelfSpec:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SettingError(f"there is no such folder or preset. {_what()}") from error
+    if isinstance(tree, (ast.Name, ast.Attribute)):
+        raise SettingError(f"there is no such folder or preset. {_what()}")
+    found = _value(tree)
+    if not isinstance(found, SelfSpec):
+        raise SettingError(f"this is not a SelfSpec but {type(found).__name__}. {_what()}")
+    return found
+
+
+def _value(node: ast.expr) -> Any:
+    """Evaluates an expression of literals and settings."""
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items):
+            return [_value(item) for item in items]
+        case ast.Tuple(elts=items):
+            return tuple(_value(item) for item in items)
+        case ast.Call(func=function, args=args, keywords=keywords) if all(word.arg for word in keywords):
+            return _called(function, [_value(arg) for arg in args], {str(w.arg): _value(w.value) for w in keywords})
+    raise SettingError(
+        f"`{ast.unparse(node)}` is not allowed in it: give only numbers, strings, lists, SelfSpec, its presets and "
+        "classes of settings."
+    )
+
+
+def _called(function: ast.expr, args: list[Any], keywords: dict[str, Any]) -> Any:
+    name = ast.unparse(function)
+    make: Callable[..., Any] | None = None
+    match function:
+        case ast.Name(id="SelfSpec"):
+            make = SelfSpec
+        case ast.Name(id=known):
+            make = class_named(known)
+        case ast.Attribute(value=ast.Name(id="SelfSpec"), attr=known) if known in _CONSTRUCTORS:
+            make = getattr(SelfSpec, known)
+    if make is None:
+        raise SettingError(
+            f"`{name}` cannot be called in it: only SelfSpec, SelfSpec.{', SelfSpec.'.join(_CONSTRUCTORS)} and classes "
+            "of settings such as EarlyExit can."
+        )
+    try:
+        return make(*args, **keywords)
+    except SelfSpecError:
+        raise
+    except TypeError as error:
+        raise SettingError(f"`{name}` does not take that ({brief(error)}).") from error
+
+
+def _what() -> str:
+    return (
+        f"Give one of {', '.join(sorted(PRESETS))}, a folder that save_pretrained has written, or an expression such "
+        'as "SelfSpec.layerskip(8)".'
+    )

@@ -1,0 +1,189 @@
+"""The layer of our cache for recurrent states and the inputs of convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ...errors import UnsupportedModelError
+from ..layout import TreeLayout
+from .kernels import current_turn
+from .recurrence import Convolution, Entries, Recurrence
+from .state_log import StateLog
+
+
+@dataclass
+class StateUpdate:
+    """The tokens that the running forward feeds into recurrent states."""
+
+    starts: Sequence[int]  # for each row the slot of the first token
+    counts: Sequence[int] | None = None  # for each row how many of a prompt count, None where all may be rolled back
+    nodes: TreeLayout | None = None  # the tree that they form, None for a line
+    is_scratch: bool = False  # whether nothing of it is kept
+
+    @classmethod
+    def of(cls, cursors: Sequence[int], counts: Sequence[int] | None, nodes: TreeLayout | None) -> StateUpdate:
+        """The update by prompts, of which some tokens count, a line, or a tree."""
+        if nodes is None:
+            return cls(cursors, counts)
+        if nodes.hidden:
+            # A line that is in the text already starts at the slot of its first token.
+            return cls([cursor - nodes.hidden for cursor in cursors], is_scratch=True)
+        return cls(cursors, nodes=nodes)
+
+    def kept(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """Which of ``length`` tokens count ``[b, length]``, ``None`` for all."""
+        if self.counts is None or min(self.counts) == length:
+            return None
+        return torch.arange(length, device=device) < torch.tensor(self.counts, device=device)[:, None]
+
+    def begin(self, log: StateLog) -> Sequence[int]:
+        """For each row the slot of its first token in a log; a row without tokens stays where it is."""
+        if self.counts is None or log.is_empty:
+            return self.starts
+        return [
+            start if count else slot for start, count, slot in zip(self.starts, self.counts, log.slots, strict=True)
+        ]
+
+    def ends(self, starts: Sequence[int], length: int) -> list[int]:
+        """For each row the slot after its tokens."""
+        counts = [length] * len(starts) if self.counts is None else self.counts
+        return [start + count for start, count in zip(starts, counts, strict=True)]
+
+    def add(self, log: StateLog, starts: Sequence[int], entries: Entries, kept: torch.Tensor | None) -> None:
+        """Adds what the tokens feed into a state to its log; after a prompt the log starts over."""
+        if self.counts is not None:
+            log.restart(self.ends(starts, entries[0].shape[2]), log.advance(log.state_at(starts), entries, kept))
+        elif not self.is_scratch:
+            log.add(starts, entries)
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """Recurrent states of one layer, to be combined with a layer for keys and values."""
+
+    is_compileable = False
+    _cache: Any  # whose `state_update` is that of the running forward
+
+    def init_states(self, number_of_states: int, recurrence: type[Recurrence] | None, name: str) -> None:
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+        # Models call `update_conv_state` for single tokens too, and see no state: `has_previous_state` stays false.
+        self.record_past = True
+        self._recurrence = recurrence
+        self._model_name = name
+        self._convolutions: dict[int, tuple[Convolution, StateLog]] = {}
+        # A function may be called several times for one state.
+        self._recurrent: dict[int, list[tuple[Recurrence, StateLog]]] = {}
+        self._calls = 0  # of the function in the running forward
+        self._has_parts = False
+        self._given: dict[int, tuple[list[int], torch.Tensor]] = {}
+
+    def logs(self) -> list[StateLog]:
+        """The logs of all states."""
+        recurrent = (log for states in self._recurrent.values() for _, log in states)
+        return [*(log for _, log in self._convolutions.values()), *recurrent]
+
+    # Caches of transformers -----------------------------------------------------------------------------------------
+
+    def take_states(self, source: Any, slots: list[int]) -> None:
+        """Copies the states of a layer that an earlier ``generate`` returned, for each row before its slot."""
+        for index, inputs in source.conv_states.items():
+            if inputs is not None and source.has_previous_state[index]:
+                convolution = Convolution(source.conv_kernel_size[index] or inputs.shape[2])
+                log = StateLog(convolution.advance)
+                log.restart(slots, inputs[:, :, -convolution.width :].clone())
+                self._convolutions[index] = convolution, log
+        for index, state in source.recurrent_states.items():
+            if state is not None and source.has_previous_state[index]:
+                self._given[index] = list(slots), state.clone()
+
+    def hand_states(self, target: Any, slots: Sequence[int]) -> None:
+        """Fills an empty layer with the states before these slots."""
+        for index, (convolution, log) in self._convolutions.items():
+            target.update_conv_state(log.state_at(slots), state_idx=index, conv_kernel_size=convolution.width)
+        for index, states in self._recurrent.items():
+            stored = [recurrence.store(log.state_at(slots)) for recurrence, log in states]
+            whole = torch.stack(stored, 1) if self._has_parts else stored[0]
+            target.update_recurrent_state(whole, state_idx=index)
+
+    # What models call ----------------------------------------------------------------------------------------------
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Returns inputs of a convolution ``[b, c, s]`` with those before them; the recurrence follows."""
+        turn, update, width = current_turn(), self._cache.state_update, conv_kernel_size or 0
+        if self._recurrence is not None:
+            turn.recurrence, self._calls = partial(self._run, state_idx), 0
+        if not width:
+            raise UnsupportedModelError(
+                f"{self._model_name} keeps inputs of convolutions without their number, so they cannot be rolled back. "
+                "Call generate without `assistant`."
+            )
+        if state_idx not in self._convolutions:
+            convolution = Convolution(width)
+            self._convolutions[state_idx] = convolution, StateLog(convolution.advance)
+        convolution, log = self._convolutions[state_idx]
+        length = conv_states.shape[2]
+        starts, kept = update.begin(log), update.kept(length, conv_states.device)
+        if log.is_empty:
+            log.restart(update.ends(starts, length), convolution.prefill(conv_states, kept))
+            return conv_states
+        state = log.state_at(starts)
+        update.add(log, starts, (conv_states,), kept)
+        if update.nodes is not None:
+            windows = convolution.windows(state, conv_states, update.nodes)
+            turn.check()
+            turn.convolution = partial(_at_windows, windows, len(conv_states))
+        return torch.cat([state, conv_states], 2)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Ignores a state that the model has computed, since it is known already."""
+        states, turn = self._recurrent.get(state_idx, []), current_turn()
+        turn.recurrence = None
+        if not states or self._calls != len(states):
+            raise UnsupportedModelError(
+                f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
+                "of its own, so they cannot be rolled back. Call generate without `assistant`."
+            )
+        self._has_parts = recurrent_states.dim() > states[0][1].state.dim()
+        return recurrent_states
+
+    def _run(self, state_idx: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+        update: StateUpdate = self._cache.state_update
+        recurrence, log = self._state(state_idx, self._calls)
+        self._calls += 1
+        length = args[0].shape[recurrence.token_dim]
+        starts, kept = update.begin(log), update.kept(length, args[0].device)
+        state = None if log.is_empty else log.state_at(starts)
+        if state is None or (update.counts is not None and recurrence.continues and length > 1):
+            output, state = recurrence.prefill(original, state, kept, *args, **kwargs)
+            log.restart(update.ends(starts, length), state)
+            return output, state
+        output, entries = recurrence.step(state, update.nodes, *args, **kwargs)
+        update.add(log, starts, entries, kept)
+        return output, state
+
+    def _state(self, state_idx: int, part: int) -> tuple[Recurrence, StateLog]:
+        states = self._recurrent.setdefault(state_idx, [])
+        if part == len(states):
+            assert self._recurrence is not None
+            recurrence = self._recurrence()
+            log = StateLog(recurrence.advance)
+            if state_idx in self._given:
+                slots, state = self._given[state_idx]
+                log.restart(slots, recurrence.load(state, part))
+            states.append((recurrence, log))
+        return states[part]
+
+
+def _at_windows(
+    windows: torch.Tensor, rows: int, original: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The output of a convolution at the end of each window ``[b * t, c, width]``, as ``[b, c, t]``."""
+    output = original(windows, *args, **kwargs)[:, :, -1]
+    return output.unflatten(0, (rows, -1)).transpose(1, 2)

@@ -1,0 +1,240 @@
+"""Forwards over a few tokens by graphs: from round to round only the values of tensors change."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import CompileConfig, PreTrainedModel
+
+from ..errors import warn_once
+from .anatomy import Anatomy
+from .buffers import Place
+from .context import Context, Feed, run_eagerly
+from .experts import experts_by_size
+from .graphs import Graphs, graphs_of
+from .layout import TreeLayout
+from .masks import MaskSpec, at_positions
+from .modules import has_hooks, is_compiled
+from .parallel import is_tensor_parallel
+from .partial import Best, ForwardPass, obeying
+from .patching import within
+from .tracing import size_for
+
+# The attribute that all modules with PEFT adapters have.
+_ADAPTED = "_disable_adapters"
+
+
+class GraphRunner:
+    """Runs the forwards of one generation with the graphs of its model."""
+
+    def __init__(self, context: Context, graphs: Graphs) -> None:
+        self.context = context
+        self.graphs = graphs
+        self.waited_seconds = 0.0  # for graphs to be compiled
+        self._is_served = True
+
+    @classmethod
+    def of(cls, context: Context, config: CompileConfig) -> GraphRunner | None:
+        """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
+        if why := _cannot(context):
+            warn_once(
+                f"{context.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
+            )
+            return None
+        graphs = graphs_of(context.model, config)
+        return None if graphs.refused else cls(context, graphs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
+        graphs, needs_place = self.graphs, _needs_addresses(self.context.model.device)
+        place = self.context.cache.place = graphs.places.take() if needs_place else None
+        self._is_served = not needs_place or place is not None
+        if not self._is_served:
+            warn_once(
+                f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. The "
+                "output is the same."
+            )
+        try:
+            yield
+        finally:
+            graphs.report()
+            if place is not None:
+                graphs.places.leave(Place() if graphs.refused else place)
+
+    def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
+        """Returns the logits ``[b, s, v]`` of a forward, ``None`` if there are none.
+
+        They come from its graph, if there is one that is not slower than the model's own code.
+        """
+        context, tokens, nodes = self.context, feed.tokens, feed.nodes
+        whole = context.module_of(run) is context.model
+        device, (b, s) = tokens.device, tokens.shape[:2]
+        changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows, run.plan.deltas)
+        is_changed = any(change is not None for change in changes)
+        is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
+        size = size_for(s)
+        if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:
+            return run_eagerly(context, feed, run)
+        context.cache.seek(feed.starts, size)
+        buffers = context.cache.buffers()
+        inputs = [
+            _filled(tokens, size),
+            _plain(feed.starts.on(device).expand(b, 1)),
+            _plain(feed.last.on(device).expand(b, 1)),
+            *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
+            *([] if run.state is None else [_filled(run.state, size)]),
+            *buffers,
+        ]
+        key: Hashable = (
+            *(whole, nodes is not None, run.state is not None),
+            _modes(device),
+            context.autocast,
+            run.plan,
+            run.start,
+            run.stop,
+            run.capture,
+            run.chooses,
+            _shapes(inputs),
+        )
+
+        def function(*given: torch.Tensor) -> list[torch.Tensor]:
+            return self._forward(run, nodes is not None, given)
+
+        shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
+        what = f"{shape}, layers {run.plan.picture()}"
+        begun = perf_counter()
+        graph = self.graphs.find(key, function, inputs, what)
+        self.waited_seconds += perf_counter() - begun
+        if graph is None:
+            return run_eagerly(context, feed, run)
+
+        def by_graph() -> torch.Tensor | None:
+            try:
+                found = list(graph.run(*inputs))
+            except AssertionError as error:  # of torch's trees of CUDA graphs
+                self.graphs.refuse(error)
+                return run_eagerly(context, feed, run)
+            logits = found.pop(0)[:, :s] if whole else None
+            # There is no layer after the last one, so the state that would enter it is the last one's output.
+            is_captured = 0 <= run.capture < len(run.plan.picture())
+            run.captured = found.pop(0)[..., :s, :] if is_captured else None
+            run.exit_state = found.pop(0)[..., :s, :]
+            if run.chooses:
+                run.best = Best(found[0][:, :s], found[1][:, :s])
+            return logits
+
+        return graph.faster_of(s, by_graph, lambda: run_eagerly(context, feed, run))
+
+    def _forward(self, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
+        context, rest = self.context, list(given)
+        tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
+        tree = TreeLayout.of_packed(rest.pop(0)) if is_tree else None
+        state = rest.pop(0) if run.state is not None else None
+        run = replace(run, state=state)
+        slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
+        length, keys, visible, positions = rest[0].shape[2], None, None, slots
+        if tree is not None:
+            positions = cursor + tree.offsets(tokens.device)
+            keys, visible = tree.keys(slots, length, 0)
+        kwargs: dict[str, Any] = {context.cache_name: context.cache, "use_cache": True, "return_dict": True}
+        if context.anatomy.takes_positions:
+            kwargs["position_ids"] = positions.minimum(last)
+        spec = MaskSpec(positions, length, keys, visible, is_fixed=True)
+        with (
+            context.cache.written_at(slots, rest),
+            within(context.autocast),
+            obeying(run),
+            at_positions(spec),
+            experts_by_size(context.model),
+        ):
+            logits = getattr(context.module_of(run)(input_ids=tokens, **kwargs), "logits", None)
+        found = [value for value in (logits, run.captured, run.exit_state) if value is not None]
+        if run.chooses and logits is not None:
+            scores = logits.float()
+            found += [scores.argmax(-1), scores.amax(-1)]
+        return found
+
+
+def _cannot(context: Context) -> str:
+    """Why the forwards of this call cannot be graphs, empty where they can."""
+    if why := why_no_graphs(context.model, context.anatomy):
+        return why
+    if not context.takes_any_rows or context.following.offsets is not None:
+        return "its prompts have masked columns, images or other inputs that forwards need"
+    return ""
+
+
+def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
+    """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
+    if anatomy.is_recurrent:
+        return "it has recurrent states, which a graph cannot write by slot"
+    if not (anatomy.tree and anatomy.ragged):
+        return "it builds masks of its own"
+    if is_compiled(model):
+        return "the model is compiled already, as a whole; pass the model itself"
+    if is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "it is spread over several devices"
+    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, _ADAPTED) for m in model.modules()):
+        return "its adapters can be switched from call to call; merge them first"
+    if has_hooks(model, but_of=("transformers",)):
+        return "its modules have hooks, which graphs would not run; remove them first"
+    return ""
+
+
+def _needs_addresses(device: torch.device) -> bool:
+    """Whether graphs write where they were recorded, as CUDA graphs do."""
+    return device.type != "cpu"
+
+
+def _modes(device: torch.device) -> Hashable:
+    """The modes around a call that operations depend on; when they change, dynamo would recompile a graph."""
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return (
+        autocast,
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        _matmul_precision(),
+    )
+
+
+def _matmul_precision() -> Hashable:
+    """How float32 matrices are multiplied. Torch's older name for it is an error once one of the newer ones was set."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        return torch.get_float32_matmul_precision()  # torch before 2.9
+    return tuple(getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn"))
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
+    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    """The values with contiguous strides; a graph would treat other strides as another shape."""
+    return values.contiguous().view(-1).view(values.shape)
+
+
+def _filled(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Pads ``[b, s, ...]`` at the end with zeros to ``[b, size, ...]``."""
+    missing = size - values.shape[1]
+    if not missing:
+        return _plain(values)
+    return torch.cat([values, values.new_zeros(len(values), missing, *values.shape[2:])], dim=1)
+
+
+def _filled_layout(packed: torch.Tensor, size: int) -> torch.Tensor:
+    """Pads a packed layout ``[b, t, t + 2]`` to ``size`` tokens; the padding tokens see only themselves."""
+    b, t = packed.shape[:2]
+    filled = torch.eye(size, size + 2, dtype=packed.dtype, device=packed.device).repeat(b, 1, 1)
+    filled[:, :t, :t] = packed[:, :, :t]
+    filled[:, :t, size:] = packed[:, :, t:]
+    return filled

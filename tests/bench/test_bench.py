@@ -1,0 +1,379 @@
+"""Comparisons of methods: the protocol by hand, the stream, going on, what does not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerBase
+
+from helpers.models import tiny_llama
+from helpers.processes import DEMO_MODEL
+from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, compare
+from hf_selfspec.bench import stream
+from hf_selfspec.bench.calls import Call, repetitions
+from hf_selfspec.bench.compare import measured
+from hf_selfspec.bench.methods import KNOWN, Method, all_of, methods_of
+from hf_selfspec.bench.prompts import Batch, Prompt
+from hf_selfspec.bench.results import acceptance, ratios
+from hf_selfspec.bench.settings import Settings
+
+TEXTS = ["def read_text(path):", "class Stack:", "import os\n\ndef main():", "for line in lines:"]
+OURS = {"exit": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
+
+
+def call(seconds: float, tokens: int, prefill: float = 0.0, **more: Any) -> Call:
+    """A call by its seconds on the wall; CPU time is twice as much."""
+    times = {"seconds": {"wall": seconds, "cpu": 2 * seconds}, "to_first": {"wall": prefill, "cpu": 2 * prefill}}
+    return Call("plain", 0, 0, 0, "a", [9], [list(range(tokens))], first_tokens=1, **times, **more)
+
+
+def rounds(count: int, drafted: int | None, histogram: dict[str, int]) -> dict[str, Any]:
+    accepted = sum(int(length) * times for length, times in histogram.items())
+    return {"rounds": count, "drafted": drafted, "accepted": accepted, "histogram": histogram}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama(vocabulary=4096)
+
+
+@pytest.fixture(scope="module")
+def mamba() -> MambaForCausalLM:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=None)
+    return MambaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def compared(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Comparison:
+    methods = ["prompt-lookup(2)", *OURS.values()]
+    return compare(model, tokenizer, TEXTS, methods, max_new_tokens=16, temperature=[0, 0.7], progress=False)
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ends the process in the call after so many; the calls, with their ``SelfSpec``s, go into the returned list."""
+    real = stream.timed
+
+    def after(count: float) -> list[tuple[Call, SelfSpec | None]]:
+        made: list[tuple[Call, SelfSpec | None]] = []
+
+        def call(model: Any, method: Any, batch: Any, place: Any, options: Any, spec: Any, is_first: bool) -> Call:
+            if len(made) == count:
+                raise KilledError
+            made.append((real(model, method, batch, place, options, spec, is_first), spec))
+            return made[-1][0]
+
+        monkeypatch.setattr(stream, "timed", call)
+        return made
+
+    return after
+
+
+def test_ratio_of_means_is_spec_benchs_and_stands_beside_that_of_totals() -> None:
+    plain = [call(1.0, 10), call(4.0, 20), call(2.0, 10)] * 4
+    mine = [call(0.5, 10), call(4.0, 20), call(1.0, 10)] * 4
+    found = ratios(plain, mine, Call.whole, "wall")
+    assert found is not None
+    means = found["ratio_of_means"]
+    assert means["value"] == pytest.approx((20 + 5 + 10) / (10 + 5 + 5))
+    assert found["ratio_of_totals"]["value"] == pytest.approx((40 / 5.5) / (40 / 7))
+    assert 1 <= means["low"] < means["value"] < means["high"] <= 2
+
+
+def test_decoding_leaves_out_what_comes_before_the_first_tokens() -> None:
+    found = ratios([call(5.0, 9, prefill=1.0)], [call(3.0, 9, prefill=1.0)], Call.decoding, "cpu")
+    assert found is not None
+    assert found["ratio_of_means"]["value"] == found["ratio_of_totals"]["value"] == pytest.approx(2.0)
+    alone = [call(1.0, 1, prefill=1.0)]
+    assert ratios(alone, alone, Call.decoding, "wall") is None
+
+
+def test_intervals_are_those_of_the_bootstrap_over_ten_prompts_and_more() -> None:
+    """Of the mean of independent values the standard error is known; intervals of fewer prompts are too narrow."""
+    speeds = 10 + torch.randn(400, generator=torch.Generator().manual_seed(0))
+    mine = [call(1 / float(speed), 1) for speed in speeds]
+    found = ratios([call(0.1, 1)] * 400, mine, Call.whole, "wall")
+    assert found is not None
+    width = found["ratio_of_means"]["high"] - found["ratio_of_means"]["low"]
+    assert width == pytest.approx(2 * 1.96 * float(speeds.std()) / 10 / math.sqrt(400), rel=0.1)
+    for count in (9, 10):
+        few = ratios([call(0.1, 1)] * count, mine[:count], Call.whole, "wall")
+        assert few is not None
+        assert (few["ratio_of_means"]["low"] is None) == (count == 9)
+
+
+def test_acceptance_by_hand() -> None:
+    first, second = rounds(6, 12, {"0": 2, "1": 2, "2": 2}), rounds(4, 8, {"2": 4})
+    found = acceptance([call(1, 9, rounds=first), call(1, 9, rounds=second), call(1, 9)])
+    assert found is not None
+    assert (found["num_rounds"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (10, 20, 14)
+    assert found["mean_acceptance_length"] == pytest.approx(2.4)
+    assert found["draft_acceptance_rate"] == pytest.approx(0.7)
+    assert found["acceptance_histogram"] == {"0": 2, "1": 2, "2": 6}
+    assert found["conditional_acceptance"] == [pytest.approx(8 / 10), pytest.approx(6 / 8)]
+    unknown = acceptance([call(1, 9, rounds=rounds(3, None, {"1": 3}))])
+    assert unknown is not None
+    assert unknown["draft_acceptance_rate"] is None
+    assert acceptance([call(1, 9)]) is None
+
+
+def test_repetitions() -> None:
+    assert repetitions(list(range(40))) == repetitions([*range(20), *range(11), 99]) == repetitions([]) == 0
+    assert repetitions([*range(20), *range(15), 99]) == 15
+
+
+def test_results_by_condition_and_method(compared: Comparison) -> None:
+    greedy, drawn = json.loads(json.dumps(compared.results))["conditions"]
+    assert [method["name"] for method in greedy["methods"]][:2] == ["plain", "prompt-lookup(2)"]
+    assert greedy["prompts"] == 3, "the first call is left out"
+    for method in greedy["methods"]:
+        assert method["equal_ids"] == {"texts": 3, "equal": 3, "share": 1, "differences": []}
+        assert method["output_sequence_length"] == 16
+        assert method["peak_memory_bytes"] is None
+        assert method["request_latency"] > method["time_to_first_token"] > 0
+    assert drawn["temperature"] == 0.7
+    assert drawn["methods"][2]["equal_ids"] is None
+
+
+def test_acceptance_is_that_of_the_statistics_and_of_the_stream(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Of ours by its statistics; of prompt lookup by what its loop streams, which adds up to the ids."""
+    batch = Batch.of([Prompt("a", tokenizer(TEXTS[0] * 6)["input_ids"])], 0, model.device)
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    spec = SelfSpec(EarlyExit(3), FixedLength(3))
+    methods = all_of({"prompt-lookup(2)": "prompt-lookup(2)", "exit": OURS["exit"]})
+    specs = [None, None, spec]
+    plain, lookup, ours = (
+        stream.timed(model, method, batch, (method.name, 0, 0, 0), options, one)
+        for method, one in zip(methods, specs, strict=True)
+    )
+    assert ours.ids == plain.ids == lookup.ids
+    assert plain.rounds is None
+    assert lookup.rounds is not None
+    assert ours.rounds is not None
+    assert spec.stats is not None
+    assert lookup.first_tokens + lookup.rounds["rounds"] + lookup.rounds["accepted"] == 24
+    assert (ours.rounds["drafted"], ours.rounds["accepted"]) == (spec.stats.drafted, spec.stats.accepted)
+    assert ours.first_tokens == 1
+    assert ours.rounds["rounds"] + ours.rounds["accepted"] == ours.decoding("wall")[0] == 23
+
+
+def test_batches_count_each_rows_own_tokens(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    found = compare(model, tokenizer, TEXTS, ["SelfSpec.lookup()"], max_new_tokens=8, batch_size=2, progress=False)
+    (condition,) = found.results["conditions"]
+    assert condition["kinds"] == {"batch of 2": 1}
+    assert [method["equal_ids"]["texts"] for method in condition["methods"]] == [2, 2]
+    named = compare(model, tokenizer, TEXTS, ["prompt-lookup(2)"], max_new_tokens=4, batch_size=4, progress=False)
+    assert [method["name"] for method in named.results["conditions"][0]["methods"]] == ["plain"]
+    with pytest.raises(SettingError, match="batch_size=5: there are fewer prompts than that"):
+        compare(model, tokenizer, TEXTS, [], batch_size=5, progress=False)
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, killed_after: Any
+) -> None:
+    def again(**more: Any) -> Comparison:
+        return compare(model, tokenizer, TEXTS, OURS, max_new_tokens=12, out=tmp_path, progress=False, **more)
+
+    before = killed_after(7)
+    with pytest.raises(KilledError):
+        again()
+    path = tmp_path / "calls.jsonl"
+    with path.open("a") as file:
+        file.write('{"method": "pl')  # a line that was cut short
+    after = killed_after(math.inf)
+    found = again()
+    places = [(call.method, call.prompt) for call, _ in (*before, *after)]
+    assert len(before) == 7
+    assert sorted(places) == sorted({(name, prompt) for name in ("plain", *OURS) for prompt in range(4)})
+    assert found.results["conditions"][0]["prompts"] == 1, "first calls of either process are left out"
+    assert {"results.json", "report.md", "report.html", "speed-up-0.png"} <= {path.name for path in tmp_path.iterdir()}
+    finished = killed_after(0)
+    assert str(again()) == str(found)
+    assert finished == []
+    with pytest.raises(SettingError, match=r"other settings \(seed: 0, now 3\)"):
+        again(seed=3)
+    path.write_text("[]\n")
+    with pytest.raises(SettingError, match="is not a file of measured calls"):
+        again()
+
+
+def test_a_run_that_goes_on_knows_what_was_learned(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, killed_after: Any
+) -> None:
+    """Earlier texts draft the same prompt although another process has seen it; a new file of calls forgets them."""
+
+    def again() -> None:
+        methods = {"free": SelfSpec.lookup()}
+        compare(model, tokenizer, TEXTS[:1] * 3, methods, max_new_tokens=24, out=tmp_path, progress=False)
+
+    def accepted(made: list[tuple[Call, SelfSpec | None]]) -> int:
+        found = next(call.rounds for call, _ in made if call.method == "free")
+        assert found is not None
+        return int(found["accepted"])
+
+    first = killed_after(2)
+    with pytest.raises(KilledError):
+        again()
+    second = killed_after(math.inf)
+    again()
+    assert accepted(second) > accepted(first)
+    (tmp_path / "calls.jsonl").rename(tmp_path / "elsewhere.jsonl")  # as the error about it advises
+    third = killed_after(math.inf)
+    again()
+    assert accepted(third) == accepted(first)
+
+
+def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, killed_after: Any
+) -> None:
+    made = killed_after(math.inf)
+    prompts = [Prompt("a", tokenizer(text)["input_ids"]) for text in TEXTS[:3]]
+    settings = Settings(max_new_tokens=8, passes=2)
+    found = measured(model, tokenizer, prompts, settings, OURS, progress=False)
+    names = ["plain", *OURS]
+    orders = [[call.method for call, _ in made[start : start + 3]] for start in (0, 3, 6)]
+    assert orders == [names, names[1:] + names[:1], names[2:] + names[:2]]
+    assert found.results["conditions"][0]["prompts"] == 3, "of two passes the second counts, with all its prompts"
+    free = [spec for call, spec in made if call.method == "free"]
+    assert [spec is free[0] for spec in free] == [True] * 3 + [False] * 3
+    assert [spec is free[5] for spec in free] == [False] * 3 + [True] * 3
+
+
+def test_modes_are_put_back_and_home_folders_found(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each module, whichever of the others are in training mode."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tiny_llama(vocabulary=4096)
+    model.train()
+    for layer in model.model.layers[::2]:
+        layer.eval()
+    modes = [module.training for module in model.modules()]
+    found = compare(model, tokenizer, TEXTS[:1], [], max_new_tokens=2, out="~/out", progress=False)
+    assert [module.training for module in model.modules()] == modes
+    found.save("~/saved")
+    assert (tmp_path / "out" / "calls.jsonl").exists()
+    assert (tmp_path / "saved" / "results.json").read_text() == (tmp_path / "out" / "results.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_methods_that_do_not_fit_are_left_out_with_reasons(
+    model: LlamaForCausalLM, mamba: MambaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    found = compare(model, tokenizer, TEXTS[:2], max_new_tokens=33, progress=False).results
+    names = [method["name"] for method in found["conditions"][0]["methods"]]
+    assert {"plain", "prompt-lookup(3)", "SelfSpec()", "SelfSpec.layerskip()", "SelfSpec.swift()"} <= set(names)
+    assert "fitted" in found["left_out"]["SelfSpec.kangaroo(adapter)"]
+    assert "only when told to" in found["left_out"]["static-compiled"]
+    left_out = compare(mamba, tokenizer, TEXTS[:2], max_new_tokens=33, progress=False).results["left_out"]
+    assert "not supported with stateful models" in left_out["prompt-lookup(2)"]
+    assert "SelfSpec.layerskip()" in left_out
+
+
+@pytest.mark.parametrize("name", ["SelfSpec.layerskip()", "deep", "prompt-lookup(2)"])
+def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
+    model: LlamaForCausalLM, mamba: MambaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str
+) -> None:
+    """Whether transformers refuses them or we do."""
+    methods: Any = {"deep": SelfSpec.layerskip(99)} if name == "deep" else [name]
+    with pytest.raises(SettingError, match=r"^methods: .* does not fit this model: .*Leave it out") as raised:
+        compare(model if name == "deep" else mamba, tokenizer, TEXTS, methods, out=tmp_path, progress=False)
+    assert name in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_method_that_became_another_is_not_put_together_with_it(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    def again(spec: SelfSpec) -> None:
+        compare(model, tokenizer, TEXTS[:2], {"mine": spec}, max_new_tokens=4, out=tmp_path, progress=False)
+
+    again(SelfSpec.layerskip(3, num_draft=2))
+    again(SelfSpec.layerskip(3, num_draft=2))
+    with pytest.raises(SettingError, match=r"other settings \(method mine: .*num_tokens=2.*now .*num_tokens=4"):
+        again(SelfSpec.layerskip(3, num_draft=4))
+    make: Any = object
+    assert Method("mine", "ours", "assistant=mine", make=make).settings == "<object object>", "in each process"
+
+
+def test_lossy_drafts_are_never_the_best(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Also where nothing shows it: where tokens are drawn, or where the texts of a lossy draft are the same."""
+    methods = {"lossy": SelfSpec.early_exit_only(3), "free": SelfSpec.lookup()}
+    found = compare(model, tokenizer, TEXTS[:3], methods, max_new_tokens=8, temperature=[0, 0.7], progress=False)
+    for one in found.results["conditions"]:
+        lossless = {method["name"]: method["is_lossless"] for method in one["methods"]}
+        assert lossless == {"plain": True, "lossy": False, "free": True}
+        assert one["best"] != "lossy"
+    assert "lossy" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (["swift"], "'swift' is not known"),
+        ([SelfSpec.lookup(), SelfSpec.lookup()], "is given twice"),
+        ([3], "methods must be names or SelfSpec objects, got 3"),
+    ],
+)
+def test_methods_that_are_none(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, methods: Any, message: str
+) -> None:
+    with pytest.raises((SettingError, SettingTypeError), match=message):
+        compare(model, tokenizer, TEXTS, methods, progress=False)
+
+
+def test_words_of_a_command_line_are_methods() -> None:
+    found = methods_of(["selfspec, prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)", "prompt-lookup"])
+    names = ["SelfSpec()", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)"]
+    assert list(found) == [*names, "prompt-lookup(2)", "prompt-lookup(3)", "prompt-lookup(2, 5)"]
+    assert [method.name for method in all_of(found)] == ["plain", *found]
+    assert set(KNOWN) > {"plain", "static-compiled"}
+    with pytest.raises(SettingError, match="Other methods are plain, static-compiled, prompt-lookup"):
+        methods_of(["nothing"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
+        ({"temperature": -1}, "temperature must be a number of at least 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"top_p": 0.9}, "top_p has no effect on greedy decoding"),
+        ({"batch_size": []}, "need at least one value each"),
+        ({"clock": "sun"}, "clock must be one of auto, wall, cpu"),
+        ({"max_new_tokens": 512}, "no prompt fits the model"),
+    ],
+)
+def test_settings_that_are_not_possible(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        compare(model, tokenizer, TEXTS, [], progress=False, **settings)
+
+
+def test_texts_that_are_none(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(
+        SettingTypeError,
+        match=r"compare\(texts\) must be a list of strings or chats",
+    ):
+        compare(model, tokenizer, "one text")
+    with pytest.raises(SettingError, match="the tokenizer has no chat template, so the model cannot chat"):
+        compare(model, tokenizer, [[{"role": "user", "content": "import os"}]], [], progress=False)

@@ -1,0 +1,218 @@
+"""Conclusions and the report of a comparison: verdicts, Markdown, one page that loads nothing, plots."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+from transformers import AutoTokenizer
+
+from helpers.models import tiny_llama
+from helpers.processes import DEMO_MODEL
+from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingError
+from hf_selfspec.bench import report, results
+from hf_selfspec.bench.compare import measured
+from hf_selfspec.bench.prompts import Prompt
+from hf_selfspec.bench.settings import Settings
+from hf_selfspec.bench.tables import verdict
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# Tags that have no end.
+_VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+class Page(HTMLParser):
+    """What a page holds; raises where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def all_of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def compared(folder: Path) -> Comparison:
+    """A report of prompts of two kinds, greedy and drawn, with a name that has to be escaped."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    texts = ["def read(path):", "class Stack:", "import os", "for line in lines:"]
+    kinds = ["code" if index % 2 else "a & b" for index in range(len(texts))]
+    prompts = [Prompt(kind, tokenizer(text)["input_ids"]) for kind, text in zip(kinds, texts, strict=True)]
+    methods = {"<exit>": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
+    settings = Settings(max_new_tokens=16, temperatures=(0.0, 0.7))
+    model, about = tiny_llama(vocabulary=4096), {"note": "a | b"}
+    return measured(model, tokenizer, prompts, settings, methods, folder, about, progress=False)
+
+
+def test_text_is_a_table_and_a_verdict(compared: Comparison, tmp_path: Path) -> None:
+    printed = str(compared)
+    assert "greedy, batch 1\n\nmethod" in printed
+    assert "temperature 0.7, batch 1" in printed
+    assert "<exit>" in printed
+    assert compared.best in printed
+    figure = compared.plot(tmp_path / "speed.png")
+    assert len(figure.axes[0].patches) == 3
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()].count("plain") == 1
+    assert (tmp_path / "speed.png").stat().st_size > 5000
+    with pytest.raises(SettingError, match="no picture format"):
+        compared.plot(tmp_path / "speed.doc")
+
+
+@pytest.mark.usefixtures("compared")
+def test_page_is_whole_loads_nothing_and_answers_first(folder: Path) -> None:
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert page.all_of("script") == page.all_of("link") == page.all_of("iframe") == []
+    assert [bool(image["alt"]) for image in page.all_of("img")] == [True] * 2
+    for image in page.all_of("img"):
+        kind, _, data = (image["src"] or "").partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<exit>" in page.words
+    assert "Not measured" not in page.words
+    words = " ".join(page.words)
+    headline = words.index("plain generate")
+    assert headline < words.index("All methods") < words.index("Latency") < words.index("Model, machine and settings")
+
+
+@pytest.mark.usefixtures("compared")
+def test_markdown_tables_have_as_many_cells_as_columns(folder: Path) -> None:
+    lines = (folder / "report.md").read_text().splitlines()
+    starts = [index for index, line in enumerate(lines) if set(line) == {"|", "-"}]
+    assert len(starts) >= 10
+    for start in starts:
+        rows = [lines[start - 1]]
+        for line in lines[start + 1 :]:
+            if not line.startswith("|"):
+                break
+            rows.append(line)
+        assert len(rows) > 1
+        assert {row.count("|") for row in rows} == {lines[start].count("|")}
+    assert any(line.split() == ["|", "note", "|", "a", "/", "b", "|"] for line in lines)
+
+
+def test_without_matplotlib_there_is_a_report_without_pictures(
+    compared: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise SettingError("matplotlib could not be imported")
+
+    monkeypatch.setattr(report, "new_figure", missing)
+    compared.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "report.md", "report.html"}
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.all_of("img") == []
+    assert any("Plots need matplotlib" in word for word in page.words)
+
+
+def test_texts_that_differ_are_shown_with_their_gaps(compared: Comparison) -> None:
+    found = json.loads(json.dumps(compared.results))
+    place = {"prompt": 2, "row": 0, "position": 7, "margin": 0.0123, "near_tie": True}
+    found["conditions"][0]["methods"][2]["equal_ids"] = {"texts": 3, "equal": 2, "share": 2 / 3, "differences": [place]}
+    words = Page(report.html(found, {})).words
+    assert words[words.index("Texts that differ") :].count("0.012") == 1
+
+
+@pytest.mark.usefixtures("compared")
+def test_page_opens_in_a_browser(folder: Path, tmp_path: Path) -> None:
+    """A browser shows it all, with no network and nothing to complain of."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(
+            f"needs a browser on the path, one of {', '.join(BROWSERS)}: Debian has it as `apt install chromium`"
+        )
+    shot = tmp_path / "page.png"
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--enable-logging=stderr", "--proxy-server=127.0.0.1:9", "--window-size=1100,2400"]
+    page = (folder / "report.html").as_uri()
+    done = subprocess.run([*command, f"--screenshot={shot}", page], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+    assert imread(shot).shape[:2] == (2400, 1100)
+
+
+def condition(prompts: int = 12, **changed: Any) -> dict[str, Any]:
+    """Two methods of which ours is faster."""
+
+    def method(name: str, group: str, value: float, low: float | None, **more: Any) -> dict[str, Any]:
+        means = {"value": value, "low": low, "high": None if low is None else value + 0.2}
+        equal = {"texts": 4, "equal": 4, "share": 1.0, "differences": []}
+        found = {"name": name, "group": group, "call": f"assistant={name}", "whole": {"ratio_of_means": means}}
+        found |= {"output_token_throughput": {"value": 20 * value}, "equal_ids": equal, "is_lossless": True}
+        return found | more
+
+    ours = {"value": 1.5, "low": 1.3} | changed
+    methods = [
+        method("plain", "plain", 1.0, None),
+        method("SelfSpec()", "ours", ours.pop("value"), ours.pop("low"), **ours),
+    ]
+    return {"prompts": prompts, "methods": methods, "best": results.fastest(methods)}
+
+
+def test_verdicts() -> None:
+    found = verdict(condition())
+    assert found.headline == (
+        "SelfSpec() is 1.50 times as fast as plain generate (95 % interval 1.30 to 1.70): 30.0 tokens per second "
+        "instead of 20.0."
+    )
+    assert found.call == "from hf_selfspec import SelfSpec\nmodel.generate(**inputs, assistant=SelfSpec())"
+    assert found.details == ["The ids of SelfSpec() are plain generate's in 4 of 4 texts."]
+    assert verdict(condition(low=0.9)).headline.startswith("No clear gain: the fastest, SelfSpec(), runs at 1.50 times")
+    slower = verdict(condition(value=0.8, low=0.7))
+    assert slower.headline == "Nothing that was measured is faster than plain generate here."
+    assert slower.details == ["The fastest SelfSpec, SelfSpec(), runs at 0.80 times the speed of plain generate."]
+
+
+def test_other_text_than_the_models_is_never_the_best() -> None:
+    place = {"prompt": 1, "row": 0, "position": 3, "margin": 0.5, "near_tie": False}
+    equal = {"texts": 4, "equal": 3, "share": 0.75, "differences": [place]}
+    wrong = condition(equal_ids=equal, is_lossless=False)
+    assert wrong["best"] == "plain"
+    found = verdict(wrong)
+    assert found.headline == "No method that writes the model's own text is faster than plain generate here."
+    assert found.call == ""
+    said = "SelfSpec() (1.50) does not count: it does not write the model's own text"
+    assert found.details == [f"{said} (the ids are the same in 3 of 4 texts)."]
+    assert verdict(condition(equal_ids=None, is_lossless=False)).details == [f"{said}."]
+    tie = condition(equal_ids=equal | {"differences": [place | {"near_tie": True}]})
+    assert "within rounding of the model's highest" in verdict(tie).details[-1]
+
+
+@pytest.mark.parametrize(("count", "what"), [(1, "1 prompt counts"), (9, "9 prompts count")])
+def test_no_gain_is_claimed_without_an_interval(count: int, what: str) -> None:
+    found = verdict(condition(count, low=None))
+    assert found.headline == (
+        "Too few prompts to call it a gain: the fastest, SelfSpec(), runs at 1.50 times the speed of plain generate."
+    )
+    assert found.call == ""
+    assert found.details[-1] == f"Only {what}, too few for an interval: give more."

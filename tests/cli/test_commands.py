@@ -1,0 +1,425 @@
+"""``hf-selfspec``: what its commands print, and one line for every ordinary mistake in any of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import hf_selfspec
+from helpers.processes import DEMO_MODEL
+from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
+from hf_selfspec.bench.prompts import texts_of
+from hf_selfspec.cli import app, main
+from hf_selfspec.data.loading import NamedModel
+from hf_selfspec.data.texts import read_prompts
+
+ROOT = Path(hf_selfspec.__file__).parents[1]
+HEAVY = ("numpy", "torch", "transformers")
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """What commands set for their process."""
+    verbosity, bars, threads = logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_num_threads()
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar() if bars else logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with this tree's package and command line."""
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def commands() -> dict[str, list[str]]:
+    """The options of each command, by its words."""
+    found: dict[str, list[str]] = {}
+    waiting = [("", typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop()
+        if hasattr(command, "commands"):
+            waiting += [(f"{name} {word}".strip(), inner) for word, inner in command.commands.items()]
+        else:
+            found[name] = [option for parameter in command.params for option in parameter.opts]
+    return found
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """But that of fits, whose options are the package's own settings."""
+    helps = [[], *(name.split() for name in commands() if not name.startswith("fit "))]
+    script = f"""
+import sys
+from hf_selfspec.cli import main
+codes = [main([*words, "--help"]) for words in {helps}]
+print(set(codes), [name for name in {HEAVY} if name in sys.modules])
+"""
+    told = python("-c", script)
+    assert told.stdout.splitlines()[-1] == "{0} []"
+    for words in helps:
+        assert f"Usage: hf-selfspec {' '.join(words)}" in told.stdout
+
+
+@pytest.mark.slow
+def test_the_package_runs_as_the_script_does() -> None:
+    told = python("-m", "hf_selfspec", "fit")
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-1] == "hf-selfspec: Missing command. See `hf-selfspec fit --help`."
+
+
+# What they print -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    texts = ["def read_text(path):", "class Stack:\n    def __init__(self):", "import os\n\ndef main():"]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
+    assert main(["inspect", "--model", str(DEMO_MODEL)]) == 0
+    assert capsys.readouterr().out == f"{inspect_model(NamedModel.find(str(DEMO_MODEL)).config())}\n"
+
+
+def audited(data: Path, *words: str) -> int:
+    how = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--device", "cpu"]
+    return main(["audit", *how, "--data", str(data), *words])
+
+
+def test_audit(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = audited(data, "--methods", "lookup,SelfSpec.layerskip(6, num_draft=3)", "--max-new-tokens", "10")
+    told = capsys.readouterr().out
+    assert code == 0
+    assert "lookup against plain generate: LlamaForCausalLM, float32, cpu, greedy" in told
+    assert "SelfSpec.layerskip(6, num_draft=3) against plain generate" in told
+    assert told.count("3 of 3 prompts have equal ids; exact") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("own.jsonl", [{"prompt": "def read(path):"}, {"question": "import os"}]),
+        ("own.txt", ["def read(path):", "", "import os"]),
+    ],
+)
+def test_audit_and_bench_take_the_same_file(
+    name: str, lines: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    assert audited(path, "--methods", "lookup", "--max-new-tokens", "4") == 0
+    assert "2 of 2 prompts have equal ids" in capsys.readouterr().out
+    (prompts,) = texts_of([str(path)]).values()
+    assert prompts == read_prompts(str(path)) == ["def read(path):", "import os"]
+
+
+def test_audit_of_a_method_that_is_not_exact(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = audited(data, "--methods", "SelfSpec.early_exit_only(2),lookup", "--max-new-tokens", "10", "--prompts", "2")
+    told = capsys.readouterr().out
+    assert code == 1
+    assert "differ where rounding does not explain it: NOT exact" in told
+    assert "2 of 2 prompts have equal ids; exact" in told
+
+
+def test_audit_of_drawn_tokens(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--methods", "SelfSpec.layerskip(6, num_draft=2)", "--sample", "--draws", "100", "--prompts", "1"]
+    words += ["--temperature", "0.3"]
+    assert audited(data, *words) == 0
+    told = capsys.readouterr().out
+    assert "float32, cpu, sampled" in told
+    assert "first 4 tokens: consistent with plain generate's distribution" in told
+
+
+@pytest.mark.filterwarnings("ignore:tune. no set of blocks")
+def test_tune(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--out", str(tmp_path / "tuned"), "--steps", "2", "--max-new-tokens", "4", "--prompts", "1"]
+    assert main(["tune", "--model", str(DEMO_MODEL), "--data", str(data), "--max-prompt-tokens", "3", *words]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({str(tmp_path / 'tuned')!r}))"
+    assert SelfSpec.from_pretrained(tmp_path / "tuned").draft.attention
+
+
+def test_exit_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--plot", str(tmp_path / "exits.png"), "--prompts", "2"]
+    assert main(["exit-report", "--model", str(DEMO_MODEL), "--data", str(data), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["exit", "loss", "above", "last", "accuracy", "agreement"]
+    assert len(lines) == 2 + 24
+    assert (tmp_path / "exits.png").stat().st_size > 1000
+
+
+# generate ------------------------------------------------------------------------------------------------------------
+
+
+def generated(*words: str) -> int:
+    limits = [
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--spec",
+        "SelfSpec.layerskip(6, num_draft=3)",
+    ]
+    return main(["generate", "--model", str(DEMO_MODEL), *limits, *words])
+
+
+def plain(prompt: str) -> str:
+    named = NamedModel.find(str(DEMO_MODEL))
+    tokenizer = named.tokenizer()
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    tokens = named.model("float32").generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_generate_prints_the_text_and_one_line_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompt = "def read_text(path):"
+    (tmp_path / "prompt").write_text(prompt)
+    for words in (["--prompt", prompt], ["--file", str(tmp_path / "prompt")]):
+        assert generated(*words) == 0
+        told = capsys.readouterr()
+        assert told.out == f"{plain(prompt)}\n"
+        assert told.err.startswith("[12 tokens, ")
+        assert told.err.endswith(" drafted tokens accepted in each]\n")
+
+
+def test_generate_reads_what_is_piped_into_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\ndef main():"))
+    assert generated("--raw") == 0
+    assert capsys.readouterr().out == f"{plain(chr(10).join(['import os', '', 'def main():']))}\n"
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_generate_marks_accepted_drafts_on_a_terminal(
+    colours: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    assert generated("--prompt", "def read_text(path):") == 0
+    told = capsys.readouterr().out
+    assert ("\x1b[32m" in told) == colours
+    assert told.replace("\x1b[32m", "").replace("\x1b[0m", "") == f"{plain('def read_text(path):')}\n"
+
+
+def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("0", "0", "1"):
+        assert generated("--prompt", "def f(", "--temperature", "1.5", "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_stopped_on_the_way_ends_its_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
+        write(Piece("once upon", False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_selfspec, "stream", stopped)
+    assert generated("--prompt", "a") == 130
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("once upon\n", "hf-selfspec: stopped.\n")
+
+
+def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn has those before it in its prompt; empty lines are no turns."""
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}")
+    turns, asked = iter(["hello", "  ", "and then?"]), list[Any]()
+
+    def next_turn(_: str) -> str:
+        try:
+            return next(turns)
+        except StopIteration:
+            raise EOFError from None
+
+    def answer(model: Any, tokenizer: Any, prompt: Any, write: Any, **options: Any) -> str:
+        asked.append([dict(message) for message in prompt])
+        return "fine"
+
+    monkeypatch.setattr("builtins.input", next_turn)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(hf_selfspec, "stream", answer)
+    assert main(["generate", "--model", str(model)]) == 0
+    first = [{"role": "user", "content": "hello"}]
+    assert asked == [
+        first,
+        [*first, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "and then?"}],
+    ]
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+# What each command needs, with `{}` for a folder of the test.
+NEEDED: dict[str, list[str]] = {
+    "audit": ["--data", "{}/data.jsonl"],
+    "bench": ["--data", "{}/data.jsonl", "--out", "{}/out"],
+    "exit-report": ["--data", "{}/data.jsonl"],
+    "fit adapter": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16"],
+    "fit head": ["--data", "{}/data.jsonl", "--out", "{}/out"],
+    "fit heads": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16"],
+    "fit lora": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16"],
+    "fit probe": ["--data", "{}/data.jsonl", "--out", "{}/out", "--block-size", "16", "--exit-layer", "3"],
+    "generate": ["--prompt", "a"],
+    "inspect": [],
+    "tune": ["--data", "{}/data.jsonl", "--out", "{}/out"],
+}
+# By name: what is put in the place of what is needed, or added to it, and what the line says.
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "unknown option": (["--speed", "3"], "No such option"),
+    "no model": (["--model", "{}/none"], "--model {}/none: there is no such folder, and the Hub has no such model"),
+    "file for a model": (["--model", "{}/data.jsonl"], "there is no such folder"),
+    "damaged config": (["--model", "{}/damaged"], "--model {}/damaged: its config cannot be loaded"),
+    "bad dtype": (["--dtype", "foat32"], "'foat32' is not one of 'auto', 'bfloat16'"),
+    "bad device": (["--device", "toaster"], "--device toaster: there is no such device. Give one of cpu"),
+    "absent device": (["--device", "cuda:7"], "--device cuda:7: this machine has none. Give one of cpu"),
+    "no threads": (["--threads", "0"], "Invalid value for '--threads': "),
+    "missing data": (["--data", "{}/none.jsonl"], "--data {}/none.jsonl: there is no such file"),
+    "unreadable data": (["--data", "{}/folder.jsonl"], "cannot be read as text in UTF-8 (Is a directory)"),
+    "binary data": (["--data", "{}/binary.txt"], "cannot be read as text in UTF-8"),
+    "empty data": (["--data", "{}/empty.txt"], "the dataset is empty"),
+    "another column": (["--field", "body"], "there is no text in the column 'body'"),
+    "no prompts": (["--prompts", "0"], "Invalid value for '--prompts': "),
+    "no tokens": (["--max-new-tokens", "0"], "Invalid value for '--max-new-tokens': "),
+    "bad spec": (["--spec", "lokup"], "--spec lokup: there is no such folder or preset. Give one of adaspeed"),
+    "bad methods": (["--methods", "lookup,lokup"], "--methods lokup: there is no such folder or preset"),
+    "out is a file": (["--out", "{}/data.jsonl"], "{}/data.jsonl is a file. Name a folder"),
+    "no chat template": (["--chat"], "the tokenizer has no chat template"),
+    "top-p of greedy": (["--top-p", "0.5"], "has no effect"),
+    "missing prompt file": (["--file", "{}/none"], "are both given"),
+    "bad seed": (["--seed", "-1"], "Invalid value for '--seed': "),
+    "bad draws": (["--draws", "0"], "Invalid value for '--draws': "),
+    "bad steps": (["--steps", "0"], "Invalid value for '--steps': "),
+    "bad length": (["--max-length", "1"], "Invalid value for '--max-length': "),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"text": "def f(x): return x + 1 " * 9})] * 40))
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+    (tmp_path / "empty.txt").write_text("")
+    shutil.copytree(DEMO_MODEL, tmp_path / "damaged")
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    return tmp_path
+
+
+def asked(name: str, place: Path, changed: list[str]) -> list[str]:
+    """A command line of what is needed, with an option that is changed or added."""
+    given = ["--model", str(DEMO_MODEL), *NEEDED[name]]
+    if changed and changed[0] in given:
+        at = given.index(changed[0])
+        given[at : at + len(changed)] = []
+    return [*name.split(), *(word.replace("{}", str(place)) for word in [*given, *changed])]
+
+
+def told_in_one_line(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(words) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert line.startswith("hf-selfspec: ")
+    return line
+
+
+def takes(name: str, option: str) -> bool:
+    return option == "--speed" or option in commands()[name]
+
+
+def test_every_command_is_in_the_table_of_mistakes() -> None:
+    assert set(commands()) == set(NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [(name, mistake) for name in NEEDED for mistake, (changed, _) in MISTAKES.items() if takes(name, changed[0])],
+)
+def test_mistakes_are_told_in_one_line(
+    name: str, mistake: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, words = MISTAKES[mistake]
+
+    def load(*args: Any, **options: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    line = told_in_one_line(asked(name, place, changed), 2, capsys)
+    assert words.replace("{}", str(place)) in line
+    assert not (place / "out").exists()
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_is_raised_on_the_way_is_told_in_one_line(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, code, words in (
+        (KeyboardInterrupt(), 130, "stopped."),
+        (NumericalError("the model returned\nNaN"), 2, "the model returned NaN"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "CUDA out of memory"),
+        (MemoryError("no memory"), 2, "no memory"),
+    ):
+
+        def find(name: str, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(NamedModel, "find", find)
+        assert told_in_one_line(asked(name, place, []), code, capsys) == f"hf-selfspec: {words}"
+
+
+def test_errors_of_our_own_are_not_hidden(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(NamedModel, "find", find)
+    with pytest.raises(AssertionError, match="a bug"):
+        main(asked("inspect", place, []))
+
+
+def test_a_chat_without_a_chat_template(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    line = told_in_one_line(["generate", "--model", str(DEMO_MODEL)], 2, capsys)
+    assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue" in line
+
+
+def test_prompt_files_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file, words in (("none", "there is no such file"), ("binary.txt", "cannot be read as text in UTF-8")):
+        line = told_in_one_line(["generate", "--model", str(DEMO_MODEL), "--file", str(place / file)], 2, capsys)
+        assert f"--file {place / file}" in line
+        assert words in line

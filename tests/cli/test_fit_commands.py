@@ -1,0 +1,513 @@
+"""The command line: what it fits, and one line for whatever is wrong, before the model is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+import typer
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+import hf_selfspec
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import (
+    EarlyExitLora,
+    ExitHeads,
+    ReducedHead,
+    SelfSpec,
+    SettingError,
+    fit_adapter,
+    fit_exit_heads,
+    fit_probe,
+    fit_reduced_head,
+)
+from hf_selfspec.cli import app, main
+from hf_selfspec.data.texts import texts
+from hf_selfspec.train import FITS
+from hf_selfspec.train.fit import Fit, Option
+from hf_selfspec.train.fit_trainer import training_arguments
+
+TEXT = "def f(x): return x + 1 "
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a tokenizer of single characters."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    words = {chr(32 + index): index for index in range(VOCABULARY - 2)} | {"[UNK]": VOCABULARY - 2}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("kind", "options", "spec"),
+    [
+        ("adapter", ["--exit-layer", "2"], SelfSpec.kangaroo),
+        ("adapter", ["--exit-layer", "2", "--blocks", "mlp", "--own-head"], SelfSpec.kangaroo),
+        ("heads", ["--heads", "2", "--copied"], lambda out: SelfSpec.dssd(out, 0.5)),
+        ("lora", ["--exit-layer", "2", "--rank", "4"], lambda out: SelfSpec(EarlyExitLora(out))),
+        ("probe", ["--exit-layer", "3"], lambda out: SelfSpec.adaspeed(probe=out)),
+    ],
+)
+def test_command_line(
+    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: list[str], spec: Any
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": "def f(x): return x + 1 "}) for _ in range(40)))
+    common = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
+    assert main(["fit", kind, *common, *options]) == 0
+    assert f"parameters in {tmp_path / 'out'}" in capsys.readouterr().out
+    model = LlamaForCausalLM.from_pretrained(saved_model)
+    inputs = ragged_batch((5,))
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec(tmp_path / "out"))
+    assert torch.equal(ids, model.generate(**inputs, max_new_tokens=12, do_sample=False))
+
+
+def test_command_line_of_a_reduced_head(saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tokens as from Python."""
+    data, out = tmp_path / "data.txt", tmp_path / "out"
+    data.write_text(TEXT)
+    common = ["--model", str(saved_model), "--data", str(data), "--out", str(out)]
+    assert main(["fit", "head", *common, "--size", "16"]) == 0
+    assert "share of held-out tokens" in capsys.readouterr().out
+    model, tokenizer = LlamaForCausalLM.from_pretrained(saved_model), AutoTokenizer.from_pretrained(saved_model)
+    head = ReducedHead.load(out)
+    assert head.about["recipe"]["tokens"] == 16
+    assert torch.equal(head.tokens, fit_reduced_head(model, tokenizer, [TEXT], size=16).tokens)
+    assert "--size must be at least 1, got 0" in refused(["fit", "head", *common, "--size", "0"], capsys)
+
+
+@pytest.mark.filterwarnings("default")
+def test_command_line_of_heads_of_low_rank(saved_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("def f(x): return x + 1 " * 40)
+    given = ["--model", str(saved_model), "--data", str(data), "--out", str(tmp_path / "out"), "--block-size", "32"]
+    assert main(["fit", "heads", *given, "--layers", "1,3", "--rank", "4", "--metric", "margin"]) == 0
+    heads = ExitHeads.load(tmp_path / "out")
+    assert (heads.layers, heads.metric) == ((1, 3), "margin")
+    assert heads.num_parameters == 2 * (64 + 4 * (64 + VOCABULARY))
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_settings_are_declared_once(kind: type[Fit[Any]]) -> None:
+    """The function of a fit takes them all, and its command those that have an option."""
+    names = [field.name for field in fields(kind)]
+    function = getattr(hf_selfspec, kind.function)
+    assert list(inspect.signature(function).parameters) == ["model", "tokenizer", "dataset", *names]
+    assert function.__doc__ == kind.__doc__
+    command = typer.main.get_command(app).commands["fit"].commands[kind.command]
+    hints = get_type_hints(kind, include_extras=True)
+    settings = [name for name in names if any(isinstance(one, Option) for one in get_args(hints[name]))]
+    assert [option.name for option in command.params][-len(settings) :] == settings
+
+
+@pytest.fixture
+def files(saved_model: Path, tmp_path: Path) -> dict[str, Path]:
+    """A model, its text, a place for what is fitted, and a file."""
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": TEXT}) for _ in range(40)))
+    (tmp_path / "file").write_text("")
+    return {"model": saved_model, "data": tmp_path / "data.jsonl", "out": tmp_path / "out", "file": tmp_path / "file"}
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is wrong is found only after the weights were loaded."""
+
+    def load(*args: Any, **options: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+
+
+def asked(kind: str, files: dict[str, Path], **changed: object) -> list[str]:
+    """A command line; ``None`` leaves an option out, ``True`` gives one that has no value."""
+    given: dict[str, object] = {"model": files["model"], "data": files["data"], "out": files["out"], "block-size": 32}
+    given |= {"exit-layer": 2} if kind != "heads" else {}
+    words = ["fit", kind]
+    for name, value in (given | {name.replace("_", "-"): value for name, value in changed.items()}).items():
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name}"] if value is True else [f"--{name}", text]
+    return words
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that says what is wrong."""
+    capsys.readouterr()
+    assert main(arguments) != 0
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert line.startswith("hf-selfspec: ")
+    return line
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+DATA: dict[str, tuple[str, bytes | None, str]] = {
+    "missing": ("missing.jsonl", None, "there is no such file"),
+    "missing text": ("missing.txt", None, "there is no such file"),
+    "binary text": (
+        "a.txt",
+        bytes(range(256)),
+        "cannot be read as text in UTF-8 ('utf-8' codec can't decode",
+    ),
+    "zeros": ("a.txt", b"\0" * 100, "cannot be read as text in UTF-8 (it has null bytes)"),
+    "binary lines": ("a.jsonl", b'{"text": "\xff"}', "cannot be read as text in UTF-8"),
+    "broken": ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: this is not JSON (Expecting"),
+    "deep": ("a.jsonl", b"[" * 100_000, "line 1: this is not JSON (maximum recursion depth"),
+    "lists": ("a.jsonl", b'{"text": "a"}\n["b"]', "line 2: ['b'] is not an object with a text"),
+    "a list": ("a.json", b'[{"text": "a"}]', "line 1: [{'text': 'a'}] is not an object with a text"),
+    "numbers": ("a.jsonl", b"3", "line 1: 3 is not an object"),
+    "null": ("a.jsonl", b"null", "line 1: None is not an object"),
+    "another column": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"body": "text"}',
+        "line 2: there is no text in the column 'text'. Name one of the columns ['body'] with --field",
+    ),
+    "no text": ("a.jsonl", b'{"text": 5}', "line 1: there is no text in the column 'text'"),
+    "empty text": ("a.txt", b"", "the dataset is empty"),
+    "empty lines": ("a.jsonl", b"\n\n", "the dataset is empty"),
+    "half a character": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "abc \\ud800"}',
+        "line 2: this text is not Unicode, so no tokenizer accepts it ('utf-8' codec can't encode character '\\ud800'",
+    ),
+    "blank": ("a.jsonl", b'{"text": " "}', "the dataset is empty"),
+    "table": ("a.csv", b"text\na", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file"),
+    "no suffix": ("data", b"text", "is a file of another kind (no suffix)"),
+    "no name": ("a b", None, "there is no such file, and it is not the name of a dataset"),
+}
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("name", DATA)
+def test_data_that_is_none(
+    name: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, content, words = DATA[name]
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    line = refused(asked("adapter", files, data=tmp_path / file), capsys)
+    assert words in line
+    assert f"--data {tmp_path / file}" in line
+    assert not files["out"].exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_folder_is_no_data(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is a folder. Give a .txt file" in refused(asked("adapter", files, data=tmp_path), capsys)
+    (tmp_path / "folder.jsonl").mkdir()
+    line = refused(asked("adapter", files, data=tmp_path / "folder.jsonl"), capsys)
+    assert "cannot be read as text in UTF-8 (Is a directory)" in line
+
+
+def test_texts_are_those_of_the_file(tmp_path: Path) -> None:
+    """Whatever line ends stand inside a text, and with a byte order mark."""
+    given = ["a\u2028b", "c\x0bd\x1e", "e\n\r\nf", "ü"]
+    lines = "\r\n".join(json.dumps({"body": text}, ensure_ascii=False) for text in given)
+    (tmp_path / "a.jsonl").write_bytes(lines.encode("utf-8-sig"))
+    assert texts(str(tmp_path / "a.jsonl"), "body") == given
+    (tmp_path / "a.txt").write_bytes("ü\n".encode("utf-8-sig"))
+    assert texts(str(tmp_path / "a.txt")) == ["ü\n"]
+
+
+class Elsewhere(HfHubHTTPError.__bases__[0]):
+    """As the Hub's HTTP library raises it where there is no network."""
+
+
+def datasets_module(load: Callable[..., Any]) -> types.ModuleType:
+    module = types.ModuleType("datasets")
+    module.exceptions = types.SimpleNamespace(DatasetsError=type("DatasetsError", (Exception,), {}))
+    module.load_dataset = load
+    return module
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("offline", [False, True])
+def test_an_unknown_dataset_without_a_network(
+    offline: bool, files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer comes at once: what tries again and again is not asked."""
+
+    def load(name: str, split: str) -> None:
+        if not offline:
+            time.sleep(60)
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub\n(OfflineModeIsEnabled)")
+
+    def info(self: HfApi, name: str, *, timeout: float) -> None:
+        assert not offline
+        assert timeout <= 10
+        raise Elsewhere("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    monkeypatch.setitem(sys.modules, "datasets", datasets_module(load))
+    begun = time.monotonic()
+    line = refused(asked("adapter", files, data="no/such-data"), capsys)
+    assert time.monotonic() - begun < 10
+    assert ("(OfflineModeIsEnabled)" if offline else "the Hub has no such dataset (Name or service not known)") in line
+    assert "Give a .jsonl or .txt file" in line
+
+
+@pytest.mark.usefixtures("no_model")
+def test_datasets_that_cannot_be_used(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "needs `pip install datasets`" in refused(asked("adapter", files, data="some/data"), capsys)
+
+    def raises(error: Exception) -> Callable[..., Any]:
+        def load(name: str, split: str) -> None:
+            raise error
+
+        return load
+
+    module = datasets_module(raises(ValueError("Unknown split 'train'")))
+    for error in (ValueError("Unknown split 'train'"), module.exceptions.DatasetsError("no rows")):
+        module.load_dataset = raises(error)
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        assert f"cannot be loaded ({error})" in refused(asked("adapter", files, data="some/data"), capsys)
+    module.load_dataset = lambda name, split: [{"text": "a"}, {"body": "b"}]
+    assert "row 2: there is no text" in refused(asked("adapter", files, data="some/data"), capsys)
+    module.load_dataset = lambda name, split: [{"body": "a"}, {"body": "b"}]
+    assert texts("some/data", "body") == ["a", "b"]
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+OPTIONS: list[tuple[str, dict[str, object], str]] = [
+    ("adapter", {"batch": 0}, "--batch must be at least 1, got 0"),
+    ("adapter", {"batch": "many"}, "Invalid value for '--batch': "),
+    ("adapter", {"epochs": 0}, "--epochs must be a finite number above 0, got 0.0"),
+    ("adapter", {"learning-rate": -0.1}, "--learning-rate must be a finite number above 0, got -0.1"),
+    ("adapter", {"learning-rate": "nan"}, "--learning-rate must be a finite number above 0, got nan"),
+    ("adapter", {"dtype": "foat32"}, "'foat32' is not one of 'auto', 'bfloat16'"),
+    ("adapter", {"exit-layer": 0}, "--exit-layer must be at least 1, got 0"),
+    ("adapter", {"exit-layer": 6}, "the model has 6 layers, so the exit layer must be between 1 and 5"),
+    ("adapter", {"block-size": 513}, "--block-size 513 is more than the 512 positions of the model"),
+    ("heads", {"block-size": 1}, "--block-size 1 leaves the model nothing to write: give at least 2"),
+    ("heads", {"block-size": 64}, "none can be held out to calibrate on: give at least 20 rows"),
+    ("heads", {"layers": [3, 3]}, "needs exit layers from 1 on, in increasing order, got [3, 3]"),
+    ("heads", {"heads": 10**9}, "--heads must be at most 4096, got 1000000000"),
+    ("heads", {"rank": 10**9}, "--rank must be at most 4194304, got 1000000000"),
+    ("adapter", {"patience": 0}, "--patience must be at least 1, got 0"),
+    ("adapter", {"cache-gib": 2}, "--cache-gib 2.0 has no effect without --cache"),
+    ("adapter", {"cache-gib": 0, "cache": "states"}, "--cache-gib must be a finite number above 0, got 0.0"),
+    ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
+    ("adapter", {"heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
+    ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
+    ("adapter", {"blocks": ["mixer"]}, "--blocks takes some of ('attention', 'mlp'), got ('mixer',)"),
+    ("adapter", {"speed": 3}, "No such option"),
+    ("adapter", {"model": None}, "Missing option '--model'"),
+    ("heads", {"layers": [2, 9]}, "the model has 6 layers"),
+    ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers separated by commas"),
+    ("heads", {"layers": [0, 2]}, "--layers must be at least 1, got 0"),
+    ("heads", {"layers": [1, 3], "heads": 2}, "--heads 2 has no effect with --layers"),
+    ("heads", {"copied": True, "rank": 4}, "--copied --rank 4: the model's own head has full rank"),
+    ("heads", {"rank": 0}, "--rank must be at least 1, got 0"),
+    ("heads", {"metric": "luck"}, "--metric must be one of ['entropy', "),
+    ("probe", {"temperature": 0.7}, "--temperature 0.7 has no effect without --sample"),
+    ("probe", {"sample": True, "temperature": 0}, "--temperature must be a finite number above 0, got 0.0"),
+    ("probe", {"sample": True, "top-k": -5}, "--top-k must be at least 0, got -5"),
+    ("probe", {"sample": True, "top-p": 1.5}, "--top-p must lie between 0 and 1"),
+    ("probe", {"exit-layer": None}, "Missing option '--exit-layer'"),
+]
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(("kind", "options", "words"), OPTIONS)
+def test_options_that_are_wrong(
+    kind: str, options: dict[str, object], words: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(asked(kind, files, **options), capsys)
+    assert not files["out"].exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_places_that_are_wrong(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    file = files["file"]
+    occupied = file.parent / "occupied"
+    (occupied / "config.json").mkdir(parents=True)
+    for name, place, words in (
+        ("out", file, f"{file} is a file. Name a folder"),
+        ("out", file / "a", "cannot be a folder (Not a directory)"),
+        ("out", file.parent / ("a" * 300), "cannot be a folder (File name too long)"),
+        ("out", "", "--out is empty"),
+        ("cache", "", "--cache is empty"),
+        ("out", occupied, "config.json is a folder there"),
+        ("cache", file, f"{file} is a file. Name a folder"),
+        ("model", file.parent / "none", "there is no such folder, and the Hub has no such model"),
+        ("model", file, "there is no such folder"),
+        ("model", file.parent, "its config cannot be loaded"),
+        ("field", "body", "--field body has no effect on --data"),
+    ):
+        changed = {name: place}
+        if name == "field":
+            (file.parent / "a.txt").write_text(TEXT)
+            changed["data"] = file.parent / "a.txt"
+        assert words in refused(asked("adapter", files, **changed), capsys)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_unknown_model_without_a_network(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def info(self: HfApi, name: str, *, timeout: float) -> None:
+        raise Elsewhere("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", info)
+    line = refused(asked("adapter", files, model="no/such-model"), capsys)
+    assert "the Hub has no such model (Name or service not known)" in line
+
+
+@pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_models_that_are_damaged(
+    damage: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for file in files["model"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes()[: 100 if file.name == damage else None])
+    assert main(asked("adapter", files, model=folder)) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"hf-selfspec: --model {folder}: its ")
+    assert "cannot be loaded" in line
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("kind", ["adapter", "heads", "probe"])
+def test_too_little_text(kind: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    files["data"].write_text(json.dumps({"text": "a" * 31}))
+    line = refused(asked(kind, files), capsys)
+    assert f"fit {kind} was given 31 tokens, fewer than one row of block_size=32" in line
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_hidden_layers": "x"}, "its config cannot be loaded (Validation error for field 'num_hidden_layers'"),
+        ({"rms_norm_eps": "nan"}, "its config cannot be loaded (Validation error for field 'rms_norm_eps'"),
+        ({"num_attention_heads": 0}, "its config cannot be loaded (integer modulo by zero)"),
+        ({"num_hidden_layers": 1}, "the model has 1 layer, so it has no exit layer"),
+        ({"hidden_size": 33, "num_attention_heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
+    ],
+)
+def test_configs_that_are_wrong(
+    changed: dict[str, Any], words: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(files["model"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    for kind in ("adapter",) if "hidden_size" in changed else ("adapter", "heads", "probe"):
+        assert words in refused(asked(kind, files, model=folder), capsys)
+
+
+@pytest.mark.parametrize("config", [T5Config(), CLIPConfig()])
+def test_models_of_other_kinds(
+    config: PreTrainedConfig, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library's message names every class it knows; ours does not."""
+    folder = shutil.copytree(files["model"], tmp_path / "model")
+    config.save_pretrained(folder)
+    line = refused(asked("adapter", files, model=folder), capsys)
+    assert "its model cannot be loaded (Unrecognized configuration class" in line
+    assert len(line) < 600
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["fit"], ["fit", "wings"], ["train"]):
+        assert "See `hf-selfspec" in refused(words, capsys)
+
+
+# Fits that bring nothing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("default")
+def test_heads_that_reach_nothing(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """They are saved, and a line says what is wrong with them."""
+    assert main(asked("heads", files, heads=2, epochs=0.01, learning_rate=1e-9)) == 0
+    told = capsys.readouterr()
+    lines = [line for line in told.err.splitlines() if line.startswith("hf-selfspec: ")]
+    assert len(lines) == 1
+    assert "these exit heads reach none of the accuracies from 0.5 on" in lines[0]
+    assert "drafts accepted at best" in told.out
+    heads = ExitHeads.load(files["out"])
+    assert heads.about["figures"]["drafts accepted at best"] < 0.5
+    with pytest.raises(SettingError, match="is more than these exit heads reach"):
+        SelfSpec.dssd(heads, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_train_epochs": 0}, "num_train_epochs must be a finite number above 0"),
+        ({"num_train_epochs": float("nan")}, "num_train_epochs must be a finite number above 0"),
+        ({"learning_rate": -1.0}, "learning_rate must be a finite number of at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a finite number of at least 0"),
+    ],
+)
+def test_arguments_that_would_not_train(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(2, 34))} for _ in range(30)]
+    args = training_arguments(str(tmp_path), torch.device("cpu"), disable_tqdm=True, **changed)
+    for fit, options in ((fit_adapter, {}), (fit_exit_heads, {}), (fit_probe, {"exit_layer": 2})):
+        with pytest.raises(SettingError, match=rf"{fit.__name__}\(args\): {words}"):
+            fit(tiny_llama(), None, rows, block_size=32, args=args, output_dir=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fit_that_diverges_saves_nothing(tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(2, 34))} for _ in range(30)]
+    args = training_arguments(
+        str(tmp_path), torch.device("cpu"), disable_tqdm=True, learning_rate=1e38, num_train_epochs=2, warmup_steps=0
+    )
+    with pytest.raises(SettingError, match=r"the fit has diverged: .* is not finite.*Give a smaller learning rate"):
+        fit_adapter(tiny_llama(), None, rows, block_size=32, args=args, output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_probes_of_settings_that_are_none() -> None:
+    for changed, words in (
+        ({"temperature": 0.0}, r"fit_probe\(temperature\) must be a finite number above 0"),
+        ({"top_p": 0.0}, r"fit_probe\(top_p\) must lie between 0 and 1"),
+        ({"top_k": -1}, r"fit_probe\(top_k\) must be at least 0"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            fit_probe(tiny_llama(), None, [], exit_layer=2, do_sample=True, **changed)

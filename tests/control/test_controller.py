@@ -1,0 +1,483 @@
+"""What decides what drafts: times of rounds, rates of sources, and the choice of a cascade that follows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from helpers.architectures import build
+from helpers.models import ragged_batch, tiny_llama
+from hf_selfspec import (
+    Cascade,
+    ClosestLayers,
+    Drafter,
+    DraftSource,
+    EarlyExit,
+    FixedLength,
+    Lookup,
+    SelfSpec,
+    Session,
+    SkipLayers,
+)
+from hf_selfspec.batch import Draft, Text, Verdict
+from hf_selfspec.control.arms import ArmStats, Measurements
+from hf_selfspec.control.controller import Controller
+from hf_selfspec.control.costs import SIZES, CostCurve
+from hf_selfspec.draft import FixedDrafter, controlled
+from hf_selfspec.draft.free import FreeDrafts
+
+pytestmark = pytest.mark.times_decide
+
+LARGEST = SIZES[-1]
+
+
+def fed(clock: CostCurve, seconds: dict[int, float], times: int) -> CostCurve:
+    """The clock after so many rounds of each size."""
+    for _ in range(times):
+        for size, each in seconds.items():
+            clock.add(size, 1, each)
+    return clock
+
+
+# Times of rounds -----------------------------------------------------------------------------------------------------
+
+
+def test_first_guesses() -> None:
+    """More tokens never cost less, and off the CPU nearly nothing."""
+    for on_cpu in (True, False):
+        seconds = CostCurve(on_cpu).costs.seconds
+        assert len(seconds) == LARGEST + 1
+        assert seconds[0] == 1.0
+        assert list(seconds) == sorted(seconds)
+    assert CostCurve(True).costs.seconds[15] > 2.0 > 1.2 > CostCurve(False).costs.seconds[31]
+    assert CostCurve(True).pace == 1.0
+    assert not CostCurve(True).is_measured
+
+
+def test_first_guesses_of_batches() -> None:
+    """Rows share what a forward costs beside its tokens, but their tokens add up."""
+    one, four, many = (CostCurve(True, rows).costs.seconds for rows in (1, 4, 40))
+    assert four[0] == many[0] == 1.0
+    assert four[1] == pytest.approx(1 + 2 * (one[7] / one[3] - 1))
+    assert four[7] == pytest.approx(1 + 2 * (one[31] / one[3] - 1))
+    assert four[31] > 2 * one[31]
+    assert many[3] == pytest.approx(1 + 2 * ((6.4 + 0.1 * (160 - 64)) / 6.4 - 1))
+    assert CostCurve(False, 4).costs.seconds[7] < 1.3 < 2.0 < CostCurve(False, 64).costs.seconds[7]
+
+
+def test_costs_of_other_rows_are_a_start() -> None:
+    """They show how far this machine is from the first guesses."""
+    given = [2.0 * seconds for seconds in CostCurve(True, 4).costs.seconds]
+    four = fed(CostCurve(True, 4), {size: given[size] for size in SIZES}, 20)
+    three, told = CostCurve(True, 3), CostCurve(True, 3)
+    three.begin_like(four)
+    assert three.is_measured
+    # Costs are drawn towards those of the guesses, which are the same here.
+    for size in SIZES:
+        assert three.costs.seconds[size] / three.plain == pytest.approx(told.costs.seconds[size], rel=0.01)
+    ratio = three.plain / four.plain
+    assert ratio == pytest.approx(1.5 / 1.65, rel=0.02)
+    frozen = CostCurve(True, 3, is_frozen=True)
+    frozen.begin_like(four)
+    assert not frozen.is_measured
+
+
+def test_costs_follow_the_times() -> None:
+    """To within a tenth of them, in steps that end where sizes do."""
+    given = {0: 0.02, 1: 0.021, 2: 0.03, 3: 0.031, 7: 0.05, 15: 0.08, 31: 0.2}
+    clock = fed(CostCurve(True), given, 20)
+    seconds = clock.costs.seconds
+    for size, each in given.items():
+        assert seconds[size] == pytest.approx(each, rel=0.1)
+    assert seconds[4] == seconds[5] == seconds[7]
+    assert seconds[8] == seconds[15]
+    assert clock.plain == 0.02
+    assert clock.is_measured
+    # They change with the machine.
+    slower = {size: 3 * each for size, each in given.items()}
+    assert fed(clock, slower, 20).costs.seconds[15] == pytest.approx(0.24, rel=0.1)
+
+
+def test_what_was_not_timed_scales_with_what_was() -> None:
+    clock, guesses = CostCurve(True), CostCurve(True).costs.seconds
+    fed(clock, {0: 0.05}, 20)
+    for size in SIZES:
+        assert clock.costs.seconds[size] == pytest.approx(0.05 * guesses[size], rel=0.05)
+
+
+def test_more_tokens_never_cost_less() -> None:
+    seconds = fed(CostCurve(True), {0: 0.05, 15: 0.02, 31: 0.04}, 20).costs.seconds
+    assert list(seconds) == sorted(seconds)
+    assert seconds[0] == pytest.approx(0.02, rel=0.2)
+
+
+def test_disturbed_times_do_not_mislead() -> None:
+    given = {0: 0.02, 7: 0.04}
+    usual = fed(CostCurve(True), given, 20).costs.seconds
+    clock = fed(CostCurve(True), given, 20)
+    for _ in range(4):
+        clock.add(0, 1, 2.0)
+        clock.add(7, 1, 4.0)
+    fed(clock, given, 5)
+    assert clock.costs.seconds[0] == pytest.approx(usual[0], rel=0.1)
+    assert clock.costs.seconds[7] == pytest.approx(usual[7], rel=0.1)
+    # The first round of a size warms up what it needs.
+    first = CostCurve(True)
+    first.add(15, 1, 50.0)
+    assert not first.is_measured
+    fed(first, given | {15: 0.05}, 20)
+    assert first.costs.seconds[15] == pytest.approx(0.05, rel=0.15)
+
+
+def test_stale_times_are_dropped() -> None:
+    """A size that seemed too dear is believed less and less while it is not drafted."""
+    clock = fed(CostCurve(True), {0: 0.02, 15: 2.0}, 3)
+    dear = clock.costs.seconds[15]
+    found = []
+    for _ in range(4):
+        fed(clock, {0: 0.02}, 150)
+        found.append(clock.costs.seconds[15])
+    assert dear > 0.3
+    assert found[-1] == pytest.approx(0.02 * CostCurve(True).costs.seconds[15], rel=0.1)
+    assert clock.costs.seconds[0] == pytest.approx(0.02, rel=0.05)
+
+
+def test_pace() -> None:
+    """Of late, and not below one token for each plain round."""
+    clock = CostCurve(True)
+    for _ in range(900):
+        clock.add(3, 4, 0.02)
+    assert clock.pace == pytest.approx(200.0, rel=0.01)
+    for _ in range(900):
+        clock.add(3, 2, 0.02)
+    assert clock.pace == pytest.approx(100.0, rel=0.01)
+    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
+    assert slow.pace == pytest.approx(1 / slow.plain)
+
+
+def test_a_frozen_clock_ignores_times() -> None:
+    clock, before = CostCurve(True, is_frozen=True), CostCurve(True).costs
+    for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
+        for seconds in (0.001, 100.0):
+            clock.add(drafted, tokens, seconds)
+    assert clock.costs == before
+    assert not clock.is_measured
+    other = CostCurve(True, is_frozen=True)
+    for drafted, tokens in ((0, 1), (7, 5), (31, 9), (60, 9)):
+        for _ in range(2):
+            other.add(drafted, tokens, 1.0)
+    assert clock.pace == other.pace > 1.0
+
+
+def test_rounds_with_many_nodes_count_for_the_pace_alone() -> None:
+    clock = fed(CostCurve(True), {0: 0.02}, 20)
+    before = clock.costs
+    for _ in range(50):
+        clock.add(LARGEST + 1, 10, 0.02)
+    assert clock.costs == before
+    assert clock.pace > 300
+
+
+def test_a_curve_for_each_kind_of_round() -> None:
+    found = Measurements()
+
+    def curve(device: str = "cpu", rows: int = 1, context: int = 100) -> CostCurve:
+        return found.curve(device, rows, context, True, False)
+
+    one = fed(curve(), {0: 0.02}, 20)
+    assert curve(context=1023) is one
+    others = [curve("cuda"), curve(rows=2), curve(context=5000), curve(context=20000)]
+    assert len({id(other) for other in [one, *others]}) == 5
+    # The next kind of call knows them, too.
+    assert Measurements(found).curve("cpu", 1, 100, True, False) is one
+
+
+def test_a_service_with_batches_of_all_sizes_has_few_curves() -> None:
+    found = Measurements()
+    for rows in range(1, 500):
+        fed(found.curve("cpu", rows, 100, True, False), {0: 0.02}, 2)
+    assert len(found._curves) <= 64
+
+
+def test_what_nothing_costs_is_timed_apart() -> None:
+    """Rounds of free drafts take longer than those in which nothing is done, even without a draft."""
+    curve = CostCurve(True)
+    for _ in range(20):
+        curve.add_plain(1, 0.02)
+        curve.add(0, 1, 0.025)
+    assert curve.plain == 0.02
+    assert curve.costs.seconds[0] == pytest.approx(0.025, rel=0.05)
+    other = CostCurve(True, 2)
+    other.begin_like(curve)
+    assert other.wants_plain
+    assert not curve.wants_plain
+    fed(curve, {3: 0.03}, 200)
+    assert curve.wants_plain  # again, after many rounds
+    frozen = CostCurve(True, is_frozen=True)
+    frozen.add_plain(1, 0.02)
+    assert not frozen.is_measured
+
+
+# Results of sources --------------------------------------------------------------------------------------------------
+
+
+def test_results_by_hand() -> None:
+    """Promises are believed at first, then results; what loses is looked at again for a small share of the time."""
+    arm = ArmStats()
+    assert arm.acceptance_rate == 0.5
+    assert (arm.speedup(None), arm.speedup(3.0), arm.speedup(0.0)) == (math.inf, 3.0, 0.0)
+    for _ in range(3):
+        arm.add(4, 2.0, 3, 6)
+    assert arm.speedup(None) == math.inf  # too few
+    assert arm.acceptance_rate == pytest.approx((1.98 * 3 + 1) / (1.98 * 6 + 2))  # without the first round
+    arm.add(4, 2.0, 3, 6)
+    assert arm.speedup(None) == arm.speedup(1000.0) == pytest.approx(2.0)
+    assert arm.speedup(0.0) == 0.0
+    for _ in range(200):
+        arm.add(1, 1.5, 0, 6)
+    assert arm.speedup(None) == pytest.approx(1 / 1.5, rel=0.01)
+    assert arm.acceptance_rate < 0.02
+    waited = 0
+    while arm.speedup(7.0) != 7.0:
+        arm.wait(1.0)
+        waited += 1
+    assert waited == pytest.approx(4 * 0.5 / 0.006, abs=2)
+    for _ in range(4):
+        arm.add(1, 1.5, 0, 6)
+    assert arm.speedup(7.0) == pytest.approx(1 / 1.5, rel=0.01)
+    for _ in range(400):
+        arm.wait(1.0)
+    for _ in range(4):
+        arm.add(4, 1.0, 6, 6)
+    assert arm.speedup(None) > 1.5  # what is new weighs as much as what was
+
+
+# The choice of a cascade ---------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Told(DraftSource):
+    """Drafts what the model will generate, at a price.
+
+    Attributes:
+        answer: the tokens of the whole text.
+        seconds: what a draft takes.
+        watch: is moved on by them.
+        promises: what it expects of itself.
+    """
+
+    answer: tuple[int, ...]
+    seconds: list[float] = field(compare=False, repr=False)
+    watch: Watch = field(compare=False, repr=False)
+    promises: list[float | None] = field(default_factory=lambda: [None], compare=False, repr=False)
+    length: int = 3
+
+    def start(self, session: Session) -> Drafter:
+        return Telling(self)
+
+
+class Telling(FixedDrafter):
+    drafts = 0
+    accepted: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, settings: Told) -> None:
+        self.settings = settings
+
+    @property
+    def expected_speedup(self) -> float | None:
+        return self.settings.promises[0]
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        Telling.drafts += 1
+        self.settings.watch.now += self.settings.seconds[0]
+        begin = text.lengths[0]
+        tokens = list(self.settings.answer[begin : begin + min(self.settings.length, max_new[0])])
+        return Draft(torch.tensor([tokens], dtype=torch.long).view(1, -1), [len(tokens)])
+
+    def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
+        Telling.accepted.update(node for node in verdicts[0].nodes if node >= 0)
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(factor=0.5)
+
+
+PROMPT = ragged_batch((12,), seed=11)
+ROUND = 0.1
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Every round takes a tenth of a second for verification, whatever it verifies."""
+    found = Watch()
+    monkeypatch.setattr(controlled, "perf_counter", found)
+    learn = FreeDrafts.learn
+
+    def timed(self: Any, *args: Any) -> int:
+        found.now += ROUND
+        return learn(self, *args)
+
+    monkeypatch.setattr(FreeDrafts, "learn", timed)
+    return found
+
+
+def arms(spec: SelfSpec, model: LlamaForCausalLM) -> dict[str, ArmStats]:
+    """The results of all sources."""
+    (found,) = spec._knowledge.record(model).measurements.values()
+    return found.arms
+
+
+def run(model: LlamaForCausalLM, spec: SelfSpec, tokens: int = 60) -> int:
+    """Drafts of the other source in a call."""
+    Telling.drafts = 0
+    options = {"max_new_tokens": tokens, "do_sample": False}
+    ids = model.generate(**PROMPT, **options, assistant=spec)
+    assert torch.equal(ids, model.generate(**PROMPT, **options))
+    return Telling.drafts
+
+
+@pytest.fixture(scope="module")
+def answer(llama: LlamaForCausalLM) -> tuple[int, ...]:
+    return tuple(llama.generate(**PROMPT, max_new_tokens=80)[0].tolist())
+
+
+def test_the_other_source_drafts_as_long_as_it_is_faster(
+    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
+) -> None:
+    """A draft of three right tokens that costs nothing, then one that takes ten rounds, then nothing again."""
+    source = Told(answer, [0.0], watch)
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    assert run(llama, spec) > spec.stats.rounds - 4  # the first are timed, the last has no room
+    assert spec.stats.accepted > 40
+    source.seconds[0] = 10 * ROUND
+    run(llama, spec)
+    assert run(llama, spec) <= 1
+    assert spec.stats.rounds > 20
+
+
+def test_a_promise_is_believed_until_it_was_tried(
+    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
+) -> None:
+    source = Told(answer, [10 * ROUND], watch, [5.0])
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    assert run(llama, spec) == 4
+    none = Told(answer, [0.0], watch, [0.0])
+    assert run(llama, SelfSpec(Cascade([Lookup(), none]))) == 0
+    little = Told(answer, [0.0], watch, [0.5])
+    assert run(llama, SelfSpec(Cascade([Lookup(), little]))) == 0
+
+
+def test_the_fastest_of_several(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
+    slow, fast = Told(answer, [2 * ROUND], watch), Told(answer, [0.0], watch, length=4)
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), slow, fast]))
+    run(llama, spec)
+    rates = arms(spec, llama)
+    assert rates[repr(slow)].rounds == 4
+    assert rates[repr(fast)].rounds > 4
+
+
+def test_free_tokens_around_a_draft_are_not_its_own(
+    llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch
+) -> None:
+    """A source of one token, behind which those of the same text before are accepted."""
+    source = Told(answer, [0.0], watch, [None], 1)
+    spec = SelfSpec(Cascade([Lookup(), source]))
+    run(llama, spec)
+    Telling.accepted.clear()
+    drafts = run(llama, spec)
+    assert spec.stats.accepted > 2 * drafts > 4
+    assert Telling.accepted == {1: drafts}
+    rates = arms(spec, llama)
+    assert rates[repr(source)].accepted == pytest.approx(rates[repr(source)].drafted)
+
+
+@pytest.mark.parametrize(
+    "source", [SkipLayers(search=ClosestLayers(budget=1.0)), EarlyExit(None)], ids=["search", "probe"]
+)
+def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
+    """One cost curve decides what drafts: that of the rounds that were timed."""
+    curve = tuple(0.5 + 0.1 * size for size in range(LARGEST + 1))
+    monkeypatch.setattr(Controller, "round_seconds", lambda self: curve)
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
+    llama.generate(**PROMPT, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
+    found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
+    assert found.timings.costs.further == pytest.approx([seconds - 0.5 for seconds in curve])
+
+
+def test_rounds_without_room_teach_nothing(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:
+    """The last token of a call is verified without a draft, which is not the source's fault."""
+    spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), Told(answer, [0.0], watch)]))
+    for _ in range(6):
+        run(llama, spec, 2)
+    assert all(arm.rounds == 0 for arm in arms(spec, llama).values())
+
+
+def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a tensor-parallel model have different times and must draft alike."""
+
+    def sizes(factor: float) -> list[tuple[int, int]]:
+        now = iter(range(1 << 30))
+        monkeypatch.setattr(controlled, "perf_counter", lambda: factor * next(now))
+        spec = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), FixedLength(3))
+        found = []
+        for _ in range(2):
+            run(llama, spec)
+            found += spec.stats.round_sizes
+        return found
+
+    monkeypatch.setattr(Session, "is_tensor_parallel", True)
+    assert sizes(1.0) == sizes(1e6)
+
+
+def test_a_clock_that_was_set_back_is_not_believed() -> None:
+    clock = CostCurve(on_cpu=True)
+    for _ in range(3):
+        clock.add(3, 4, -1.0)
+    assert not clock.is_measured
+    clock.add(3, 4, 0.01)
+    clock.add(3, 4, 0.01)
+    assert clock.is_measured
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "opt", "gpt_oss", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sources_that_take_turns_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, free drafts, layers with free drafts, layers alone, matches; again and again."""
+    turn, seen = [0], set[tuple[bool, bool]]()
+    begin, model = Controller.begin, build(name)
+
+    def begun(self: Controller, *given: Any) -> None:
+        turn[0] += 1
+        begin(self, *given)
+
+    def choose(self: Controller, promised: Any, free: float = 0.0) -> str | None:
+        found = next(iter(promised)) if turn[0] % 5 in (2, 3) else None
+        seen.add((free > 0, found is not None))
+        return found
+
+    monkeypatch.setattr(Controller, "begin", begun)
+    monkeypatch.setattr(Controller, "pays", lambda self, name: turn[0] % 5 in (1, 2))
+    monkeypatch.setattr(Controller, "choose", choose)
+    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+    options = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**inputs, **options)
+    spec = SelfSpec(Cascade([Lookup(), EarlyExit(2)]), FixedLength(3))
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), plain)
+    assert len(seen) == 4

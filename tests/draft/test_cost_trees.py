@@ -1,0 +1,248 @@
+"""Siblings by what they cost: the rule itself, and exactness while a search for layers to skip goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from helpers.models import tiny_llama
+from helpers.sampling import accepts_everything, does_not_take_siblings_out_of_q, peak
+from hf_selfspec import (
+    ClosestLayers,
+    CostTree,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.control import controller
+from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.search import choice, skip_search
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.verify import walk
+
+LAYERS = 6
+COSTS = ForwardCosts(0.1, 1.0, 1.0, 0.0, 0.01, 0.0, LAYERS)
+SEARCHES = {
+    "swift": OnTheFlySearch(8, bayes_interval=5, target_matchness=1.0, budget=1.0, seed=2),
+    "clasp": ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0),
+}
+TREES = {"cost": CostTree(), "price given": CostTree(0.02, most=3), "top-k": TopKTree(((0.6, 3), (1.0, 2)))}
+
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.fixture(autouse=True)
+def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured costs are these, and sets of any size draft and are looked for, whatever they would bring."""
+    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: COSTS)
+    monkeypatch.setattr(choice, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(controller, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(skip_search, "_HOPELESS", 0.0)
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Draft]]:
+    """The sibling policy of each draft, and the draft."""
+    seen: list[tuple[Any, Draft]] = []
+    original = SearchingDraft.propose
+
+    def watched(self: SearchingDraft, text: Text, room: list[int]) -> Draft:
+        draft = original(self, text, room)
+        seen.append((self.limits.tree, draft))
+        return draft
+
+    monkeypatch.setattr(SearchingDraft, "propose", watched)
+    return seen
+
+
+def spec_for(search: str, tree: str) -> SelfSpec:
+    return SelfSpec(SkipLayers(search=SEARCHES[search]), FixedLength(3), TREES[tree])
+
+
+# The rule ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "top", "reach", "width"),
+    [
+        (CostTree(0.1), [[0.5, 0.2, 0.11, 0.1, 0.05]], [1.0], 3),
+        (CostTree(0.1), [[0.5, 0.2, 0.11, 0.1, 0.05]], [0.4], 1),
+        (CostTree(0.1), [[0.5, 0.3, 0.11, 0.05]], [0.4], 2),
+        (CostTree(0.1), [[0.5, 0.2, 0.11]], [0.1], 1),
+        (CostTree(0.1), [[0.98, 0.02], [0.5, 0.4]], [1.0, 0.5], 2),
+        (CostTree(0.1), [[0.98, 0.02], [0.5, 0.4]], [1.0, 0.2], 1),
+        (CostTree(), [[0.6, 0.06, 0.05]], [1.0], 2),
+        (CostTree(0.0), [[0.6, 0.4, 0.0]], [1.0], 2),
+        (CostTree(1.0), [[1.0, 0.0]], [1.0], 1),
+    ],
+)
+def test_width_by_hand(tree: CostTree, top: list[list[float]], reach: list[float], width: int) -> None:
+    """Tokens that are reached and right more often than their price, of the row that has most; the first always."""
+    assert tree.width(torch.tensor(top), torch.tensor(reach)) == width
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"price": -0.1}, SettingError, r"CostTree\(price\) must lie between 0 and 1"),
+        ({"price": 1.1}, SettingError, r"CostTree\(price\)"),
+        ({"price": "low"}, SettingTypeError, r"CostTree\(price\).*'low'"),
+        ({"most": 0}, SettingError, r"CostTree\(most\) must be at least 1"),
+        ({"most": 2.0}, SettingTypeError, r"CostTree\(most\)"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        CostTree(**settings)
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
+    options = {"do_sample": False} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=0, **options)
+
+
+def test_siblings_are_those_that_pay(trees: list[tuple[Any, Draft]]) -> None:
+    """Later tokens are reached less often, so that they have fewer."""
+    model, price = peaked(), 0.15
+    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), FixedLength(3), CostTree(price, most=3))
+    torch.manual_seed(0)
+    generate(model, torch.tensor([[3, 4, 2]]), 60, assistant=spec, do_sample=True)
+    drafts = [draft for _, draft in trees if draft.lengths[0]]
+    widths = [[len(draft.children(0, node)) for node in range(draft.lengths[0])] for draft in drafts]
+    assert {1, 2, 3} == {width for draft in widths for width in draft}
+    first, last = (sum(draft[place] for draft in widths if len(draft) == 3) for place in (0, 2))
+    assert first > last
+
+
+# With a search -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.every_run(".*-3")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_greedy_output_is_the_models_own(search: str, tree: str, rows: int, trees: list[tuple[Any, Draft]]) -> None:
+    model = tiny_llama(LAYERS, factor=0.8)
+    peak(model.model.norm)
+    spec = spec_for(search, tree)
+    ids = torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(5))
+    for _ in range(2):
+        assert torch.equal(generate(model, ids, 40, assistant=spec), generate(model, ids, 40))
+    assert spec.stats.phase == "optimization"
+    assert len({done.plan for done in spec._knowledge.latest(model).trials}) > 2
+    assert any(draft.is_tree for _, draft in trees)
+    assert 0 < spec.stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 12), (2, 9)])
+def test_wide_trees_up_to_the_end(rows: int, length: int) -> None:
+    """More nodes in a verification than slots were set aside for."""
+    model = tiny_llama(LAYERS, factor=0.6)
+    tree = TopKTree(((1.0, 12),))
+    spec = SelfSpec(SkipLayers(search=SEARCHES["clasp"]), FixedLength(length), tree)
+    ids = torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(generate(model, ids, 50, assistant=spec), generate(model, ids, 50))
+    near = torch.randint(3, 90, (rows, 480), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(generate(model, near, 32, assistant=spec), generate(model, near, 32))
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_price_is_what_the_search_has_measured(search: str, trees: list[tuple[Any, Draft]]) -> None:
+    model = tiny_llama(LAYERS, factor=0.6)
+    spec = SelfSpec(SkipLayers(search=SEARCHES[search]), tree=CostTree(most=5))
+    ids = torch.tensor([[3, 5, 2]])
+    generate(model, ids, 40, assistant=spec)
+    used = [tree for tree, _ in trees]
+    # Another token costs as much again for its mask and its moves.
+    measured = pytest.approx(2 * LAYERS * 0.01 / (0.1 + 2 * LAYERS))
+    assert used[-1].price == measured
+    assert used[-1].most == 5
+    assert spec.tree == CostTree(most=5)
+    # The next call knows it from its first draft on, and a price that was given stays.
+    trees.clear()
+    generate(model, ids, 10, assistant=spec)
+    assert {tree.price for tree, _ in trees} == {used[-1].price}
+    trees.clear()
+    given = replace(spec, tree=CostTree(0.3))
+    for _ in range(2):
+        generate(model, ids, 40, assistant=given)
+    assert {tree for tree, _ in trees} == {CostTree(0.3)}
+
+
+# Sampling ------------------------------------------------------------------------------------------------------------
+
+VOCABULARY, NEW_TOKENS, ROWS, CALLS = 5, 12, 120, 5
+# The largest of some hundred scores of a right implementation; the biased ones of this file are far above.
+LIMIT = 4.9
+
+
+def peaked() -> LlamaForCausalLM:
+    """Few tokens, distributions far from uniform, and layers whose absence shows."""
+    model = tiny_llama(LAYERS, vocabulary=VOCABULARY, factor=2.5, seed=4)
+    peak(model.model.norm)
+    for layer in model.model.layers:
+        for name, factor in (("q_proj", 10.0), ("k_proj", 10.0), ("v_proj", 1.5), ("o_proj", 1.5)):
+            getattr(layer.self_attn, name).weight.mul_(factor)
+    return model
+
+
+def sample(spec: SelfSpec, model: PreTrainedModel) -> torch.Tensor:
+    """``[CALLS * ROWS, 1 + NEW_TOKENS]``: each call goes on with the search of those before."""
+    torch.manual_seed(0)
+    ids = torch.full((ROWS, 1), 3)
+    return torch.cat([generate(model, ids, NEW_TOKENS, assistant=spec, do_sample=True) for _ in range(CALLS)])
+
+
+def largest_score(model: PreTrainedModel, sequences: torch.Tensor) -> float:
+    """How far counts of tokens are from what the whole model says after the same prefixes, in standard deviations.
+
+    At each place the tokens are counted by themselves, and by how likely the model finds them. Given the prefix, each
+    sample is a draw from the model's distribution, whatever drafted, so that all these scores are normal.
+    """
+    p = model(sequences[:, :-1]).logits.double().softmax(-1)
+    drawn = torch.nn.functional.one_hot(sequences[:, 1:], VOCABULARY).double()
+    order = p.argsort(-1, descending=True)
+    scores = []
+    for chances, counts in ((p, drawn), (p.gather(-1, order), drawn.gather(-1, order))):
+        for places in (slice(None), slice(1, None)):
+            expected, found = chances[:, places], counts[:, places]
+            for kept in ((0,), (0, 1)):
+                spread = (expected * (1 - expected)).sum(kept)
+                score = (found - expected).sum(kept) / spread.sqrt()
+                scores.append(score[spread > 5].abs().max())
+    return float(torch.stack(scores).max())
+
+
+@pytest.mark.every_run("swift-.*")
+@pytest.mark.parametrize("tree", ["cost", "top-k"])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_samples_have_the_models_distribution(search: str, tree: str, trees: list[tuple[Any, Draft]]) -> None:
+    model, spec = peaked(), spec_for(search, tree)
+    sequences = sample(spec, model)
+    found = spec._knowledge.latest(model)
+    assert found.phase == "optimization"
+    assert len({done.plan for done in found.trials}) > 1
+    assert len(found.found) > 1, "the set that drafts has to change while this goes on"
+    assert sum(draft.is_tree for _, draft in trees) > 10
+    assert 0.1 < spec.stats.acceptance_rate < 0.98
+    assert largest_score(model, sequences) < LIMIT
+
+
+@pytest.mark.parametrize("biased", [accepts_everything, does_not_take_siblings_out_of_q])
+def test_a_biased_rule_is_detected(
+    biased: Callable[..., tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walk, "choose_sampled", biased)
+    model = peaked()
+    assert largest_score(model, sample(SelfSpec(SkipLayers(), FixedLength(3), TREES["top-k"]), model)) > 1.3 * LIMIT

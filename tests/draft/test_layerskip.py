@@ -1,0 +1,699 @@
+"""SelfSpec.layerskip, its probe, and early_exit_only."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
+
+from helpers.architectures import build
+from helpers.models import ragged_batch, tiny_gpt2, tiny_llama
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExit,
+    ExitChoice,
+    FixedLength,
+    ProductThreshold,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_selfspec.decoding import Decoder
+from hf_selfspec.draft import probe
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.model.exits import Exits
+from hf_selfspec.model.plan import LayerPlan
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch, Timings
+from hf_selfspec.search.exit_study import ExitStudy, choose_exit
+from hf_selfspec.search.replay import Replays, Rule, Trace, replays
+from hf_selfspec.search.replay import trace as traced
+from hf_selfspec.stop.rules import confidence
+
+COSTS = ForwardCosts(fixed=1.0, attention=0.5, mlp=1.5, several=0.75, token=0.5, step=0.25, num_layers=4)
+
+
+def prompt(length: int = 6, rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def greedy(model, ids, tokens=48, **kwargs):
+    model.generation_config.eos_token_id = None
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0, **kwargs
+    )
+
+
+# Costs and replay ----------------------------------------------------------------------------------------------------
+
+
+def study_of(spec: SelfSpec, model) -> ExitStudy:
+    """What ``spec`` has found for the last kind of call of ``model``."""
+    study = spec._knowledge.latest(model)
+    assert isinstance(study, ExitStudy)
+    return study
+
+
+def exit_plan(layer: int) -> LayerPlan:
+    return LayerPlan.early_exit(4, layer)
+
+
+def test_costs_are_fitted_to_the_forwards():
+    """By hand: 4 layers of attention 0.5 and MLP 1.5, 0.5 for each token more and 0.75 for more than one."""
+    early, full, few, many = 1 + 2 * 2.0, 1 + 4 * 2.0, 1.75 + 4 * (2.0 + 0.5), 1.75 + 4 * (2.0 + 0.5 * 7)
+    watch = Stopwatch(exit_plan(2), seconds={"early": [early], "full": [full], "few": [few], "many": [many]})
+    assert watch.costs() == ForwardCosts(1.0, attention=1.0, mlp=1.0, several=0.75, token=0.5, step=0.0, num_layers=4)
+    watch.attention = LayerPlan(4, frozenset(), frozenset([1, 2]))
+    watch.seconds["attention"] = [full - 2 * 1.5]
+    watch.seconds["draft"] = [early + 0.25]
+    assert watch.costs() == COSTS
+
+
+def test_costs_are_never_negative():
+    """Two tokens that took less than one, many less than two, and a part of the model longer than all of it."""
+    watch = Stopwatch(exit_plan(2), LayerPlan(4, frozenset(), frozenset([1])))
+    watch.seconds = {"early": [9.5], "attention": [9.5], "full": [9.0], "few": [8.5], "many": [8.0], "draft": [5.0]}
+    assert watch.costs() == ForwardCosts(9.0, 0.0, 0.0, 0.0, 0.0, 0.0, 4)
+
+
+def test_cost_of_a_round():
+    assert COSTS.plain() == 1 + 4 * 2
+    assert COSTS.draft(exit_plan(1)) == 1 + 2 + 0.25
+    assert COSTS.draft(LayerPlan(4, frozenset([1]), frozenset([1, 2]))) == 1 + 3 * 0.5 + 2 * 1.5 + 0.25
+    assert COSTS.verify(1, 0) == COSTS.plain()
+    # Without KVQ reuse, 2 tokens through all layers.
+    assert COSTS.verify(1, 1) == 1.75 + 4 * (2 + 0.5)
+    # With it, the last drafted token goes through 1 layer on its own; then 4 tokens go through 3 layers. From
+    # 2 drafted tokens on that spares as much as the other forward costs beside its layers.
+    assert COSTS.reuse_from(1) == 2
+    assert COSTS.verify(1, 2) == 1.75 + 4 * (2 + 2 * 0.5)
+    assert COSTS.verify(1, 3) == (1 + 1 * 2) + (1.75 + 3 * (2 + 3 * 0.5)) < 1.75 + 4 * (2 + 3 * 0.5)
+    assert ForwardCosts(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 4).verify(2, 9) == 9
+
+
+def test_verification_costs_what_rounds_of_its_size_took():
+    """Where other sources were timed; beyond the largest of their rounds as much more as forwards show."""
+    timed = replace(COSTS, token=0.0, further=(0.0, 3.0, 3.0, 7.0))
+    assert [timed.verify(1, n) - timed.plain() for n in range(6)] == [0.0, 3.0, 3.0, 7.0, 7.0, 7.0]
+    assert replace(timed, token=0.5).verify(0, 5) == timed.plain() + 7.0 + 4 * 0.5 * 2
+    assert ForwardCosts.of_state(json.loads(json.dumps(asdict(timed))), 4) == timed
+    # The layers that reuse spares cost at most their part of what was timed.
+    flat = replace(COSTS, several=0.0, fixed=0.1, further=(0.0, 0.1, 0.1, 0.1))
+    assert all(flat.verify(prefix, count) >= flat.plain() for prefix in range(4) for count in range(9))
+    old = asdict(COSTS)
+    del old["further"]
+    assert ForwardCosts.of_state(old, 4) == COSTS
+
+
+def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replays:
+    """One rule along one text."""
+    return Replays(*(values.item() for values in replays([trace], [rule], plan, costs, max_draft)))
+
+
+def test_fixed_drafts_replayed_by_hand():
+    accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
+    found = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
+    # Rounds: from 0 two accepted (to 3); from 3 one (to 5); from 5 none (to 6); from 6 two, the second of which is the
+    # first token again (to 9).
+    seconds = 4 * (2 * COSTS.draft(exit_plan(1)) + COSTS.verify(1, 2))
+    assert found == Replays(pytest.approx(seconds), tokens=9, drafted=8, accepted=5)
+
+
+def test_confident_drafts_replayed_by_hand():
+    accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
+    sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
+    assert ConfidenceThreshold(0.5).lengths(sure, 3).tolist() == [[2, 1, 3, 3, 2, 1, 3]]
+    found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
+    # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (3, all accepted, to 10).
+    assert (found.tokens, found.drafted, found.accepted) == (10, 9, 6)
+
+
+def test_lengths_of_drafts():
+    """At the end a draft goes on at the beginning; one that is sure everywhere ends with the most tokens."""
+    sure = np.array([[0.9, 0.9, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]])
+    assert ConfidenceThreshold(0.5).lengths(sure, 9).tolist() == [[3, 2, 1, 4], [9, 9, 9, 9]]
+    assert FixedLength(3).lengths(sure, 9).tolist() == [[3] * 4] * 2
+    assert FixedLength(3).lengths(sure, 2).tolist() == [[2] * 4] * 2
+
+
+def test_lengths_of_drafts_by_their_product():
+    """0.9 0.9 is 0.81, the next 0.9 makes 0.729; the token with which it falls below the threshold is drafted."""
+    sure = np.array([[0.9, 0.9, 0.9, 0.5, 1.0]])
+    assert ProductThreshold(0.8).lengths(sure, 9).tolist() == [[3, 3, 2, 1, 4]]
+    assert ProductThreshold(0.8).lengths(sure, 2).tolist() == [[2, 2, 2, 1, 2]]
+    assert ProductThreshold(0.8).lengths(np.ones((1, 3)), 7).tolist() == [[7, 7, 7]]
+
+
+def test_likely_acceptance_replayed_by_hand():
+    """One drafted token in each round, half of which are accepted: the walk meets each position but the first alike."""
+    found = replay(Trace(np.full((1, 3), 0.5), np.full((1, 3), 0.9)), FixedLength(1), exit_plan(1), COSTS, 25)
+    # Starts: at 0 surely; at 1 after a rejection; at 2 after an acceptance at 0 or a rejection at 1.
+    rounds = 1 + 0.5 + (0.5 + 0.25)
+    assert found.drafted == pytest.approx(rounds)
+    assert found.accepted == pytest.approx(rounds / 2)
+    assert found.tokens == pytest.approx(rounds * 1.5)
+    assert found.seconds == pytest.approx(rounds * (COSTS.draft(exit_plan(1)) + COSTS.verify(1, 1)))
+
+
+def test_rows_are_replayed_each_for_itself():
+    accept = np.array([[1, 1, 0, 1], [0, 0, 1, 0.0]])
+    together = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
+    alone = [replay(Trace(row[None], row[None]), FixedLength(2), exit_plan(1), COSTS, 25) for row in accept]
+    assert together == pytest.approx(Replays.total(alone))
+    rules = [FixedLength(2), ConfidenceThreshold(0.5)]
+    texts = [Trace(row[None], row[None]) for row in accept]
+    for rule, *found in zip(rules, *replays(texts, rules, exit_plan(1), COSTS, 25), strict=True):
+        assert found == pytest.approx([*replay(Trace(accept, accept), rule, exit_plan(1), COSTS, 25)])
+    part = Trace(accept, accept).part(1, 1, 3)
+    assert (part.accept.tolist(), part.tokens) == ([[0, 1]], 2)
+
+
+def test_easier_text_is_accepted_more_often():
+    trace = Trace(np.array([[0.2, 0.9]]), np.array([[0.3, 0.4]]))
+    assert trace.eased(1.0) is trace
+    np.testing.assert_allclose(trace.eased(1.5).accept, [[0.3, 1.0]])
+    assert trace.eased(1.5).confidence.tolist() == [[0.3, 0.4]]
+
+
+def test_a_plan_of_blocks_is_replayed_with_its_own_costs():
+    """The first altered layer is where verification can start; the cost of a draft is that of its blocks."""
+    plan = LayerPlan(4, frozenset([2]), frozenset([1, 2]))
+    assert COSTS.draft(plan) == 1 + 3 * 0.5 + 2 * 1.5 + 0.25
+    found = replay(Trace(np.ones((1, 6)), np.ones((1, 6))), FixedLength(5), plan, COSTS, 25)
+    assert found.seconds == pytest.approx(5 * COSTS.draft(plan) + COSTS.verify(1, 5))
+
+
+def test_replay_of_likely_acceptance_is_the_mean_over_outcomes():
+    generator = np.random.default_rng(0)
+    accept, sure = generator.random((1, 12)), generator.random((1, 12))
+    rule, total = ConfidenceThreshold(0.3), 0.0
+    runs = 4000
+    for _ in range(runs):
+        outcome = (generator.random(12) < accept[0]).astype(float)
+        # An outcome is drawn for each position, so a walk along it is one run of the decoder.
+        total += replay(Trace(outcome[None], sure), rule, exit_plan(2), COSTS, 4).seconds
+    expected = replay(Trace(accept, sure), rule, exit_plan(2), COSTS, 4).seconds
+    assert total / runs == pytest.approx(expected, rel=0.02)
+
+
+@torch.no_grad()
+def _traces(model, ids, prompt, layers):
+    """Traces of exits along a text, by greedy choices of each exit's own logits, from one forward of the model."""
+    written = slice(prompt - 1, ids.shape[1] - 1)
+    exits = Exits(model)
+    exits.attach()
+    try:
+        exits.chosen = tuple(layers)
+        full = model(input_ids=ids).logits[0, written].float()
+        found = {}
+        for layer, states in zip(layers, exits.states, strict=True):
+            logits = exits.head(states[0, written]).float()
+            found[layer] = traced(logits[None], full[None], confidence(logits)[None], False)
+        return found
+    finally:
+        exits.chosen = ()
+        exits.detach()
+
+
+@pytest.mark.parametrize("rule", [FixedLength(3), ConfidenceThreshold(0.02)])
+def test_replay_foretells_what_decoding_does(rule):
+    model = tiny_llama()
+    ids, tokens = prompt(), 80
+    spec = SelfSpec(draft=EarlyExit(3), stop=rule)
+    text = greedy(model, ids, tokens, assistant=spec)
+    trace = _traces(model, text, ids.shape[1], [3])[3]
+    found = replay(
+        Trace(trace.accept[:, 1:], trace.confidence[:, 1:]), rule, exit_plan(2), COSTS, 25
+    )  # after the prefill's token
+    assert 0 < spec.stats.accepted < spec.stats.drafted
+    # A rejected draft goes on along another text, and the end of the text cuts the last drafts, but not in a replay.
+    assert found.accepted == pytest.approx(spec.stats.accepted, abs=2)
+    assert found.drafted == pytest.approx(spec.stats.drafted, rel=0.1)
+
+
+def test_the_fastest_exit_is_chosen():
+    bad, good = np.zeros((1, 40)), np.ones((1, 40))
+    traces = {1: [Trace(bad, bad)], 2: [Trace(good, good)], 3: [Trace(good, good)]}
+    choice = choose_exit(traces, [FixedLength(2), FixedLength(4)], COSTS, 25)
+    assert (choice.layer, choice.stop) == (2, FixedLength(4))
+    assert choice.by_layer[2] == choice.expected_speedup > choice.by_layer[3] > 1 > choice.by_layer[1]
+    assert choice.acceptance_rate == pytest.approx(1.0)
+    assert "exit layer 2, FixedLength(num_tokens=4)" in str(choice)
+
+
+@pytest.mark.parametrize("tokens", [1000, 1024])
+def test_a_study_is_idle_where_enough_text_shows_that_no_draft_pays(tokens):
+    bad, good = np.zeros((1, tokens)), np.ones((1, tokens))
+    stopwatch = Stopwatch(exit_plan(1))
+    for accept, is_idle in ((bad, tokens >= 1024), (good, False)):
+        study = ExitStudy(4)
+        assert not study.is_idle
+        with patch.object(Stopwatch, "costs", lambda self, of=min: COSTS):
+            study.add({1: [Trace(accept, accept)]}, stopwatch, [FixedLength(4)], 25)
+        assert study.is_idle == is_idle
+
+
+def test_no_draft_is_chosen_where_none_pays():
+    bad = np.zeros((1, 40))
+    choice = choose_exit({1: [Trace(bad, bad)], 2: [Trace(bad, bad)]}, [FixedLength(1)], COSTS, 25)
+    assert choice.layer is None
+    assert "no draft" in str(choice)
+
+
+def test_states_of_exits_belong_to_their_rows():
+    model, ids = tiny_llama(), prompt(8, 3)
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states
+        exits = Exits(model)
+        exits.attach()
+        exits.chosen = (1, 3)
+        model(ids)
+        for states, layer in zip(exits.states, exits.chosen, strict=True):
+            torch.testing.assert_close(states, model.model.norm(hidden[layer]))
+        exits.detach()
+
+
+# The probe while generating -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_probing_changes_no_token(make, rows):
+    model, spec = make(), SelfSpec.layerskip()
+    assert spec.choice(model) is None
+    for _ in range(3):
+        ids = prompt(9, rows)
+        assert torch.equal(greedy(model, ids, assistant=spec), greedy(model, ids))
+    choice = spec.choice(model)
+    assert isinstance(choice, ExitChoice)
+    exits = set(range(1, model.config.num_hidden_layers))
+    # After 256 tokens only the three that look fastest are compared.
+    assert set(choice.by_layer) == exits if rows == 1 else len(exits & set(choice.by_layer)) == 3
+    assert choice.tokens >= 3 * 40 * rows
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
+    model, spec, seen = tiny_llama(), SelfSpec.layerskip(), []
+    original = probe.ProbingDraft._probe
+    monkeypatch.setattr(probe.ProbingDraft, "_probe", lambda self, text: seen.append(text) or original(self, text))
+    greedy(model, prompt(), 6, assistant=spec)
+    assert spec.choice(model) is None  # too little to see, and to time
+    for _ in range(24):
+        greedy(model, prompt(), 48, assistant=spec)
+    # The first text is looked at twice, all later ones at their end, 47 tokens each.
+    assert len(seen) == 23
+    assert spec.choice(model).tokens == 22 * 47
+    assert len(spec.choice(model).by_layer) == 3
+    timed = study_of(spec, model).timings.stopwatch.seconds
+    # Twice on the first text, and once on each of three later ones.
+    assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
+        ("early", "full", "few", "many", "draft"), 5
+    )
+    other = tiny_llama()
+    assert spec.choice(other) is None
+    greedy(other, prompt(), assistant=spec)
+    assert spec.choice(other).tokens == 47
+    assert copy.deepcopy(spec).choice(model) is spec.choice(model)
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_short_answers_add_up():
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    for calls in range(1, 5):
+        greedy(model, prompt(), 12, assistant=spec)
+        assert spec.choice(model).tokens == 11 * calls
+
+
+def test_rows_that_end_early_count_as_far_as_they_went():
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    ids = prompt(9, 3)
+    plain = greedy(model, ids)
+    end = int(plain[1, 9 + 5])
+    lengths = [next((i for i, token in enumerate(row[9:].tolist()) if token == end), 47) for row in plain]
+    assert min(lengths) < 8 < max(lengths)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, eos_token_id=end, assistant=spec, **options)
+    assert spec.choice(model).tokens == sum(lengths)
+
+
+def test_rows_that_end_early_behind_embedded_prompts():
+    """They have fewer tokens than the window, and what is before them has no ids."""
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    embedded = model.get_input_embeddings()(prompt(12, 3)).detach()
+    options = {"inputs_embeds": embedded, "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    texts = model.generate(**options)
+    lengths = {end: [[*row, end].index(end) for row in texts.tolist()] for end in texts.unique().tolist()}
+    end = max(lengths, key=lambda end: max(lengths[end]) - min(lengths[end]))
+    assert min(lengths[end]) < 8 < 40 < max(lengths[end])
+    for _ in range(2):
+        found = model.generate(assistant=spec, eos_token_id=end, **options)
+        assert torch.equal(found, model.generate(eos_token_id=end, **options))
+
+
+def test_traces_of_a_text_are_what_each_exit_says(monkeypatch):
+    model, spec, found = tiny_llama(), SelfSpec.layerskip(), []
+    original = probe.ProbingDraft._traces
+    monkeypatch.setattr(
+        probe.ProbingDraft, "_traces", lambda self, text, n: found.append(original(self, text, n)) or found[-1]
+    )
+    text = greedy(model, prompt(), 48, assistant=spec)
+    seen = {layer: np.concatenate([part[layer][0].accept[0] for part in found]) for layer in found[0]}
+    expected = _traces(model, text, prompt().shape[1], list(seen))
+    for layer, accept in seen.items():
+        # After the first generated token and each later one but the last.
+        assert accept.tolist() == expected[layer].accept[0, 1:].tolist()
+    assert len({tuple(accept) for accept in seen.values()}) > 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+def test_kinds_of_calls_choose_for_themselves():
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    greedy(model, prompt(), assistant=spec)
+    single = spec.choice(model)
+    greedy(model, prompt(9, 3), 42, assistant=spec)
+    several = spec.choice(model)
+    assert (single.tokens, several.tokens) == (47, 3 * 41)
+    greedy(model, prompt(), 12, assistant=spec)
+    assert spec.choice(model).tokens == 47 + 11
+    assert spec.choice(PeftModel(model, LoraConfig(target_modules=["q_proj"]))).tokens == 47 + 11
+    with pytest.raises(SettingTypeError, match=r"SelfSpec.choice takes a causal LM"):
+        spec.choice("model")
+
+
+def test_disturbed_timings_do_not_count():
+    watch = Stopwatch(exit_plan(2))
+    watch.seconds = {"early": [5.0, 50.0], "full": [9.0, 12.0], "few": [12.0, 40.0], "many": [24.0, 90.0]}
+    watch.seconds["draft"] = [5.5, 60.0]
+    other = Stopwatch(exit_plan(2))
+    other.seconds = {"early": [7.0], "full": [99.0], "few": [11.5, 99.0], "many": [23.5], "draft": [99.0]}
+    timings = Timings()
+    timings.add(watch)
+    assert timings.add(other) == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
+
+
+class Slow(dict):
+    """Lets other threads in between reading and writing."""
+
+    def __getitem__(self, layer):
+        time.sleep(0.002)
+        return super().__getitem__(layer)
+
+
+def test_a_study_is_complete_while_threads_add_to_it():
+    """No text is lost, and each choice has one text more behind it."""
+    study, bad = ExitStudy(4), np.zeros((1, 40))
+
+    def add(_):
+        watch = Stopwatch(exit_plan(1))
+        watch.seconds = {"early": [3.0], "full": [9.0], "few": [9.5], "many": [10.0]}
+        return study.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), watch, [FixedLength(1)], 25)
+
+    with ThreadPoolExecutor(4) as pool:
+        choices = list(pool.map(add, range(12)))
+    assert sorted(choice.tokens for choice in choices) == [40 * count for count in range(1, 13)]
+    assert study.timings.count == 12
+
+
+def test_timings_use_no_random_numbers():
+    """Those of the generation go on where they were."""
+    model, states = tiny_llama(), []
+    model.generation_config.eos_token_id = None
+    spec = SelfSpec.layerskip()
+    original = PartialDraft.measure
+
+    def watched(self, *args):
+        before = torch.get_rng_state()
+        complete = original(self, *args)
+        states.append(torch.equal(before, torch.get_rng_state()))
+        return complete
+
+    with patch.object(PartialDraft, "measure", watched):
+        model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
+    assert states == [True, True]
+
+
+def use_costs(monkeypatch, **costs):
+    layers = {"attention": costs.pop("layer") / 2, "several": 0.0, "num_layers": 6}
+    layers["mlp"] = layers["attention"]
+    monkeypatch.setattr(Stopwatch, "costs", lambda self, of=min: ForwardCosts(**layers, **costs))
+
+
+def test_the_chosen_exit_is_used(monkeypatch):
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
+    greedy(model, prompt(), assistant=spec)
+    choice = spec.choice(model)
+    assert (choice.layer, choice.stop) == (3, FixedLength(6))
+    assert choice.reuse_from == 4  # 0.1 for another forward, 0.03 spared for each token
+    assert spec.stats.plan == "###..."
+    for tokens in (48, 12):  # also where no probe is due
+        greedy(model, prompt(), tokens, assistant=spec)
+        assert spec.stats.plan == "###..."
+        assert 0 < max(spec.stats.accepted_lengths) <= 6
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
+def test_states_are_reused_where_that_pays(monkeypatch, tokens):
+    model, given = tiny_llama(), []
+    use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
+    spec = SelfSpec.layerskip(num_draft=tokens)
+    monkeypatch.setattr(
+        Decoder, "_verify_pass", lambda self, draft, run=Decoder._verify_pass: given.append(draft) or run(self, draft)
+    )
+    greedy(model, prompt(), assistant=spec)
+    given.clear()
+    assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
+    lengths = {draft.size: draft.states is not None for draft in given if draft.size}
+    assert max(lengths) == tokens
+    layer = spec.choice(model).layer
+    assert lengths == {length: 0.01 * layer * length >= 0.1 for length in lengths}
+
+
+def test_where_no_draft_pays_none_is_made(monkeypatch):
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    use_costs(monkeypatch, fixed=1.0, layer=0.0, token=0.0, step=50.0)
+    greedy(model, prompt(), assistant=spec)
+    assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
+    assert spec.choice(model).layer is None
+    assert (spec.stats.drafted, spec.stats.plan) == (0, "######")
+
+
+def test_given_parts_are_kept_by_the_probe():
+    model = tiny_llama()
+    only_length = SelfSpec.layerskip(exit_layer=3)
+    greedy(model, prompt(), assistant=only_length)
+    assert set(only_length.choice(model).by_layer) == {3}
+    only_exit = SelfSpec.layerskip(num_draft=2)
+    greedy(model, prompt(), assistant=only_exit)
+    assert only_exit.choice(model).stop == FixedLength(2)
+    own = SelfSpec.layerskip(stop=lambda ids, logits, states: torch.ones(len(ids), dtype=torch.bool))
+    for _ in range(2):
+        greedy(model, prompt(), assistant=own)
+    assert own.stats.drafted <= own.stats.rounds  # its own rule ends each draft after a token
+
+
+def test_sampling_with_a_probe_runs_and_chooses():
+    model, spec = tiny_llama(), SelfSpec.layerskip()
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": True, "top_p": 0.9, "temperature": 0.7, "max_new_tokens": 48, "pad_token_id": 0}
+    ids = model.generate(prompt(), attention_mask=torch.ones(1, 6, dtype=torch.long), assistant=spec, **options)
+    assert ids.shape == (1, 54)
+    accept = np.concatenate([found.accept[0] for found in study_of(spec, model)._traces[2]])
+    assert len(accept) == 47
+    assert ((accept > 0) & (accept < 1)).all()
+
+
+def test_traces_of_drawn_tokens_are_of_the_processed_distributions(monkeypatch):
+    """``top_k=1`` leaves the first choice alone, so that acceptance is agreement."""
+    model, found = tiny_llama(), []
+    model.generation_config.eos_token_id = None
+    original = probe.ProbingDraft._traces
+    monkeypatch.setattr(
+        probe.ProbingDraft, "_traces", lambda self, text, n: found.append(original(self, text, n)) or found[-1]
+    )
+    options = {"attention_mask": torch.ones_like(prompt()), "max_new_tokens": 48, "pad_token_id": 0}
+    model.generate(prompt(), do_sample=True, top_k=1, assistant=SelfSpec.layerskip(), **options)
+    drawn = found.copy()
+    found.clear()
+    model.generate(prompt(), do_sample=False, assistant=SelfSpec.layerskip(), **options)
+    for layer in drawn[0]:
+        accept, expected = (np.concatenate([part[layer][0].accept[0] for part in parts]) for parts in (drawn, found))
+        np.testing.assert_allclose(accept, expected, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_threads_that_probe_and_threads_that_do_not_share_a_model():
+    model, ids = tiny_llama(), prompt()
+    model.generation_config.eos_token_id = None
+    expected = greedy(model, ids)
+    model.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.002))  # lets other threads in
+    specs = [None, SelfSpec.layerskip(), SelfSpec.layerskip(), None] * 3
+
+    def run(spec):
+        return [greedy(model, ids, **({} if spec is None else {"assistant": spec})) for _ in range(4)]
+
+    with ThreadPoolExecutor(len(specs)) as pool:
+        for found in pool.map(run, specs):
+            assert all(torch.equal(text, expected) for text in found)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_failing_probe_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny_llama()
+
+    def fail(self, states):
+        raise RuntimeError("in the probe")
+
+    monkeypatch.setattr(Exits, "head", fail)
+    with pytest.raises(RuntimeError, match="in the probe"):
+        greedy(model, prompt(), assistant=SelfSpec.layerskip())
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_layerskip_is_an_early_exit_with_a_stop_rule():
+    assert SelfSpec.layerskip(6, 4) == SelfSpec(draft=EarlyExit(6), stop=FixedLength(4), max_draft=12)
+    rule = ConfidenceThreshold(0.4)
+    assert SelfSpec.layerskip(6, stop=rule, max_draft=9) == SelfSpec(draft=EarlyExit(6), stop=rule, max_draft=9)
+    assert SelfSpec.layerskip(6, 20).max_draft == 20
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: SelfSpec.layerskip(0), SettingError, "EarlyExit(layer) must be at least 1, got 0"),
+        (lambda: SelfSpec.layerskip("6"), SettingTypeError, "got '6'"),
+        (lambda: SelfSpec.layerskip(6, 0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
+        (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
+        (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft) must be a whole number"),
+        (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly(layer) must be at least 1, got 0"),
+        (lambda: SelfSpec.early_exit_only(None), SettingError, "give one of the two"),
+    ],
+)
+def test_wrong_settings(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def test_exit_that_does_not_exist():
+    with pytest.raises(SettingError, match=r"EarlyExitOnly\(layer=6\) is not possible: .* has 6 layers"):
+        greedy(tiny_llama(), prompt(), assistant=SelfSpec.early_exit_only(6))
+    for spec in (SelfSpec.layerskip(6), SelfSpec.layerskip(6, 2)):
+        with pytest.raises(SettingError, match=r"EarlyExit\(layer=6\) is not possible: .* has 6 layers"):
+            greedy(tiny_llama(), prompt(), assistant=spec)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: build("gpt_bigcode"), UnsupportedModelError, r"GPTBigCodeForCausalLM .* exit_layer and a num_draft"),
+        (lambda: tiny_llama(1), SettingError, "LlamaForCausalLM has one layer"),
+    ],
+)
+def test_models_that_cannot_be_probed(make, error, words):
+    model, streamed = make(), []
+    streamer = type("Streamer", (), {"put": lambda self, ids: streamed.append(ids), "end": lambda self: None})()
+    with pytest.raises(error, match=words):
+        greedy(model, prompt(), assistant=SelfSpec.layerskip(), streamer=streamer)
+    assert len(streamed) <= 1  # the prompt, which transformers streams before anything else
+    if error is not SettingError:
+        spec = SelfSpec.layerskip(1, 2)
+        assert torch.equal(greedy(model, prompt(), assistant=spec), greedy(model, prompt()))
+
+
+# Early exit only -----------------------------------------------------------------------------------------------------
+
+
+def truncated(model, layers):
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    small = type(model)(config).eval()
+    small.load_state_dict({name: value for name, value in model.state_dict().items() if name in small.state_dict()})
+    return small
+
+
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
+def test_early_exit_only_is_the_truncated_model(make):
+    model = make()
+    assert isinstance(model, (LlamaForCausalLM, GPT2LMHeadModel))
+    small, spec = truncated(model, 2), SelfSpec.early_exit_only(2)
+    for rows in (1, 3):
+        ids = prompt(rows=rows)
+        found = greedy(model, ids, assistant=spec)
+        assert torch.equal(found, greedy(small, ids))
+        assert not torch.equal(found, greedy(model, ids))
+    assert (spec.stats.drafted, spec.stats.plan) == (0, "##....")
+
+
+def test_early_exit_only_samples_from_the_truncated_model():
+    model, outputs = tiny_llama(), []
+    options = {"return_dict_in_generate": True, "output_logits": True, "do_sample": True, "max_new_tokens": 8}
+    for kind, more in ((model, {"assistant": SelfSpec.early_exit_only(2)}), (truncated(model, 2), {})):
+        kind.generation_config.eos_token_id = None
+        torch.manual_seed(0)
+        outputs.append(kind.generate(prompt(), pad_token_id=0, **options, **more))
+    found, expected = outputs
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.allclose(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-5)
+
+
+def test_early_exit_only_returns_no_cache_and_takes_none():
+    """Later layers' keys and values do not exist, so whatever went on from them would be wrong."""
+    model, spec = tiny_llama(), SelfSpec.early_exit_only(2)
+    output = greedy(model, prompt(), 4, assistant=spec, return_dict_in_generate=True)
+    assert output.past_key_values is None
+    with pytest.raises(UnsupportedOptionError, match="Leave out `past_key_values`"):
+        greedy(model, prompt(), 4, assistant=spec, past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "opt", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_single_exits_that_are_tried_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in turn, on the last tokens of a text, before one looks as if it paid."""
+    tried: list[int] = []
+    trial, model = probe.ProbingDraft._trace_of, build(name)
+
+    def noted(draft: probe.ProbingDraft, text: Any, layer: int, *given: Any) -> Trace | None:
+        tried.append(layer)
+        return trial(draft, text, layer, *given)
+
+    monkeypatch.setattr(ExitStudy, "is_promising", False)
+    monkeypatch.setattr(probe.ProbingDraft, "_trace_of", noted)
+    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, assistant=SelfSpec.layerskip()), plain)
+    assert tried
+
+
+def test_single_exits_decide_late_and_for_one_process() -> None:
+    """However many rows a trial has, all three places are tried twice; a file never tells of it."""
+    study, layers = ExitStudy(12), range(1, 12)
+    study.is_promising = False
+    hopeless = Trace(np.zeros((8, 16)), np.full((8, 16), 0.9))
+    for tried in range(6):
+        assert study.choice is None, tried
+        study.add_trial(study.next_exit(layers), hopeless, [FixedLength(2)], 8)
+    assert study.choice is not None
+    assert study.is_idle
+    assert sorted(study.choice.by_layer) == [2, 4, 8]
+    assert study.state() == {}

@@ -1,0 +1,201 @@
+"""Examples of chats and services, on the demo model: what they answer is plain generate's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from helpers.processes import EXAMPLES, library
+from hf_selfspec import SelfSpec
+
+QUESTIONS = ("def read_text(path):", "def write_text(path, text):", "class Stack:")
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the demo model in float32, and a template for chats."""
+    folder = str(tmp_path_factory.mktemp("chat"))
+    AutoModelForCausalLM.from_pretrained(EXAMPLES / "demo_model", dtype=torch.float32).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "demo_model")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(chat_model: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(chat_model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_model: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(chat_model)
+
+
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Plain generate's new ids."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    return model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+# A chat --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_runs_over_what_is_new(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = importlib.import_module("chat").Chat(model, tokenizer, assistant=SelfSpec(), **GREEDY)
+    widths: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    prompt = ""
+    try:
+        for question in QUESTIONS:
+            known = chat.cache.get_seq_length()
+            widths.clear()
+            text = chat.answer(question)
+            first = widths[0]
+            prompt += question + "\n"
+            assert chat.ids[0, -24:].tolist() == answer(model, tokenizer, prompt)
+            assert first == chat.ids.shape[1] - 24 - known
+            prompt += text + "\n"
+    finally:
+        handle.remove()
+    assert known > 0
+
+
+def test_a_chat_goes_back_where_the_template_writes_another_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """As templates do that leave out what a model thought."""
+    chat = importlib.import_module("chat").Chat(model, tokenizer, assistant=SelfSpec(), **GREEDY)
+    chat.answer(QUESTIONS[0])
+    chat.messages[1]["content"] = "    pass"
+    chat.answer(QUESTIONS[1])
+    expected = answer(model, tokenizer, f"{QUESTIONS[0]}\n    pass\n{QUESTIONS[1]}\n")
+    assert chat.ids[0, -24:].tolist() == expected
+
+
+def test_the_chat_in_a_terminal(chat_model: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "chat.py"), "--model", chat_model, "--max-new-tokens", "12"]
+    done = subprocess.run(command, input="\n".join(QUESTIONS), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("of drafted ones accepted]") == len(QUESTIONS)
+
+
+# Services ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """The address of a server in this process."""
+    uvicorn = library("uvicorn")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait(lambda: server.started or not thread.is_alive())
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait(until: Callable[[], bool]) -> None:
+    while not until():
+        time.sleep(0.01)
+
+
+def events(text: str) -> list[Any]:
+    """What server-sent events hold."""
+    lines = (line.removeprefix("data: ") for line in text.splitlines() if line)
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    httpx = library("httpx")
+    library("fastapi")
+    expected = {prompt: answer(model, tokenizer, prompt) for prompt in QUESTIONS}
+    requests = [
+        (way, {"prompt": prompt, "user": user, "max_new_tokens": 24})
+        for way in ("generate", "stream")
+        for prompt in QUESTIONS
+        for user in ("ada", "grace")
+    ]
+    with running(importlib.import_module("service").service(model, tokenizer)) as address:
+
+        def ids(request: tuple[str, dict[str, Any]]) -> list[int]:
+            way, body = request
+            answered = httpx.post(f"{address}/{way}", json=body, timeout=120).raise_for_status()
+            if way == "generate":
+                return answered.json()["ids"]
+            *parts, last = events(answered.text)
+            assert "".join(part["text"] for part in parts) == tokenizer.decode(last["ids"], skip_special_tokens=True)
+            assert len(parts) > 1
+            return last["ids"]
+
+        with ThreadPoolExecutor(len(requests)) as pool:
+            for request, found in zip(requests, pool.map(ids, requests), strict=True):
+                assert found == expected[request[1]["prompt"]]
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_reader_who_leaves_ends_the_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    httpx = library("httpx")
+    library("fastapi")
+    body = {"prompt": QUESTIONS[0], "max_new_tokens": 480}
+    slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.01))  # as a larger model: the server has its turn
+    with slow, running(importlib.import_module("service").service(model, tokenizer, threads=1)) as address:
+        with httpx.stream("POST", f"{address}/stream", json=body, timeout=120) as reply:
+            next(reply.iter_lines())
+        # The one thread is free again long before so many tokens are written.
+        started = time.perf_counter()
+        httpx.post(f"{address}/generate", json={"prompt": "x", "max_new_tokens": 1}, timeout=120).raise_for_status()
+        waited = time.perf_counter() - started
+        started = time.perf_counter()
+        httpx.post(f"{address}/generate", json=body | {"user": "other"}, timeout=120).raise_for_status()
+        assert waited < 0.5 * (time.perf_counter() - started)
+
+
+def test_the_server_of_transformers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    httpx = library("httpx")
+    for name in ("fastapi", "uvicorn", "openai"):
+        library(name)
+    cli = pytest.importorskip("transformers.cli.serve", reason="this version of transformers has no `serve`")
+    from transformers.cli.serving.model_manager import ModelManager
+
+    # Restores what the example replaces.
+    monkeypatch.setattr(ModelManager, "load_model_and_processor", ModelManager.load_model_and_processor)
+    example = importlib.import_module("openai_server")
+    with monkeypatch.context() as patch:
+        patch.setattr(library("uvicorn").Server, "run", lambda self: None)  # until it is interrupted
+        app = cli.Serve(chat_model, device="cpu", dtype="float32").server.config.app
+    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 24, "temperature": 0}
+    with running(app) as address:
+        whole, streamed = (
+            httpx.post(f"{address}/v1/chat/completions", json=body | {"stream": stream}, timeout=120)
+            for stream in (False, True)
+        )
+    text = tokenizer.decode(answer(model, tokenizer, QUESTIONS[0] + "\n"), skip_special_tokens=True)
+    assert whole.json()["choices"][0]["message"]["content"] == text
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events(streamed.text)) == text
+    assert example.SPEC.stats.drafted > 0

@@ -1,0 +1,427 @@
+"""The task experiment among the examples: its pairs, its labels and the whole way in two steps."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
+
+from helpers.models import tiny_llama
+from helpers.processes import EXAMPLES
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Lookup
+
+sys.path.append(str(EXAMPLES))
+
+import finetune_task
+import tasks
+from benchmarks.corpus import is_held_out
+from benchmarks.timing import Sample, Timings
+from finetune_task import Evaluation, Pair, Recipe, Row, TrainingPairs
+
+SIGNATURE = tasks.TASKS["signature"]
+DEMO_MODEL = Path(finetune_task.__file__).parent / "demo_model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty small files, at least one of them held out, whose headers overlap."""
+    folder = tmp_path_factory.mktemp("library")
+    for number in range(60):
+        shared, own = f"def shared{number % 20}(self, size=0):", f"def own{number}(x, *y):"
+        source = f"class A:\n    {shared}\n        {own} pass\n"
+        (folder / f"file{number}.py").write_text(source)
+    (folder / "site-packages").mkdir()
+    (folder / "site-packages" / "other.py").write_text("def installed(x): pass\n")
+    (folder / "old.py").write_text("def f(x): print x\n")
+    return folder
+
+
+def signature(header: str) -> dict[str, object]:
+    """What the script makes of a header, by way of its text."""
+    return json.loads(tasks.answer_text(tasks.parse_header(header)))
+
+
+def arguments(header: str) -> list[dict[str, str]]:
+    return signature(header)["args"]
+
+
+def test_every_kind_of_argument_has_its_name() -> None:
+    assert signature("def f(a, b=1, /, c=2, *args, d, e=3, **kw):") == {
+        "name": "f",
+        "args": [
+            {"name": "a", "kind": "posonly"},
+            {"name": "b", "kind": "posonly", "default": "1"},
+            {"name": "c", "kind": "arg", "default": "2"},
+            {"name": "args", "kind": "vararg"},
+            {"name": "d", "kind": "kwonly"},
+            {"name": "e", "kind": "kwonly", "default": "3"},
+            {"name": "kw", "kind": "kwarg"},
+        ],
+    }
+
+
+def test_annotations_and_the_returned_type_are_kept_as_written() -> None:
+    found = signature("def f(a: 'A', *b: int, c: Dict[str, int]=None, **d: T | None) -> Optional['B']:")
+    assert [argument["annotation"] for argument in found["args"]] == ["'A'", "int", "Dict[str, int]", "T | None"]
+    assert found["returns"] == "Optional['B']"
+
+
+def test_async_is_said_only_where_it_is() -> None:
+    assert signature("async def f():") == {"name": "f", "async": True, "args": []}
+    assert signature("def f():") == {"name": "f", "args": []}
+
+
+@pytest.mark.parametrize("default", ["'\"'", '"\'"', r"'\n\\'", "{'a': [\"b'\"]}", "lambda x, y=',': x", "-1.5", "'é'"])
+def test_a_default_survives_the_json(default: str) -> None:
+    found = arguments(f"def f(a, b={default}, *, c={default}):")
+    assert "default" not in found[0]
+    for argument in found[1:]:
+        assert ast.dump(ast.parse(argument["default"])) == ast.dump(ast.parse(default))
+
+
+def test_headers_come_on_one_line_from_every_depth() -> None:
+    source = """
+@decorator(1)
+def outer(a,
+          b = (1,
+               2)) -> "X":
+    '''def not_this(one): pass'''
+    class Inner:
+        async def method(self): return lambda: 0
+"""
+    found = list(tasks.headers_in(source.encode()))
+    assert found == ["def outer(a,b=(1, 2))->'X':", "async def method(self):"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "def f(a,b=1,/,c=2,*args,d,e=3,**kw):",
+        "def f(a,/):",
+        "def f(a,/,*,b):",
+        "def f(a:int=1,*,b:'x, y'='=',c)->Dict[str, int]:",
+        "async def f(*a:int,b,**c:lambda: 0):",
+    ],
+)
+def test_a_header_is_written_back_as_it_was_read(header: str) -> None:
+    assert tasks.header_of(tasks.parse_header(header)) == header
+    assert list(tasks.headers_in(f"class A:\n  {header} pass".encode())) == [header]
+
+
+@pytest.mark.parametrize("source", [b"def f(x): print x\n", b"\xff\xfe", b"def f(): pass\0"])
+def test_sources_that_do_not_parse_have_no_headers(source: bytes) -> None:
+    assert list(tasks.headers_in(source)) == []
+
+
+def test_old_escapes_do_not_warn() -> None:
+    assert list(tasks.headers_in(b"def f(x='\\d'): pass\n")) == [r"def f(x='\\d'):"]
+
+
+def test_no_header_is_in_both_halves(library: Path) -> None:
+    headers = tasks.read_headers(library)
+    assert headers.held_out
+    assert not set(headers.training) & set(headers.held_out)
+    assert len(set(headers.training)) == len(headers.training)
+    assert not any("installed" in header for header in headers.training + headers.held_out)
+
+
+def test_held_out_headers_are_those_of_held_out_files(library: Path) -> None:
+    headers = tasks.read_headers(library)
+    expected = {
+        header
+        for file in library.glob("*.py")
+        if is_held_out(file.relative_to(library))
+        for header in tasks.headers_in(file.read_bytes())
+    }
+    assert set(headers.held_out) == expected
+    # Some of them are in training files as well, where they must be left out.
+    everywhere = [header for file in library.glob("*.py") for header in tasks.headers_in(file.read_bytes())]
+    assert any(everywhere.count(header) > 1 for header in expected)
+
+
+def test_most_headers_that_take_nothing_are_left_out() -> None:
+    bare = [f"def name{number}(self):" for number in range(400)]
+    assert 60 < sum(map(tasks.is_kept, bare)) < 140
+    assert all(tasks.is_kept(header.replace("self", "self, x")) for header in bare)
+
+
+def test_prompt_and_answer_read_back(tokenizer: PreTrainedTokenizerBase) -> None:
+    header = "def f(self,x='a\\n',*,y:int=3):"
+    pair = finetune_task.encode(tokenizer, SIGNATURE, header)
+    assert tokenizer.decode(pair.prompt) == f"{header}\n"
+    assert pair.answer[-1] == tokenizer.eos_token_id
+    assert pair.answer.count(tokenizer.eos_token_id) == 1
+    assert tasks.is_right(tokenizer.decode(pair.answer[:-1]), pair.expected)
+
+
+def test_long_pairs_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    headers = ["def f(x):", f"def f({', '.join(f'x{number}' for number in range(40))}):"]
+    prompts = [len(finetune_task.encode(tokenizer, SIGNATURE, header).prompt) for header in headers]
+    pairs = finetune_task.encode_all(tokenizer, SIGNATURE, headers, longest=2 * max(prompts))
+    assert [pair.expected["args"] for pair in pairs] == [[{"name": "x", "kind": "arg"}]]
+    exactly = len(finetune_task.encode(tokenizer, SIGNATURE, headers[0]))
+    assert len(finetune_task.encode_all(tokenizer, SIGNATURE, headers[:1], exactly)) == 1
+    assert not finetune_task.encode_all(tokenizer, SIGNATURE, headers[:1], exactly - 1)
+
+
+def test_batches_are_of_like_length_and_shuffled() -> None:
+    pairs = [Pair([0] * (number % 50), [number], {}) for number in range(403)]
+    recipe = Recipe(steps=60, batch_size=8)
+    order = finetune_task.in_batches(pairs, recipe)
+    assert len(order) == 60 * 8
+    batches = [order[start : start + 8] for start in range(0, len(order), 8)]
+    assert all(max(map(len, batch)) - min(map(len, batch)) <= 2 for batch in batches)
+    lengths = [len(batch[0]) for batch in batches]
+    assert sorted(lengths[:50]) != lengths[:50]
+    assert len({pair.answer[0] for pair in order[: 50 * 8]}) == 50 * 8
+    assert finetune_task.in_batches(pairs, recipe) == order
+    assert finetune_task.in_batches(pairs, Recipe(steps=60, batch_size=8, seed=1)) != order
+    many = [Pair([0], [number], {}) for number in range(1000)]
+    first = finetune_task.in_batches(many, Recipe(steps=50, batch_size=8))
+    assert max(pair.answer[0] for pair in first) >= 400  # not the pairs of the first chunk as they came
+
+
+def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    pairs = [finetune_task.encode(tokenizer, SIGNATURE, header) for header in ("def f():", "def longer(a, b=None):")]
+    dataset = TrainingPairs(pairs)
+    batch = finetune_task.collator(tokenizer)([dataset[0], dataset[1]])
+    short, width = pairs[0], len(pairs[1])
+    padding = width - len(short)
+    assert padding > 0
+    assert batch["input_ids"].shape == (2, width)
+    assert batch["input_ids"][0].tolist() == short.prompt + short.answer + [tokenizer.pad_token_id] * padding
+    assert batch["labels"][0].tolist() == [-100] * len(short.prompt) + short.answer + [-100] * padding
+    assert batch["attention_mask"][0].tolist() == [1] * len(short) + [0] * padding
+    assert batch["labels"][1].tolist() == [-100] * len(pairs[1].prompt) + pairs[1].answer
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ('{"name":"f","args":[]}', True),
+        ('{"args": [], "name": "f"}', True),
+        ('{"name":"g","args":[]}', False),
+        ('{"name":"f","args":[]}}', False),
+        ("", False),
+    ],
+)
+def test_answers_are_compared_as_objects(text: str, right: bool) -> None:
+    assert tasks.is_right(text, {"name": "f", "args": []}) is right
+
+
+def test_other_tokens_are_reported() -> None:
+    plain = Row("plain", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
+    same = Row("same", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
+    early = Row("early exit only", lossless=False, outputs=[torch.tensor([1, 2]), torch.tensor([4])])
+    other = Row("other", outputs=[torch.tensor([1, 2]), torch.tensor([4])])
+    assert "yes" in finetune_task.verdict([plain, same, early])
+    assert "1 outputs" in finetune_task.verdict([plain, same, early, other])
+
+
+def test_too_few_sources_are_refused(library: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="a batch of 1000"):
+        finetune_task.finetune(Recipe(batch_size=1000), Evaluation(), library, tmp_path, tmp_path)
+    training = next(file for file in library.glob("file*.py") if not is_held_out(Path(file.name)))
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / training.name).write_text(training.read_text())
+    with pytest.raises(SystemExit, match="and 0 held-out ones"):
+        finetune_task.finetune(Recipe(batch_size=1), Evaluation(), tmp_path / "few", tmp_path, tmp_path / "other")
+
+
+def timed(*per_token: float) -> Timings:
+    return Timings([Sample(0.0, seconds * 10, 10) for seconds in per_token])
+
+
+def test_the_table_says_what_was_measured() -> None:
+    plain = Row("plain", correct=[True, False, True, True], timings=timed(0.004, 0.002, 0.009))
+    ours = Row("ours", None, 3, correct=[True] * 4, drafted=8, accepted=6, timings=timed(0.002, 0.001, 0.001))
+    lines = finetune_task.table([plain, ours]).splitlines()
+    assert lines[2] == "| plain | - | 75.0% | - | 4.00 | 1.00 |"
+    assert lines[3] == "| ours | 3 | 100.0% | 75.0% | 1.00 | 4.00 |"
+
+
+class Answering:
+    """A model whose answers are given."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers
+
+    def eval(self) -> Answering:
+        return self
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.cat([input_ids, torch.tensor([self.answers.pop(0)])], dim=1)
+
+
+def test_answers_are_scored(tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [finetune_task.encode(tokenizer, SIGNATURE, header) for header in ("def f(x):", "def g(y):")]
+    model = Answering([pairs[0].answer, pairs[0].answer])
+    generator, row = finetune_task.Generator(model, tokenizer, SIGNATURE, 64), Row("plain")
+    for pair in pairs:
+        generator.score(row, pair)
+    assert row.correct == [True, False]
+    assert row.outputs[1].tolist() == pairs[1].prompt + pairs[0].answer
+
+
+def test_the_fastest_stop_rule_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time(self: Any, rows: list[Row], pairs: Any) -> None:
+        for place, row in enumerate(rows):
+            row.timings = timed(0.002 if place == 3 else 0.004)
+
+    monkeypatch.setattr(finetune_task.Generator, "time", time)
+    generator = finetune_task.Generator.__new__(finetune_task.Generator)
+    best = finetune_task.best_self_speculation(generator, 2, [])
+    assert best.assistant.stop == finetune_task.STOP_RULES[3]
+    assert best.timings.samples == []
+
+
+def test_what_is_evaluated_on(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Held-out pairs for the table, training pairs for the choice of stop rules."""
+    training, held_out = ([Pair([number], [0], {}) for number in range(first, first + 9)] for first in (0, 100))
+    scored, times = [], []
+
+    def score(self: Any, row: Row, pair: Pair) -> None:
+        scored.append(pair.prompt[0])
+        row.correct.append(True)
+
+    def time(self: Any, rows: list[Row], pairs: list[Pair]) -> None:
+        times.append([pair.prompt[0] for pair in pairs])
+        for row in rows:
+            row.timings = timed(0.002)
+
+    monkeypatch.setattr(finetune_task.Generator, "score", score)
+    monkeypatch.setattr(finetune_task.Generator, "time", time)
+    generator = finetune_task.Generator(tiny_llama(4), tokenizer, SIGNATURE, 64)
+    rows = finetune_task.evaluate(generator, training, held_out, Evaluation(pairs=4, timed=2, tuning=3), 0)
+    assert [row.name.split(",")[0] for row in rows] == [
+        "plain",
+        *["early exit only"] * 3,
+        *["self-speculative"] * 3,
+        "free drafts alone",
+        *["with free drafts"] * 3,
+    ]
+    for alone, beside in zip(rows[4:7], rows[8:], strict=True):
+        assert beside.assistant.draft.sources == (Lookup(), alone.assistant.draft)
+        assert beside.assistant.stop == alone.assistant.stop
+    assert len(set(scored)) == 4
+    assert min(scored) >= 100
+    assert [len(pairs) for pairs in times] == [3, 3, 3, 2]
+    assert max(max(pairs) for pairs in times[:3]) < 100 <= min(times[3])
+
+
+def test_exits_are_an_eighth_and_the_quarters() -> None:
+    assert finetune_task.exit_layers(24) == [3, 6, 12, 18]
+    assert finetune_task.exit_layers(12) == [1, 3, 6, 9]
+    assert finetune_task.exit_layers(4) == [1, 2, 3]
+
+
+@pytest.mark.every_run("True-False")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+@pytest.mark.parametrize(("lora", "callbacks"), [(False, True), (True, False)])
+def test_two_steps_make_a_model_and_a_table(
+    lora: bool,
+    callbacks: bool,
+    library: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = tmp_path / "start"
+    tiny_llama(layers=4, vocabulary=len(tokenizer)).save_pretrained(start)
+    tokenizer.save_pretrained(start)
+    recipe = Recipe(model=str(start), steps=2, batch_size=2, longest=64, lora=lora, callbacks=callbacks)
+    folders = tmp_path / "model", tmp_path / "checkpoints"
+    given: list[Any] = []
+
+    class Recording(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            given.extend(self.callback_handler.callbacks)
+            return super().train(*args, **kwargs)
+
+    monkeypatch.setattr(finetune_task, "Trainer", Recording)
+    evaluation = Evaluation(pairs=2, timed=1, tuning=1, head=50)
+    text = finetune_task.finetune(recipe, evaluation, library, *folders, "a command")
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].split(",")[0].strip() for line in table[2:]] == [
+        "plain",
+        *["early exit only"] * 3,
+        *["self-speculative"] * 3,
+        "free drafts alone",
+        *["with free drafts"] * 3,
+        *["reduced head", "reduced head"] * 3,
+    ]
+    assert "equal plain generation's: yes, for all 2 pairs" in text
+    assert (tmp_path / "model" / "results.md").read_text(encoding="utf-8") == text
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    again = finetune_task.train_model(recipe, AutoTokenizer.from_pretrained(tmp_path / "model"), [], folders[1])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name].to(tensor.dtype)), name
+    before = finetune_task.load(start).state_dict()
+    assert any(not torch.equal(tensor, again.state_dict()[name]) for name, tensor in before.items())
+    exits = [callback for callback in given if isinstance(callback, EarlyExitLoss)]
+    dropouts = [callback for callback in given if isinstance(callback, LayerDropout)]
+    assert [(exit.e_scale, exit.curriculum, exit.layers) for exit in exits] == [(1.0, Gradual(), {1, 2, 3})] * callbacks
+    assert [dropout.p_max for dropout in dropouts] == [0.2] * callbacks
+    other = replace(recipe, learning_rate=1.0)
+    with pytest.raises(SystemExit, match="learning_rate"):
+        finetune_task.finetune(other, Evaluation(pairs=2, timed=1, tuning=1), library, *folders)
+
+
+def test_a_folder_of_another_run_is_refused(library: Path, tmp_path: Path) -> None:
+    headers = tasks.read_headers(library)
+    finetune_task.check_same_run(tmp_path, Recipe(), headers)
+    with pytest.raises(SystemExit, match="learning_rate"):
+        finetune_task.check_same_run(tmp_path, Recipe(learning_rate=1.0), headers)
+    with pytest.raises(SystemExit, match="corpus"):
+        finetune_task.check_same_run(tmp_path, Recipe(), replace(headers, digest="another"))
+
+
+def test_a_pair_is_as_long_as_both_its_parts() -> None:
+    assert len(Pair([1, 2], [3], {})) == 3
+
+
+PROBLEMS = [
+    {
+        "question": f"How many are {number} and 1,000?",
+        "answer": f"{number}+1000\n#### {number + 1000:,}",
+    }
+    for number in range(60)
+]
+
+
+def test_word_problems_are_split_and_compared_by_their_result(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file, task = tmp_path / "problems.jsonl", tasks.TASKS["gsm8k"]
+    file.write_text("".join(json.dumps(problem) + "\n" for problem in [*PROBLEMS, *PROBLEMS]))
+    problems = task.read(file)
+    assert sorted([*problems.training, *problems.held_out]) == sorted(map(json.dumps, PROBLEMS))
+    assert 0 < len(problems.held_out) < 12
+    pair = finetune_task.encode(tokenizer, task, json.dumps(PROBLEMS[7]))
+    assert tokenizer.decode(pair.prompt) == "Question: How many are 7 and 1,000?\nAnswer: "
+    assert pair.expected == "1007"
+    assert task.is_right(tokenizer.decode(pair.answer[:-1]), pair.expected)
+    assert task.is_right("7 more\n#### 1007", "1007")
+    assert not task.is_right("7 more\n#### 1,008", "1007")
+    assert not task.is_right("1007", "1007")
+
+
+@pytest.mark.parametrize(("task", "message"), [("gsm8k", "needs --data"), ("cooking", "give one of signature, gsm8k")])
+def test_tasks_that_cannot_be_had_are_refused(task: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=message):
+        finetune_task.finetune(Recipe(task), Evaluation(), None, tmp_path / "model", tmp_path / "checkpoints")
+    assert not any(tmp_path.iterdir())

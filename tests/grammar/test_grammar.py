@@ -1,0 +1,723 @@
+"""Grammars that can go back: masks for drafts, forced text for free, and everything as plain ``generate`` leaves it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+
+import hf_selfspec
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.processes import library
+from helpers.sampling import SPECS as SAMPLED
+from helpers.sampling import VOCABULARY as FEW
+from helpers.sampling import check_exact, exact_joint, sample
+from hf_selfspec import (
+    ConfidenceThreshold,
+    Draft,
+    DraftSource,
+    EarlyExit,
+    FixedDrafter,
+    FixedLength,
+    SelfSpec,
+    SettingTypeError,
+    SkipLayers,
+    Text,
+    TopKTree,
+    UnsupportedOptionError,
+    decoding,
+)
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.grammar import XGrammar, protocol
+from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
+
+MODEL = tiny_llama(factor=0.5)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "is_old": {"type": "boolean"}},
+    "required": ["name", "is_old"],
+    "additionalProperties": False,
+}
+REGEX = r"(ab|ba)c[0-9]{2,5}(: end|, more)"
+# Behind tokens of one character come a few longer ones, so that forced text can be split in several ways.
+LONGER = ("name", "na", '":', "is", "_old", "old", "true", "fal", "false", "ab", "end", "more", "mo")
+SPECS: dict[str, Callable[[], SelfSpec]] = {
+    "default": SelfSpec,
+    "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4)),
+    "exit, tree": lambda: SelfSpec(EarlyExit(3), FixedLength(4), TopKTree(((0.5, 3), (1.0, 2)))),
+    "skips": lambda: SelfSpec(SkipLayers(), ConfidenceThreshold(0.1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):  # outlines and llguidance compile their masks, which takes long
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte level, one printable character per token and a few longer ones, as many as the model has."""
+    characters = [chr(33 + index) for index in range(94) if chr(33 + index) not in "!#$%&'*;<=>?@^"]
+    tokens = ["<pad>", "<s>", "</s>", *characters, "Ġ", *LONGER]
+    assert len(tokens) == VOCABULARY
+    core = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
+# The libraries: options of ``generate`` for a JSON schema or a regular expression ---------------------------------
+
+
+def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
+    xgrammar = library("xgrammar")
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY)
+    compiler = xgrammar.GrammarCompiler(info)
+    if regex is None:
+        grammar = compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+    else:
+        grammar = compiler.compile_regex(regex)
+    return {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(grammar)]}
+
+
+def _backend(tokenizer: PreTrainedTokenizerFast, module: str, name: str) -> Any:
+    outlines = library("outlines")
+    kind = getattr(importlib.import_module(f"outlines.backends.{module}"), name)
+    return kind(outlines.from_transformers(MODEL, tokenizer))
+
+
+def of_xgrammar_in_outlines(
+    tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None
+) -> dict[str, Any]:
+    library("xgrammar")
+    backend = _backend(tokenizer, "xgrammar", "XGrammarBackend")
+    if regex is None:
+        return {"logits_processor": [backend.get_json_schema_logits_processor(json.dumps(schema))]}
+    return {"logits_processor": [backend.get_regex_logits_processor(regex)]}
+
+
+def of_outlines_core(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
+    backend = _backend(tokenizer, "outlines_core", "OutlinesCoreBackend")
+    if regex is None:
+        return {"logits_processor": [backend.get_json_schema_logits_processor(json.dumps(schema), "")]}
+    return {"logits_processor": [backend.get_regex_logits_processor(regex)]}
+
+
+def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: Any, regex: str | None = None) -> dict[str, Any]:
+    matcher = library("llguidance").LLMatcher
+    if regex is None:
+        grammar = matcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
+    else:
+        grammar = matcher.grammar_from_regex(regex)
+    made = _backend(tokenizer, "llguidance", "LLGuidanceBackend")
+    kind = importlib.import_module("outlines.backends.llguidance").LLGuidanceLogitsProcessor
+    return {"logits_processor": [kind(grammar, made.llg_tokenizer, "torch")]}
+
+
+LIBRARIES = {
+    "xgrammar": of_xgrammar,
+    "xgrammar in outlines": of_xgrammar_in_outlines,
+    "outlines-core": of_outlines_core,
+    "llguidance": of_llguidance,
+}
+GRAMMARS = {"json": (SCHEMA, None), "regex": (None, REGEX)}
+libraries_warn = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method`:DeprecationWarning",  # of torch.compile
+    "ignore:Error in LLMatcher:UserWarning",  # of padding behind a row's end, in plain generate alone
+)
+
+
+def generated(tokenizer: PreTrainedTokenizerFast, inputs: Any, spec: SelfSpec | None, **options: Any) -> torch.Tensor:
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    return MODEL.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | ends | options, assistant=spec)
+
+
+def complete(tokenizer: PreTrainedTokenizerFast, inputs: Any, ids: torch.Tensor) -> list[str]:
+    """The texts that have come to their end."""
+    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :])
+    return [text.split("</s>")[0] for text in texts if "</s>" in text]
+
+
+def check_text(text: str, kind: str) -> None:
+    if kind == "regex":
+        assert re.fullmatch(REGEX, text)
+    else:
+        found = json.loads(text)
+        assert isinstance(found["is_old"], bool)
+        assert len(found["name"]) <= 6
+        assert len(found) == 2
+
+
+@pytest.mark.every_run("xgrammar-.*")
+@libraries_warn
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_ids_are_plain_generates_for_twenty_prompts(
+    library: str, kind: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Eight prompts alone and twelve in ragged batches, with each of the drafts in turn."""
+    shapes = [(12,)] * 8 + [(4, 9, 6)] * 4
+    specs = [make() for make in SPECS.values()]
+    checked = 0
+    for seed, lengths in enumerate(shapes):
+        inputs, spec = ragged_batch(lengths, seed=seed), specs[seed % len(specs)]
+        plain = generated(tokenizer, inputs, None, **LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
+        ours = generated(tokenizer, inputs, spec, **LIBRARIES[library](tokenizer, *GRAMMARS[kind]))
+        assert torch.equal(ours, plain)
+        assert spec.stats.together_for == "", "rows have to go on at their own pace"
+        assert spec.stats.accepted > 0
+        for text in complete(tokenizer, inputs, ours):
+            check_text(text, kind)
+            checked += 1
+    assert checked >= 10
+
+
+@libraries_warn
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_processor_goes_on_where_plain_generate_leaves_it(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    inputs = ragged_batch((12,), seed=3)
+    found = []
+    for spec in (None, SPECS["default"](), SPECS["exit"]()):
+        options, ids = LIBRARIES[library](tokenizer, SCHEMA), inputs["input_ids"]
+        for _ in range(5):
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ids = generated(tokenizer, given, spec, **options, max_new_tokens=7)
+        found.append(ids.tolist())
+    assert found[0] == found[1] == found[2]
+    assert '"is_old":' in tokenizer.decode(found[0][0])
+
+
+@libraries_warn
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_without_an_end_of_text_rows_go_on_as_in_plain_generate(
+    library: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    if library == "llguidance":
+        pytest.skip("its processor warns of each token behind the end")
+    inputs = ragged_batch((12,), seed=3)
+    options = {"eos_token_id": None, "max_new_tokens": 16}
+    plain = generated(tokenizer, inputs, None, **LIBRARIES[library](tokenizer, None, "ab{1,4}"), **options)
+    ours = generated(tokenizer, inputs, SPECS["exit"](), **LIBRARIES[library](tokenizer, None, "ab{1,4}"), **options)
+    assert torch.equal(ours, plain)
+
+
+@libraries_warn
+@pytest.mark.parametrize("regex", ["(ab|ba){40}", "ab{1,4}"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Outlines-core's guides take back 32 tokens at most; xgrammar's matchers have no masks behind their end."""
+    a, b = (tokenizer.convert_tokens_to_ids(token) for token in "ab")
+    texts = (
+        [(a,), (a, b), (a, b, a, b), (a, b) * 30] if "40" in regex else [(a,), (a, b), (a, b, tokenizer.eos_token_id)]
+    )
+
+    def begun() -> Any:
+        (processor,) = with_grammars(LIBRARIES[library](tokenizer, None, regex)["logits_processor"])
+        processor.begin(ragged_batch((12,), seed=3)["input_ids"], VOCABULARY)
+        return processor
+
+    def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
+        processor._rows[0]._masks.clear()
+        return processor.row(0).mask(list(text), ()).tolist()
+
+    expected = []
+    for text in texts:
+        fresh = begun()
+        expected.append([mask_of(fresh, text[:count]) for count in range(len(text) + 1)][-1])
+    walker = begun()
+    for one, other in product(range(len(texts)), repeat=2):
+        for place in (one, other):
+            assert mask_of(walker, texts[place]) == expected[place]
+
+
+@pytest.mark.slow
+@libraries_warn
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_drawn_tokens_have_the_distribution_of_the_masked_model(
+    library: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """All texts of a small grammar, by their probabilities; drafts are accepted and rejected."""
+    spec = SPECS["exit"]()
+    options = LIBRARIES[library](tokenizer, None, "[x-z][x-z][0-2]")
+    inputs = {name: value.repeat(600, 1) for name, value in ragged_batch((12,), seed=3).items()}
+    torch.manual_seed(0)
+    ids = generated(tokenizer, inputs, spec, **options, do_sample=True)
+    sets = [tokenizer.convert_tokens_to_ids(list(characters)) for characters in ("xyz", "xyz", "012")]
+    texts, joint = inputs["input_ids"][:1], torch.ones(1, dtype=torch.float64)
+    for tokens in sets:
+        with torch.no_grad():
+            shares = MODEL(texts).logits[:, -1, tokens].double().softmax(-1)
+        joint = (joint[:, None] * shares).flatten()
+        texts = torch.cat([texts.repeat_interleave(3, 0), torch.tensor(tokens).repeat(len(texts))[:, None]], dim=1)
+    places = {tuple(text): place for place, text in enumerate(texts[:, -3:].tolist())}
+    observed = torch.bincount(torch.tensor([places[tuple(row)] for row in ids[:, 12:15].tolist()]), minlength=27)
+    expected = joint * 600
+    kept = expected >= 5
+    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
+    assert kept.sum() > 10
+    assert statistic < 3 * kept.sum()
+    assert 0 < spec.stats.acceptance_rate < 1
+
+
+def test_forced_text_may_end_within_a_character() -> None:
+    """What both characters begin with is no text of its own."""
+    xgrammar = library("xgrammar")
+    info = xgrammar.TokenizerInfo([b"\xc3", b"\xa9", b"\xa8", b"</s>"], stop_token_ids=[3])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex("(é|è)"))
+    bitmask = xgrammar.allocate_token_bitmask(1, 4)
+    assert XGrammar(matcher, bitmask, 0, list(info.decoded_vocab)).expected() == 0
+
+
+# A user's own -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Automaton:
+    """Allows tokens by a table of states; each token leads on."""
+
+    table: list[list[int]]
+    states: list[int] = field(default_factory=lambda: [0])
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        found = torch.zeros(vocabulary, dtype=torch.bool)
+        found[self.table[self.states[-1]]] = True
+        return found
+
+    def advance(self, token: int) -> None:
+        assert token in self.table[self.states[-1]], "nothing forbidden may be taken in"
+        self.states.append((3 * self.states[-1] + token) % len(self.table))
+
+    def rollback(self, count: int) -> None:
+        assert 0 < count < len(self.states)
+        del self.states[-count:]
+
+
+class Expecting(Automaton):
+    """Expects the first token where there are few."""
+
+    def expected(self) -> int | None:
+        allowed = self.table[self.states[-1]]
+        return allowed[0] if len(allowed) < 4 else None
+
+
+class Own(LogitsProcessor):
+    """A processor of a user, with an automaton for each row."""
+
+    def __init__(self, table: list[list[int]], kind: type[Automaton] = Automaton) -> None:
+        self.table, self.kind, self.rows, self.calls = table, kind, [], 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if not self.rows:
+            self.rows = [self.kind(self.table) for _ in scores]
+        else:
+            for row, token in zip(self.rows, input_ids[:, -1].tolist(), strict=True):
+                row.advance(token)
+        allowed = torch.stack([row.mask(scores.shape[1]) for row in self.rows])
+        return scores.masked_fill(~allowed, -torch.inf)
+
+
+TABLE = [list(range(2, VOCABULARY, 2)), list(range(3, VOCABULARY, 3)), [7], list(range(2, 30))]
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_registered", {})
+    hf_selfspec.register_grammar(Own, lambda processor, input_ids: processor.rows)
+
+
+@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_grammar_of_ones_own(spec: str, lengths: tuple[int, ...], registered: None) -> None:
+    ours, inputs = SPECS[spec](), ragged_batch(lengths, seed=11)
+    found = []
+    for assistant in (None, ours):
+        processor = Own(TABLE)
+        ids = MODEL.generate(
+            **inputs, max_new_tokens=40, do_sample=False, logits_processor=[processor], assistant=assistant
+        )
+        found.append((ids.tolist(), [row.states for row in processor.rows]))
+    assert found[0] == found[1], "the same tokens, and the same state behind them"
+    assert processor.calls == 1
+    assert ours.stats.together_for == ""
+    assert ours.stats.accepted > 0
+
+
+class Steps(Automaton):
+    """Allows by the number of tokens so far, in the end what the last entry of its table allows."""
+
+    def advance(self, token: int) -> None:
+        self.states.append(min(self.states[-1] + 1, len(self.table) - 1))
+
+
+@dataclass(frozen=True)
+class PrefixFunction:
+    """A user's function for ``prefix_allowed_tokens_fn``, which allows as :class:`Steps` does."""
+
+    table: list[list[int]]
+    width: int
+
+    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        return self.table[min(len(input_ids) - self.width, len(self.table) - 1)]
+
+
+@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)], ids=["one row", "ragged batch"])
+def test_a_prefix_function_wins_where_all_that_it_allows_is_forbidden(
+    lengths: tuple[int, ...], tokenizer: PreTrainedTokenizerFast, registered: None
+) -> None:
+    """Transformers forces what a prefix function allows, here the end of the text, which comes too early."""
+    hf_selfspec.register_grammar(PrefixFunction, lambda function, ids: [Steps(function.table) for _ in ids])
+    inputs = ragged_batch(lengths, seed=3)
+    table = [TABLE[0], TABLE[1], [7], *[TABLE[3]] * 5, [tokenizer.eos_token_id]]
+    function = PrefixFunction(table, max(lengths))
+    found = []
+    for spec in (None, SPECS["default"](), SPECS["exit"]()):
+        ids = generated(tokenizer, inputs, spec, prefix_allowed_tokens_fn=function, min_new_tokens=20)
+        found.append(ids.tolist())
+        assert spec is None or spec.stats.accepted > 0
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][0]) - max(lengths) == len(table)
+
+
+class DeadEnd(LogitsProcessor):
+    """Allows nothing behind some tokens."""
+
+    is_stateless = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.isin(input_ids[:, -1:], self.tokens), -torch.inf)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_ends_where_nothing_may_follow(
+    do_sample: bool, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind tokens that only a draft takes another processor forbids all that the grammar allows."""
+    inputs, spec = ragged_batch((4, 9, 6), seed=11), SPECS["exit"]()
+    drafted: set[int] = set()
+    propose = PartialDraft.propose
+
+    def recorded(draft: Any, text: Text, max_new: list[int]) -> Draft:
+        found = propose(draft, text, max_new)
+        drafted.update(found.tokens.flatten().tolist())
+        return found
+
+    monkeypatch.setattr(PartialDraft, "propose", recorded)
+
+    def generate(assistant: SelfSpec | None, dead: list[int]) -> torch.Tensor:
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 30, "top_k": 1, "logits_processor": [Own(TABLE), DeadEnd(dead)]}
+        return MODEL.generate(**inputs, **options, do_sample=do_sample, assistant=assistant)
+
+    plain = generate(None, [])
+    assert torch.equal(generate(spec, []), plain)
+    dead = sorted(drafted - set(plain.flatten().tolist()))
+    assert len(dead) > 3
+    assert torch.equal(generate(spec, dead), plain)
+    assert spec.stats.accepted > 0
+
+
+@pytest.mark.parametrize("spec", ["default", "exit"])
+def test_what_is_kept_of_masks_does_not_grow_with_the_text(
+    spec: str, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by what was drafted, since whole texts would have to be compared for each token of a draft."""
+    kept: list[int] = []
+    mask = _Row.mask
+
+    def recorded(row: Any, *given: Any) -> torch.Tensor:
+        found = mask(row, *given)
+        kept.append(max(map(len, row._masks)))
+        return found
+
+    monkeypatch.setattr(_Row, "mask", recorded)
+    MODEL.generate(
+        **ragged_batch((4, 9), seed=11),
+        max_new_tokens=120,
+        do_sample=False,
+        logits_processor=[Own(TABLE)],
+        assistant=SPECS[spec](),
+    )
+    assert max(kept) < 40
+
+
+class UntilSeven(StoppingCriteria):
+    """Ends a row with a token."""
+
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == 7
+
+
+def test_a_grammar_that_was_drafted_beyond_the_end_is_taken_back(registered: None) -> None:
+    found = []
+    for spec in (None, SPECS["exit"](), SelfSpec()):
+        processor = Own([[5], [7], [8], [9]])
+        options = {"logits_processor": [processor], "stopping_criteria": [UntilSeven()]}
+        ids = MODEL.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, **options, assistant=spec)
+        found.append((ids.tolist(), processor.rows[0].states))
+    assert found[0] == found[1] == found[2]
+
+
+class Counted(LogitsProcessor):
+    """Has a memory that cannot go back: what it favours follows from how often it was called."""
+
+    calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        favoured = torch.full((len(scores), 1), 2 + 5 * self.calls % 24)
+        return scores.scatter_add(1, favoured, torch.full((len(scores), 1), 0.5))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_beside_another_memory_rows_advance_together(spec: str, registered: None) -> None:
+    ours, inputs = SPECS[spec](), ragged_batch((4, 9, 6), seed=11)
+    found = []
+    for assistant in (None, ours):
+        processors = [Own(TABLE), Counted()]
+        ids = MODEL.generate(
+            **inputs, max_new_tokens=30, do_sample=False, logits_processor=processors, assistant=assistant
+        )
+        found.append((ids.tolist(), [row.states for row in processors[0].rows], processors[1].calls))
+    assert found[0] == found[1]
+    assert ours.stats.together_for == "Counted"
+    assert ours.stats.accepted > 0
+
+
+def test_forced_tokens_need_no_forward(registered: None) -> None:
+    """A single allowed token is certain: not one of them is rejected, and the part that drafts is not asked."""
+    table = [[5], [6], [7], [8]]
+    inputs = ragged_batch((12,), seed=11)
+    for spec in (SPECS["exit"](), SPECS["skips"](), SelfSpec.lookup(), SelfSpec(Phrase((9, 9)))):
+        MODEL.generate(**inputs, max_new_tokens=40, do_sample=False, logits_processor=[Own(table)], assistant=spec)
+        assert spec.stats.draft_steps == 0
+        assert spec.stats.accepted == spec.stats.drafted > 20
+
+
+def test_a_layer_draft_goes_on_behind_forced_tokens(registered: None) -> None:
+    spec = SPECS["exit"]()
+    MODEL.generate(
+        **ragged_batch((12,), seed=11),
+        max_new_tokens=40,
+        do_sample=False,
+        logits_processor=[Own(TABLE)],
+        assistant=spec,
+    )
+    assert 0 < spec.stats.draft_steps < spec.stats.drafted
+
+
+@dataclass(frozen=True)
+class Phrase(DraftSource):
+    """Always drafts the same tokens."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+
+    def start(self, session: Any) -> Any:
+        return PhraseDrafter(self)
+
+
+class PhraseDrafter(FixedDrafter):
+    def __init__(self, settings: Phrase) -> None:
+        self.settings = settings
+
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        size = min(len(self.settings.tokens), max(max_new))
+        tokens = torch.tensor([self.settings.tokens[:size]] * text.batch_size, dtype=torch.long)
+        if self.settings.parents is None:
+            return Draft(tokens, [min(size, count) for count in max_new])
+        return Draft(tokens, [min(size, 2)] * text.batch_size, [list(self.settings.parents[:size])] * text.batch_size)
+
+
+@pytest.mark.parametrize("parents", [None, (0, 0, 2, 1)], ids=["line", "tree"])
+def test_what_a_grammar_forbids_is_not_verified(
+    parents: tuple[int, ...] | None, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever drafts: tokens 9 and 3 are never allowed, and what is behind them is not either."""
+    from hf_selfspec import decoding
+
+    seen: list[Draft] = []
+    judged = decoding.Decoder._verify_pass
+
+    def verify_pass(decoder: Any, draft: Draft) -> torch.Tensor:
+        seen.append(draft)
+        return judged(decoder, draft)
+
+    monkeypatch.setattr(decoding.Decoder, "_verify_pass", verify_pass)
+    table = [[4, 6, 8], [4, 8]]
+    spec = SelfSpec(Phrase((4, 9, 6, 3), parents))
+    inputs = ragged_batch((4, 9, 6))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    ours = MODEL.generate(**inputs, **options, logits_processor=[Own(table)], assistant=spec)
+    assert torch.equal(ours, MODEL.generate(**inputs, **options, logits_processor=[Own(table)]))
+    for draft in seen:
+        for row, length in enumerate(draft.lengths):
+            assert length <= 1
+            assert parents is None or draft.children(row, 0) in ([1], [])
+    assert spec.stats.drafted > 0
+
+
+class ByText(LogitsProcessor):
+    """The same as :class:`Own` as a function of the text."""
+
+    def __init__(self, table: list[list[int]]) -> None:
+        self.table = table
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        found = scores.clone()
+        for row, tokens in enumerate(input_ids[:, 1:].tolist()):
+            state = 0
+            for token in tokens:
+                state = (3 * state + token) % len(self.table)
+            allowed = torch.zeros(scores.shape[1], dtype=torch.bool)
+            allowed[self.table[state]] = True
+            found[row, ~allowed] = -torch.inf
+        return found
+
+
+@pytest.mark.every_run("early exit-Automaton")
+@pytest.mark.parametrize("kind", [Automaton, Expecting])
+@pytest.mark.parametrize("spec", SAMPLED)
+def test_drawn_tokens_are_exact(spec: str, kind: type[Automaton], registered: None) -> None:
+    table = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
+    sampled = sample(SAMPLED[spec], logits_processor=[Own(table, kind)])
+    check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
+
+
+class Dice(DraftSource):
+    """Draws tokens that know of no grammar."""
+
+    def start(self, session: Any) -> Any:
+        return DiceDrafter()
+
+
+class DiceDrafter(FixedDrafter):
+    def propose(self, text: Text, max_new: list[int]) -> Draft:
+        size = min(3, max(max_new))
+        q = torch.full((text.batch_size, size, FEW), 0.1 / FEW)
+        q[..., [1, 3]] += 0.45
+        tokens = q.flatten(0, 1).multinomial(1).view(text.batch_size, size)
+        return Draft(tokens, [min(size, count) for count in max_new], q=q)
+
+
+@pytest.mark.slow
+def test_drafts_that_were_drawn_without_the_grammar_are_exact(registered: None) -> None:
+    table = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))]
+    sampled = sample(SelfSpec(Dice()), logits_processor=[Own(table)])
+    check_exact(sampled, exact_joint(sampled_model(), [ByText(table)]))
+
+
+@pytest.mark.slow
+def test_expected_tokens_of_a_layer_draft_are_drawn_exactly(registered: None) -> None:
+    """With one row, since a layer draft passes over a token where all rows expect one."""
+    table, spec = [[0, 1, 2, 4], [1, 3, 4], [2], list(range(FEW))], SAMPLED["early exit"]
+    sequences, accepted, drafted, steps = [], 0, 0, 0
+    for seed in range(400):
+        drawn, _ = sample(spec, rows=1, seed=seed, logits_processor=[Own(table, Expecting)])
+        sequences.append(drawn)
+        accepted, drafted = accepted + spec.stats.accepted, drafted + spec.stats.drafted
+        steps += spec.stats.draft_steps
+    assert steps < drafted
+    check_exact((torch.cat(sequences), accepted / drafted), exact_joint(sampled_model(), [ByText(table)]))
+
+
+def sampled_model() -> Any:
+    from helpers.sampling import llama
+
+    return llama()
+
+
+# What can go wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_wrong_registrations_are_refused(registered: None) -> None:
+    with pytest.raises(SettingTypeError, match=r"takes a class"):
+        hf_selfspec.register_grammar(Own(TABLE), lambda processor, ids: [])
+    with pytest.raises(SettingTypeError, match=r"register_grammar\(Own, adapter\)"):
+        hf_selfspec.register_grammar(Own, [])
+    for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: [], lambda processor, ids: 1):
+        hf_selfspec.register_grammar(Own, wrong)
+        options = {"max_new_tokens": 8, "do_sample": False, "logits_processor": [Own(TABLE)]}
+        with pytest.raises(SettingTypeError, match=r"for each of the 1 rows, with the methods mask\(vocabulary\)"):
+            MODEL.generate(**ragged_batch((12,)), **options, assistant=SelfSpec())
+
+
+def test_a_wrong_adapter_is_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefill(*given: Any) -> None:
+        raise AssertionError("no forward is to run")
+
+    monkeypatch.setattr(decoding, "prefill", prefill)
+    for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: []):
+        hf_selfspec.register_grammar(Own, wrong)
+        with pytest.raises(SettingTypeError, match=r"for each of the 1 rows"):
+            MODEL.generate(**ragged_batch((12,)), max_new_tokens=8, logits_processor=[Own(TABLE)], assistant=SelfSpec())
+
+
+def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = Own(TABLE)
+    hf_selfspec.register_grammar(Own, lambda given, ids: given.rows)
+    inputs = ragged_batch((12,))
+    (mask,) = with_grammars([processor])
+    mask.begin(inputs["input_ids"], VOCABULARY)
+    monkeypatch.setattr(Automaton, "mask", lambda self, vocabulary: torch.ones(vocabulary))
+    with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Own must return a BoolTensor \[97\]"):
+        mask.row(0).mask([], ())
+
+
+@libraries_warn
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("xgrammar in outlines", "_matchers"), ("outlines-core", "_guides"), ("llguidance", "ll_matchers")],
+)
+def test_an_unknown_version_of_outlines_is_refused(library: str, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    options = LIBRARIES[library](tokenizer, None, "ab")
+    (processor,), inputs = options["logits_processor"], ragged_batch((12,))
+    (mask,) = with_grammars([processor])
+    setup = processor._setup
+
+    def without(*given: Any) -> None:
+        setup(*given)
+        delattr(processor, name)
+
+    mask._processor = lambda input_ids, scores: without(*(len(input_ids), VOCABULARY)[: setup.__code__.co_argcount - 1])
+    with pytest.raises(UnsupportedOptionError, match=f"of this version of outlines has no `{name}`"):
+        mask.begin(inputs["input_ids"], VOCABULARY)
+
+
+def test_masks_are_as_wide_as_logits(registered: None) -> None:
+    """A model may know more tokens than it can generate."""
+    (mask,) = with_grammars([Own(TABLE)])
+    mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY + 3)
+    mask.fit(VOCABULARY)
+    assert mask.of_row(0, torch.ones(12, dtype=torch.long), torch.zeros(1, VOCABULARY)).shape == (1, VOCABULARY)
+
+
+@libraries_warn
+@pytest.mark.parametrize("library", ["xgrammar", "outlines-core", "llguidance"])
+def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    (mask,) = with_grammars(LIBRARIES[library](tokenizer, None, "ab")["logits_processor"])
+    mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
+    with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
+        mask.row(0).mask([], (50,))
+
+
+def test_no_grammar_constrains_nothing() -> None:
+    assert not Constraint()
+    assert Constraint().forced(Text.of(torch.ones(1, 3, dtype=torch.long), [0], 4), 0, [True]) is None

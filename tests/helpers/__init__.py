@@ -1,0 +1,1 @@
+"""Models, calls and comparisons that several files of tests share."""

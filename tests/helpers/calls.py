@@ -1,0 +1,170 @@
+"""Calls that many tests make, and what they look at afterwards."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+)
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from helpers.models import VOCABULARY, ragged_batch
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    GenerationStats,
+    SelfSpec,
+    SkipLayers,
+)
+from hf_selfspec.model.anatomy import Anatomy
+
+
+def new_spec() -> SelfSpec:
+    return SelfSpec(EarlyExit(3), FixedLength(4))
+
+
+def calls(spec: SelfSpec) -> int:
+    """Returns how many calls ``spec`` has served, without those that were left to plain generate."""
+    return sum(not call.left_to_generate for call in spec._knowledge.calls)
+
+
+def assert_mixed(spec: SelfSpec) -> None:
+    """The drafts of the last call were partly kept and partly rejected."""
+    assert spec.stats is not None
+    # A search may have found a draft that is always right.
+    assert 0 < spec.stats.acceptance_rate < (1.1 if spec.stats.phase else 1)
+
+
+class Recorder(BaseStreamer):
+    """Keeps what a streamer receives."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+def check_lossless(model: PreTrainedModel, spec: SelfSpec, new_tokens: int = 24) -> list[GenerationStats]:
+    """One row and a ragged batch have the ids of plain ``generate``; returns the statistics of both."""
+    found = []
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    for inputs in (ragged_batch((12,)), ragged_batch((4, 9, 6))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what some models cannot do is said once
+            ids = model.generate(**inputs, **options, assistant=spec)
+        assert torch.equal(ids, model.generate(**inputs, **options))
+        assert spec.stats is not None
+        found.append(spec.stats)
+    return found
+
+
+Report = tuple[torch.Tensor, torch.Tensor, int]
+
+
+class LastSeen(CandidateGenerator):
+    """Proposes what followed the last token's previous occurrence in a text that it follows itself.
+
+    A state of one text: the ids so far, to which each call has to add.
+
+    Args:
+        family: all copies.
+        drafts: whether the first call drafts.
+    """
+
+    def __init__(self, family: list[LastSeen] | None = None, drafts: bool = True, room: int = 1 << 30) -> None:
+        self.family = [] if family is None else family
+        self.family.append(self)
+        self.drafts = drafts
+        self.room = room
+        self.text = torch.empty(1, 0, dtype=torch.long)
+        self.drafted = 0
+        self.reports: list[Report] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LastSeen:
+        return LastSeen(self.family, self.drafts, self.room)
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        assert not kwargs
+        assert torch.equal(input_ids[:, : self.text.shape[1]], self.text)
+        self.text = input_ids
+        earlier = (input_ids[0, :-1] == input_ids[0, -1]).nonzero()
+        count = min(4, self.room - input_ids.shape[1] - 1) if self.drafts and len(earlier) else 0
+        self.drafts = True
+        start = int(earlier[-1]) + 1 if count > 0 else input_ids.shape[1]
+        drafted = input_ids[:, start : start + count]
+        self.drafted = drafted.shape[1]
+        return torch.cat([input_ids, drafted], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        assert type(num_matches) is int
+        assert (scores.shape[0], scores.shape[2]) == (1, VOCABULARY)
+        assert num_matches < scores.shape[1] <= self.drafted + 1
+        assert scores.dtype == torch.float32
+        assert torch.equal(input_ids[:, : self.text.shape[1]], self.text)
+        assert input_ids.shape[1] == self.text.shape[1] + num_matches + 1
+        self.reports.append((input_ids.clone(), scores.clone(), num_matches))
+
+
+def random_skip_set(name: str, model: PreTrainedModel) -> SkipLayers:
+    """A set of blocks drawn for this architecture, always the same one."""
+    draw = random.Random(name)
+    anatomy = Anatomy.of(model)
+    middle = range(1, anatomy.num_layers - 1)
+    attention = [index for index in middle if index not in anatomy.kv_sources and draw.random() < 0.5]
+    mlp = [index for index in middle if draw.random() < 0.5]
+    # Some hybrids have layers without one of the blocks.
+    attention = [index for index in attention if anatomy.attention[index] is not None]
+    mlp = [index for index in mlp if anatomy.mlp[index]]
+    if not attention and not mlp:
+        return SkipLayers([], [1]) if anatomy.mlp[1] else SkipLayers([1], [])
+    return SkipLayers(attention, mlp)
+
+
+def same_tokens(model: PreTrainedModel, spec: SelfSpec, rows: int) -> float:
+    """Checks identity for one row or a ragged batch of three, and returns the acceptance rate."""
+    inputs = ragged_batch() if rows == 3 else {name: value[1:2] for name, value in ragged_batch().items()}
+    expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*cannot take")
+        tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False, assistant=spec)
+    assert torch.equal(tokens, expected)
+    assert spec.stats is not None
+    return spec.stats.acceptance_rate
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Asserts that every module has the very same attributes, and transformers its own attention, as before."""
+
+    def state() -> tuple[Any, ...]:
+        modules = {name: dict(module.__dict__) for name, module in model.named_modules()}
+        hooks = {
+            name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()
+        }
+        registries = [dict(r._local_mapping) for r in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)]
+        return modules, hooks, registries
+
+    modules, hooks, registries = state()
+    assert registries == [{}, {}]
+    yield
+    modules_after, hooks_after, registries_after = state()
+    assert registries_after == [{}, {}]
+    assert hooks_after == hooks
+    assert modules_after.keys() == modules.keys()
+    for name, attributes in modules.items():
+        assert modules_after[name].keys() == attributes.keys()
+        for key, value in attributes.items():
+            assert modules_after[name][key] is value, f"{name}.{key}"

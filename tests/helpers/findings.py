@@ -1,0 +1,61 @@
+"""What tests of findings that last share: calls, settings, and what the first draft of a call is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
+
+FILE = "selfspec.json"
+LAYERS = 8
+
+SEARCHES = {
+    "clasp": SelfSpec(SkipLayers(search=ClosestLayers(8, 500, 500, target_matchness=1.0, budget=1.0))),
+    "clasp, over": SelfSpec(SkipLayers(search=ClosestLayers(8, max_steps=3, budget=1.0))),
+    "swift": SelfSpec.swift(search=OnTheFlySearch(8, bayes_interval=4, target_matchness=1.0, budget=1.0)),
+    "swift, stop rule open": SelfSpec(SkipLayers(search=OnTheFlySearch(8, max_steps=6, budget=1.0))),
+    "swift, ratio given": SelfSpec.swift(0.3, OnTheFlySearch(8, max_steps=6, budget=1.0)),
+}
+
+
+def fresh(spec: SelfSpec, **changes: Any) -> SelfSpec:
+    """The same settings, nothing learned."""
+    return replace(spec, **changes)
+
+
+def prompt(rows: int = 1, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
+    options = {"do_sample": False} | options
+    return model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=0, **options
+    )
+
+
+def assert_lossless(model: Any, spec: SelfSpec, tokens: int = 24, rows: int = 1) -> None:
+    ids = prompt(rows)
+    assert torch.equal(generate(model, ids, tokens, assistant=spec), generate(model, ids, tokens))
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert all("forward" not in module.__dict__ for module in inner.modules())
+
+
+@dataclass
+class FirstDraft:
+    """What the first draft of the next call is made with."""
+
+    plan: str = ""
+    stop: Any = None
+    phase: str = ""
+    reuse_from: int = -1
+
+
+def endless(cache: Path) -> SelfSpec:
+    """A search that writes as often as it can."""
+    search = OnTheFlySearch(8, max_steps=100_000, bayes_interval=1000, patience=100_000, target_matchness=1.0, budget=1)
+    return SelfSpec(SkipLayers(search=search, ratio=0.4), cache_dir=cache)

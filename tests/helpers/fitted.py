@@ -1,0 +1,87 @@
+"""What is fitted in tests: texts, arguments of fits, and what comes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    TrainingArguments,
+)
+
+from helpers.models import VOCABULARY
+from hf_selfspec import (
+    Adapter,
+    ExitHeads,
+)
+from hf_selfspec.modules.heads import METRICS
+from hf_selfspec.train.fit_trainer import training_arguments
+
+EXIT = 2
+
+
+def rows(count: int = 60, length: int = 32, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Texts with something to learn: each token is often followed by the next one."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(2, VOCABULARY, (count, 1), generator=generator)
+    return [{"input_ids": row.tolist()} for row in (starts + torch.arange(length) - 2) % (VOCABULARY - 2) + 2]
+
+
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    return training_arguments(
+        str(folder), torch.device("cpu"), disable_tqdm=True, logging_steps=5, warmup_steps=0, **changed
+    )
+
+
+def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def adapter_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT) -> Adapter:
+    """An adapter that does something."""
+    torch.manual_seed(seed)
+    width = model.config.get_text_config(decoder=True).hidden_size
+    adapter = Adapter(exit_layer, width, 4)
+    torch.nn.init.normal_(adapter.output.weight, std=0.1)
+    return adapter.eval()
+
+
+class Recording:
+    """A stop rule that keeps what it is shown, and ends drafts in turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
+        return torch.full((len(logits),), len(self.calls) % 3 == 0)
+
+
+LAYERS = (2, 4, 6)
+
+
+def heads_of(model: PreTrainedModel, share: float, layers: tuple[int, ...] = LAYERS) -> ExitHeads:
+    """Heads that say something of each model, and believe themselves this often at each layer."""
+    torch.manual_seed(0)
+    config = model.config.get_text_config(decoder=True)
+    heads = ExitHeads(layers, config.hidden_size, config.vocab_size)
+    for module in heads.heads:
+        module[1].weight.data = model.get_output_embeddings().weight.data.float().clone()
+    ids = torch.randint(2, config.vocab_size, (4, 30))
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+        said = [heads.logits(k, states[layer]).float() for k, layer in enumerate(layers)]
+    found = {
+        name: [[torch.quantile(metric(logits).flatten(), 1 - share).item()] for logits in said]
+        for name, metric in METRICS.items()
+    }
+    heads.about = {"calibration": calibrated(found)}
+    return heads.eval()
+
+
+def calibrated(thresholds: dict[str, list[list[float]]], rate: float = 0.9) -> dict[str, Any]:
+    """As after a calibration for one accuracy, 0.9, that drafts reach, too, or something else."""
+    acceptance = {metric: [rate] for metric in thresholds}
+    return {"metric": "entropy", "epsilons": [0.9], "thresholds": thresholds, "acceptance": acceptance}

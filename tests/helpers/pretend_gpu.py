@@ -1,0 +1,311 @@
+"""Devices in pure Python whose values lie in the CPU's memory, which count what would make the host of a GPU wait.
+
+Each operation is one launch, views are none. Operations over tensors of two devices fail as on CUDA. Importing this
+registers the device for the whole process, so tests run it in one of their own (:mod:`run_on_pretended_gpu`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "pretended"
+_setup_privateuseone_for_python_backend(NAME)
+DEVICE, OTHER = torch.device(NAME, 0), torch.device(NAME, 1)
+
+# What looks at the values on the host.
+_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
+# What has a size that depends on values.
+_SIZED_BY_VALUES = {"nonzero", "masked_select", "nonzero_numpy", "unique_dim", "_unique2", "repeat_interleave"}
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# What launches nothing.
+_VIEWS = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like",
+    "empty_strided", "expand", "is_same_size", "lift", "lift_fresh", "narrow", "new_empty", "new_empty_strided",
+    "permute", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "sym_stride", "t",
+    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as_real",
+}  # fmt: skip
+
+
+@dataclass
+class Counts:
+    """What was counted while :attr:`is_on`.
+
+    Attributes:
+        reads: values that the host waited for, by operation.
+        uploads: copies from the host, by operation.
+        launches: operations outside of layers, by phase and operation.
+        phase: what launches are counted for.
+        depth: how many layers are running, one within another.
+        attention: shapes and strides of what attention has got, by which kernels keep their plans.
+        handed, waited_for: all launches so far, and how many of them the host knows to be done.
+    """
+
+    reads: Counter[str] = field(default_factory=Counter)
+    uploads: Counter[str] = field(default_factory=Counter)
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)
+    phase: str = ""
+    depth: int = 0
+    is_on: bool = False
+    attention: set[Any] = field(default_factory=set)
+    handed: int = 0
+    waited_for: int = 0
+
+    def reset(self, phase: str) -> None:
+        """Counts from zero, for ``phase`` at first."""
+        for counter in (self.reads, self.uploads, self.launches):
+            counter.clear()
+        self.phase, self.depth, self.is_on = phase, 0, False
+        self.attention.clear()
+
+    def read(self, name: str) -> None:
+        self.reads[name] += self.is_on
+        self.waited_for = self.handed
+
+    def upload(self, name: str) -> None:
+        self.uploads[name] += self.is_on
+
+    def launch(self, name: str) -> None:
+        self.launches[self.phase, name] += self.is_on and not self.depth
+        self.handed += 1
+
+
+counts = Counts()
+
+
+class Pretended(torch.Tensor):
+    """A tensor of one of the devices."""
+
+    raw: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor, device: torch.device = DEVICE) -> Pretended:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=device if device.index is not None else DEVICE,
+        )
+        tensor.raw = raw
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _raw(value: Any) -> Any:
+    return value.raw if isinstance(value, Pretended) else value
+
+
+def _is_here(device: Any) -> bool:
+    return device is not None and torch.device(device).type == NAME
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.split("::")[1]
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    here = [value for value in tensors if isinstance(value, Pretended)]
+    elsewhere = [value for value in tensors if not isinstance(value, Pretended)]
+    device = kwargs.get("device")
+    if not here and not _is_here(device):
+        return func(*args, **kwargs)
+    raw_args, raw_kwargs = tree_map(_raw, (args, dict(kwargs)))
+    if device is not None:
+        raw_kwargs["device"] = "cpu"
+    if name == "_to_copy" and here and device is not None and not _is_here(device):
+        counts.read("to the host")
+        raw_kwargs.pop("non_blocking", None)
+        return func(*raw_args, **raw_kwargs).clone()
+    if name in _READS:
+        counts.read(name)
+        return func(*raw_args, **raw_kwargs)
+    _count(name, args, here, elsewhere)
+    place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
+    result = func(*raw_args, **raw_kwargs)
+    for value in here:
+        if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
+            return value  # in place
+    if name == "_to_copy" and any(result is value.raw for value in here):
+        result = result.clone()
+    return tree_map(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
+
+
+def _place_of(name: str, args: Any, here: list[Pretended]) -> torch.device:
+    """The device of an operation's tensors, of which numbers alone may lie elsewhere."""
+    if name == "copy_" and isinstance(args[0], Pretended):
+        return args[0].device
+    places = {value.device for value in here if value.dim()} or {here[0].device}
+    if len(places) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, found several: {name}")
+    return places.pop()
+
+
+def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Tensor]) -> None:
+    if name == "_to_copy" and not here:
+        counts.upload("to the device")
+    elif name == "copy_" and elsewhere:
+        (counts.upload if isinstance(args[0], Pretended) else counts.read)("copy_")
+    elif name in _SIZED_BY_VALUES or (
+        name in _INDEXES and any(i is not None and i.dtype is torch.bool for i in args[1])
+    ):
+        counts.read(f"{name} by values")
+    elif any(value.dim() for value in elsewhere):
+        if name not in _INDEXES or not isinstance(args[0], Pretended):
+            raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+        counts.upload("index")
+    if name not in _VIEWS:
+        counts.launch(name)
+
+
+class _Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Called(TorchFunctionMode):
+    """What goes to the host or comes from it before anything is dispatched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
+            counts.launch("attention")
+            here = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Pretended)]
+            if counts.is_on:
+                counts.attention.add(tuple((value.shape, value.stride()) for value in here))
+            place = _place_of("attention", args, here)
+            return Pretended(func(*tree_map(_raw, args), **tree_map(_raw, kwargs)), place)
+        if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
+            counts.upload("tensor")
+            return Pretended(func(*args, **kwargs | {"device": "cpu"}), torch.device(kwargs["device"]))
+        if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
+            counts.upload("new_tensor")
+            return Pretended(torch.tensor(*args[1:], **kwargs), args[0].device)
+        if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
+            counts.read("tolist")
+            return args[0].raw.tolist()
+        return func(*args, **kwargs)
+
+
+class Event:
+    """An event whose time is that of all launches before it, a millisecond each."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: str) -> None:
+        self.at = counts.handed
+
+    def synchronize(self) -> None:
+        if counts.waited_for < self.at:
+            counts.read("event")
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.at <= counts.waited_for, "CUDA raises where the work is not done"
+        return float(later.at - self.at)
+
+
+class _Module:
+    """What ``torch.cuda`` is for a GPU, as far as it is used."""
+
+    Event = Event
+
+    @staticmethod
+    def current_stream(device: torch.device) -> str:
+        return f"the stream of {device}"
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        counts.read("synchronize")
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Makes the device usable."""
+    module = getattr(torch, NAME)
+    for name in ("Event", "current_stream", "get_rng_state", "set_rng_state", "synchronize"):
+        setattr(module, name, getattr(_Module, name))
+    usual = torch.accelerator.synchronize
+    torch.accelerator.synchronize = _Module.synchronize
+    try:
+        with _Dispatched(), _Called():
+            yield
+    finally:
+        torch.accelerator.synchronize = usual
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as one of the first device."""
+    return Pretended(tensor)
+
+
+def move(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
+    """Moves a model, whose layers then are not counted."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(Pretended(parameter.data, device), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = Pretended(buffer, device)
+
+
+def spread(model: torch.nn.Module) -> None:
+    """Moves a Llama to both devices, as ``device_map`` does: the second half of its layers, norm and head to another.
+
+    accelerate's own hooks move what goes from one to the other.
+    """
+    inner = model.model
+    second = [*inner.layers[len(inner.layers) // 2 :], inner.norm, model.lm_head]
+    for module in (inner.embed_tokens, inner.rotary_emb, *inner.layers, inner.norm, model.lm_head):
+        place = OTHER if any(module is other for other in second) else DEVICE
+        move(module, place)
+        add_hook_to_module(module, _moved_to(place, is_outer=False), append=True)
+    add_hook_to_module(model, _moved_to(DEVICE, is_outer=True), append=True)
+
+
+def _moved_to(device: torch.device, is_outer: bool) -> AlignDevicesHook:
+    return AlignDevicesHook(
+        execution_device=device, io_same_device=is_outer, skip_keys="past_key_values", place_submodules=False
+    )
+
+
+def _enter(*_: Any) -> None:
+    counts.depth += 1
+
+
+def _leave(*_: Any) -> None:
+    counts.depth -= 1
+
+
+# Beside hooks of torch rows that have ended leave the batch, which is to be counted, too.
+_enter.__module__ = _leave.__module__ = "torch"
+
+
+def leave_out(layers: Any) -> None:
+    """Does not count what layers launch."""
+    for layer in layers:
+        layer.register_forward_pre_hook(_enter)
+        layer.register_forward_hook(_leave)

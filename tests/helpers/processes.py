@@ -1,0 +1,61 @@
+"""Processes, libraries and interruptions that several tests need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_selfspec
+
+# PEFT reads an attribute of transformers' models that has a new name there.
+peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples"
+DEMO_MODEL = EXAMPLES / "demo_model"
+
+
+def library(name: str) -> Any:
+    """A library of the test extras; a test that needs it is skipped where it is not installed."""
+    return pytest.importorskip(name, reason=f"{name} is a test extra that not all platforms have")
+
+
+def in_two_processes(script: str | Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script (of `helpers`, unless the path is whole) with these arguments, as torchrun does."""
+    paths = (str(Path(hf_selfspec.__file__).parents[1]), str(TESTS), os.environ.get("PYTHONPATH", ""))
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            TESTS / "helpers" / script,
+            *arguments,
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@contextmanager
+def interrupted_in(place: Any, name: str) -> Iterator[None]:
+    """The user stops what runs inside as soon as it calls this function of a module."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield

@@ -1,0 +1,153 @@
+"""Generates on pretended devices, and prints what a round needs as JSON; a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from helpers import pretend_gpu
+from helpers.fitted import heads_of
+from helpers.models import VOCABULARY, tiny_llama
+from helpers.pretend_gpu import counts, move, on_device, pretended, spread
+from hf_selfspec import (
+    AdaptiveThreshold,
+    Cascade,
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    EarlyExit,
+    EarlyExitAdapter,
+    EarlyExitLora,
+    FixedLength,
+    Lookup,
+    ReducedHead,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.control import moments
+from hf_selfspec.decoding import Decoder
+from hf_selfspec.draft.partial import PartialDraft
+from hf_selfspec.modules import Adapter, DraftLora, LinearProbe
+
+_EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
+_DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+# Rounds before a text is long enough for all that is cached to be there.
+_WARM = 2
+
+
+class _Silent(BaseStreamer):
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+
+    def end(self) -> None:
+        pass
+
+
+SPECS: dict[str, Callable[[], SelfSpec]] = {
+    "fixed": lambda: SelfSpec(_EXIT, _THREE),
+    "rule": lambda: SelfSpec(_EXIT, _SURE, max_draft=3),
+    "tree": lambda: SelfSpec(_EXIT, _THREE, TopKTree()),
+    "skips": lambda: SelfSpec(SkipLayers(attention=(1,), mlp=(2,)), _THREE),
+    "adaptive": lambda: SelfSpec(_EXIT, AdaptiveThreshold()),
+    "lookup": SelfSpec.lookup,
+    "default": SelfSpec,
+    "layerskip": SelfSpec.layerskip,
+    "swift": SelfSpec.swift,
+    "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
+    "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), _THREE),
+    "lora": lambda: SelfSpec(EarlyExitLora(DraftLora(2, 4, [("0.mlp.up_proj", 64, 128)])), _THREE),
+    "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
+    "heads": lambda: SelfSpec.dssd(heads_of(tiny_llama(layers=4, factor=0.1), 0.5, (1, 3))),
+    "reduced": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), _THREE, CostTree()),
+    "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "eos": {"eos_token_id": [5, 17]},
+    "drawn": _DRAWN,
+    "streamed": {"streamer": _Silent()},
+    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
+}
+
+
+def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[..., None] = move) -> dict[str, Any]:
+    """Reads, uploads and launches outside of layers, for each round or draft step, and whether ids are plain's."""
+    torch.manual_seed(0)
+    model = tiny_llama(layers=4, factor=0.1)
+    ids = torch.randint(3, 90, (rows, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, :row] = 0
+    options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0} | options
+    plain = model.generate(ids, attention_mask=mask, **options)
+    original_round, original_propose, original_verify = Decoder._round, PartialDraft.propose, Decoder._verify_pass
+    steps: list[int] = []
+    handed = dict.fromkeys(("draft", "verify"), 0)
+
+    def counted(decoder: Decoder) -> None:
+        counts.is_on = len(steps) >= _WARM
+        before = decoder.draft.steps
+        try:
+            original_round(decoder)
+        finally:
+            counts.is_on = False
+        steps.append(decoder.draft.steps - before)
+
+    def proposed(draft: PartialDraft, *given: Any) -> Any:
+        counts.phase, before = "draft", counts.handed
+        try:
+            return original_propose(draft, *given)
+        finally:
+            counts.phase = "round"
+            handed["draft"] += counts.handed - before
+
+    def verified(decoder: Decoder, *given: Any) -> Any:
+        before = counts.handed
+        try:
+            return original_verify(decoder, *given)
+        finally:
+            handed["verify"] += counts.handed - before
+
+    counts.reset("round")
+    with (
+        patch.multiple(Decoder, _round=counted, _verify_pass=verified),
+        patch.object(PartialDraft, "propose", proposed),
+        patch.object(moments, "TIMED", (pretend_gpu.NAME,)),
+        pretended(),
+    ):
+        place(model)
+        pretend_gpu.leave_out(model.model.layers)
+        output = model.generate(on_device(ids), attention_mask=on_device(mask), assistant=spec, **options)
+    rounds, taken = len(steps) - _WARM, sum(steps[_WARM:])
+    launches = {phase: sum(n for (of, _), n in counts.launches.items() if of == phase) for phase in ("draft", "round")}
+    assert spec.stats is not None
+    return {
+        "waits": counts.reads.total() / rounds,
+        "seconds": [spec.stats.draft_seconds, spec.stats.verify_seconds],
+        "of the device": [handed["draft"] / 1e3, handed["verify"] / 1e3],
+        "rounds": rounds,
+        "steps": taken / rounds,
+        "transfers": (counts.reads.total() + counts.uploads.total()) / rounds,
+        "launches a step": launches["draft"] / max(taken, 1),
+        "launches a round": launches["round"] / rounds,
+        "attention keys": len(counts.attention) / rounds,
+        "same": float(options["do_sample"] or torch.equal(output.raw, plain)),
+    }
+
+
+def main(cases: list[list[Any]]) -> None:
+    found = [
+        measure(SPECS[spec](), rows, CALLS[call], spread if devices else move) for spec, call, rows, *devices in cases
+    ]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Searches on costs and sets that tests give."""

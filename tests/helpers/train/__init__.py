@@ -1,0 +1,1 @@
+"""Trainings with and without what the package adds."""

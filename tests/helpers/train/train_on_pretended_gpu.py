@@ -1,0 +1,54 @@
+"""Trains for one batch on the pretended device, prints its loss and what the host waits for; a process of its own."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from helpers.distributed_training import rows, tiny
+from helpers.pretend_gpu import counts, move, on_device, pretended
+from helpers.train.by_hand import stacked
+from hf_selfspec import EarlyExitLoss, LayerDropout
+
+CASES: dict[str, Any] = {
+    "plain": lambda: [],
+    "exits": lambda: [EarlyExitLoss(1.0, None)],
+    "distilled": lambda: [EarlyExitLoss(1.0, None, self_distillation=True)],
+    "last exit alone": lambda: [EarlyExitLoss(0.0)],
+    "dropout": lambda: [LayerDropout(0.9)],
+}
+
+
+def step(model: Any, callbacks: list[Any], batch: dict[str, torch.Tensor]) -> float:
+    """Forward and backward as in a step of the Trainer; returns the loss."""
+    args, state = SimpleNamespace(seed=5), SimpleNamespace(global_step=0, max_steps=1)
+    for callback in callbacks:
+        callback.attach(model, args, state)
+        callback.on_step_begin(args, state, None)
+    counts.is_on = True
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    for callback in callbacks:
+        callback.on_pre_optimizer_step(args, state, None)
+    counts.is_on = False
+    return loss.item()
+
+
+def measure(make: Any) -> dict[str, float]:
+    batch = stacked(rows(4))
+    batch["num_items_in_batch"] = torch.tensor(30)
+    expected = step(tiny().train(), make(), batch)
+    counts.reset("step")
+    model = tiny().train()
+    with pretended():
+        move(model)
+        model.requires_grad_()
+        loss = step(model, make(), {name: on_device(value) for name, value in batch.items()})
+    return {"loss": loss, "expected": expected, "reads": counts.reads.total(), "uploads": counts.uploads.total()}
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: measure(make) for name, make in CASES.items()}))

@@ -1,0 +1,471 @@
+"""``attach``: calls that cannot be given an argument, against plain generate of the same model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+    pipeline,
+)
+
+import hf_selfspec
+from helpers.calls import Recorder, calls, new_spec
+from helpers.models import BATCH, ROW, character_tokenizer, ragged_batch, tiny_llama, tiny_rwkv, tiny_t5
+from helpers.processes import peft_calls_old_name
+from helpers.refused import OPTIONS
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    NumericalError,
+    SelfSpec,
+    SettingTypeError,
+    UnsupportedOptionError,
+    attach,
+    detach,
+)
+
+pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
+
+PLAIN = {"assistant": False}
+
+
+def assert_used(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = BATCH, **options: Any) -> None:
+    """The next call is plain's, token for token, and was served by ``spec``."""
+    options = {"max_new_tokens": 24} | options
+    plain = model.generate(**inputs, **options, **PLAIN)
+    before = calls(spec)
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    assert calls(spec) == before + 1
+
+
+def assert_not_used(model: Any, spec: SelfSpec, **options: Any) -> None:
+    before = calls(spec)
+    model.generate(**ROW, **({"max_new_tokens": 8} | options))
+    assert calls(spec) == before
+
+
+# Attaching and detaching ---------------------------------------------------------------------------------------------
+
+
+def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    state = dict(vars(fresh_llama))
+    attach(fresh_llama, spec)
+    assert_used(fresh_llama, spec, ROW)
+    assert_used(fresh_llama, spec, BATCH)
+    assert_used(fresh_llama, spec, return_dict_in_generate=False)
+    assert vars(fresh_llama).keys() == state.keys()
+    detach(fresh_llama)
+    assert_not_used(fresh_llama, spec)
+    detach(fresh_llama)
+    assert vars(fresh_llama).keys() == state.keys()
+
+
+def test_context_manager(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    with attach(fresh_llama, spec) as attached:
+        assert attached is spec
+        assert_used(fresh_llama, spec)
+    assert_not_used(fresh_llama, spec)
+    with pytest.raises(ZeroDivisionError), attach(fresh_llama, spec):
+        raise ZeroDivisionError
+    assert_not_used(fresh_llama, spec)
+
+
+def test_attaching_twice_replaces(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    second = new_spec()
+    attach(fresh_llama, spec)
+    attach(fresh_llama, second)
+    assert_used(fresh_llama, second)
+    assert calls(spec) == 0
+    detach(fresh_llama)
+    assert_not_used(fresh_llama, second)
+
+
+def test_the_end_of_a_block_restores_what_was_attached_before(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    inner = new_spec()
+    with attach(fresh_llama, spec):
+        with attach(fresh_llama, inner):
+            assert_used(fresh_llama, inner)
+        assert_used(fresh_llama, spec)
+    assert_not_used(fresh_llama, spec)
+
+
+@pytest.mark.parametrize("wrong", ["spec", None, SelfSpec, False], ids=repr)
+def test_something_else_than_a_spec(fresh_llama: LlamaForCausalLM, wrong: Any) -> None:
+    with pytest.raises(SettingTypeError, match=r"attach\(model, spec\) takes a SelfSpec, .* got"):
+        attach(fresh_llama, wrong)
+
+
+@pytest.mark.parametrize("call", [lambda model: attach(model, SelfSpec()), detach], ids=["attach", "detach"])
+def test_something_else_than_a_model(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(SettingTypeError, match=r"tach takes a causal LM of transformers .* got Linear"):
+        call(torch.nn.Linear(2, 2))
+
+
+def test_copies_and_pickles_have_nothing_attached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    for twin in (copy.deepcopy(fresh_llama), pickle.loads(pickle.dumps(fresh_llama))):
+        assert_not_used(twin, spec)
+    assert_used(fresh_llama, spec)
+
+
+def test_a_model_is_not_kept_alive(spec: SelfSpec) -> None:
+    model = tiny_llama()
+    attach(model, spec)
+    model.generate(**ROW, max_new_tokens=4)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_threads(spec: SelfSpec) -> None:
+    """Each thread's own model has its own spec, and one that is attached in one thread is used in another."""
+    models = [tiny_llama(seed=seed) for seed in range(3)]
+    plain = [model.generate(**ROW, max_new_tokens=16) for model in models]
+    specs = [new_spec() for _ in models]
+    found: dict[int, torch.Tensor] = {}
+
+    def run(index: int) -> None:
+        found[index] = models[index].generate(**ROW, max_new_tokens=16)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for model, one in zip(models, specs, strict=True):
+        attach(model, one)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[index], plain[index]) for index in range(3))
+    assert [calls(one) for one in specs] == [1, 1, 1]
+
+
+# Wrappers ------------------------------------------------------------------------------------------------------------
+
+
+def lora(model: PreTrainedModel) -> peft.PeftModel:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def test_peft_before_and_after(spec: SelfSpec) -> None:
+    model = tiny_llama(factor=0.5)
+    attach(model, spec)
+    wrapped = lora(model)
+    assert_used(wrapped, spec)
+    assert_used(model, spec)
+    detach(wrapped)
+    assert_not_used(model, spec)
+    attach(wrapped, spec)
+    assert_used(model, spec)
+    assert_used(wrapped, spec)
+    assert_used(wrapped.merge_and_unload(), spec)
+
+
+def test_accelerate(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    from accelerate import Accelerator
+
+    attach(fresh_llama, spec)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(fresh_llama)
+    assert_used(accelerator.unwrap_model(prepared), spec)
+
+
+def test_compiled(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    assert_used(torch.compile(fresh_llama, backend="eager"), spec)
+
+
+def test_pipeline(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    pipe = pipeline("text-generation", model=fresh_llama, tokenizer=character_tokenizer())
+    options = {"max_new_tokens": 16, "do_sample": False, "batch_size": 2}
+    plain = pipe(["def f(x):", "for i in"], **options)
+    with attach(fresh_llama, spec):
+        assert pipe(["def f(x):", "for i in"], **options) == plain
+        assert pipe(["def f(x):", "for i in"], **options, **PLAIN) == plain
+    assert calls(spec) == 1
+
+
+# Calls that choose for themselves ------------------------------------------------------------------------------------
+
+
+def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    other = new_spec()
+    fresh_llama.generate(**ROW, max_new_tokens=8, assistant=other)
+    fresh_llama.generate(**ROW, max_new_tokens=8, custom_generate=other)
+    assert (calls(other), calls(spec)) == (2, 0)
+
+    def own_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> str:
+        return "own loop"
+
+    config = GenerationConfig(max_new_tokens=8)
+    by_position = (ROW["input_ids"], config, None, None, None, None, None, None, None, None, own_loop)
+    assert fresh_llama.generate(**ROW, generation_config=config, custom_generate=own_loop) == "own loop"
+    assert fresh_llama.generate(*by_position) == "own loop"
+    assert_not_used(fresh_llama, spec, **PLAIN)
+
+
+@pytest.mark.parametrize("place", ["call", "config"])
+@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}], ids=str)
+def test_another_way_of_drafting_wins(
+    fresh_llama: LlamaForCausalLM, spec: SelfSpec, option: dict[str, Any], place: str
+) -> None:
+    """Also inside: a model that exits early drafts with calls of its own ``generate``."""
+    plain = fresh_llama.generate(**ROW, max_new_tokens=16)
+    attach(fresh_llama, spec)
+    options = option if place == "call" else {"generation_config": GenerationConfig(**option)}
+    assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=16, **options), plain)
+    assert calls(spec) == 0
+
+
+def test_a_second_model_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    small = tiny_llama(layers=2)
+    attach(fresh_llama, spec)
+    attach(small, spec)
+    assert_not_used(fresh_llama, spec, assistant_model=small)
+
+
+def test_an_explicit_spec_is_still_refused(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    with pytest.raises(UnsupportedOptionError, match="num_beams=2"):
+        fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2, assistant=new_spec())
+
+
+# Calls that cannot be served -----------------------------------------------------------------------------------------
+
+
+def assert_plain_with_one_warning(model: Any, words: str, inputs: dict[str, Any] = ROW, **options: Any) -> None:
+    """What plain gives, with one warning in two calls, after ``attach``."""
+    options = {"max_new_tokens": 6} | options
+    plain = model.generate(**inputs, **options, **PLAIN)
+    spec = new_spec()
+    with attach(model, spec):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [model.generate(**inputs, **options) for _ in range(2)]
+        assert calls(spec) == 0
+        assert spec.stats is not None
+        assert words in spec.stats.left_to_generate
+    messages = [str(one.message) for one in caught if "SelfSpec" in str(one.message)]
+    assert len(messages) == 1
+    assert f"attached to this {type(model).__name__} cannot serve a call, so plain generate serves it" in messages[0]
+    assert words in messages[0]
+    for output in found:
+        assert torch.equal(getattr(output, "sequences", output), getattr(plain, "sequences", plain))
+
+
+SERVED_BY_PLAIN = [
+    (name, value, advice)
+    for name, value, advice in OPTIONS
+    # Others need the Hub or a package, or are a way of drafting that wins.
+    if name in ("num_beams", "use_cache", "output_attentions", "output_hidden_states") or value == "static"
+]
+
+
+@pytest.mark.parametrize(("name", "value", "advice"), SERVED_BY_PLAIN, ids=lambda value: f"{value!r:.20}")
+def test_option(fresh_llama: LlamaForCausalLM, name: str, value: Any, advice: str) -> None:
+    fresh_llama.set_attn_implementation("eager")
+    assert_plain_with_one_warning(fresh_llama, name, return_dict_in_generate=True, **{name: value})
+
+
+def test_more_than_one_reason(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    with pytest.warns(UserWarning, match="num_beams"):
+        fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2)
+    with pytest.warns(UserWarning, match="use_cache"):
+        fresh_llama.generate(**ROW, max_new_tokens=4, use_cache=False)
+    fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=3)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"), [(tiny_t5, "is an encoder-decoder"), (tiny_rwkv, "is stateful")], ids=["t5", "rwkv"]
+)
+def test_model(build: Callable[[], PreTrainedModel], words: str) -> None:
+    assert_plain_with_one_warning(build(), words)
+
+
+def masked(row: int) -> dict[str, torch.Tensor]:
+    """A prompt of nothing but padding."""
+    mask = BATCH["attention_mask"].clone()
+    mask[row] = 0
+    return {"input_ids": BATCH["input_ids"], "attention_mask": mask}
+
+
+def own_positions() -> dict[str, torch.Tensor]:
+    return {**ROW, "position_ids": torch.arange(12)[None] + 3}
+
+
+def test_prompt(fresh_llama: LlamaForCausalLM) -> None:
+    assert_plain_with_one_warning(fresh_llama, "the prompt of row 1 is empty", masked(1))
+
+
+def test_one_warning_whatever_the_numbers(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    with pytest.warns(UserWarning, match="row 1 is empty"):
+        fresh_llama.generate(**masked(1), max_new_tokens=2)
+    fresh_llama.generate(**masked(2), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_what_only_the_prepared_call_shows(fresh_llama: LlamaForCausalLM, spec: SelfSpec, sampled: bool) -> None:
+    """Transformers' loop goes on with what is prepared: same random numbers, and the streamer gets the prompt once."""
+    outputs, recorders = [], [Recorder(), Recorder()]
+
+    def generate(recorder: Recorder) -> None:
+        torch.manual_seed(3)
+        outputs.append(fresh_llama.generate(**own_positions(), do_sample=sampled, max_new_tokens=9, streamer=recorder))
+
+    generate(recorders[0])
+    with attach(fresh_llama, spec), pytest.warns(UserWarning, match="position_ids"):
+        generate(recorders[1])
+    assert torch.equal(outputs[0], outputs[1])
+    assert recorders[0].calls == recorders[1].calls
+
+
+def test_statistics_are_those_of_the_last_call(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """Also where plain generate has served it, whether that was known before the prompt was prepared or after."""
+    with attach(fresh_llama, spec):
+        for inputs, options, tokens in (({}, {"num_beams": 2}, 0), (own_positions(), {}, 4)):
+            fresh_llama.generate(**ROW, max_new_tokens=8)
+            assert spec.stats is not None
+            assert (spec.stats.left_to_generate, spec.stats.tokens) == ("", 8)
+            with pytest.warns(UserWarning, match="plain generate serves it"):
+                fresh_llama.generate(**ROW | inputs, **options, max_new_tokens=4)
+            told = spec.stats
+            assert told.left_to_generate.startswith("this SelfSpec cannot serve it (")
+            assert (told.tokens, told.drafted, told.from_draft) == (tokens, 0, [[False] * tokens] if tokens else [])
+            assert told.total_seconds > 0
+            assert str(told).startswith("left to plain generate, since this SelfSpec cannot serve it (")
+
+
+def test_a_cache_that_cannot_take_tokens_back(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    cache = StaticCache(config=fresh_llama.config, max_cache_len=64)
+    plain = fresh_llama.generate(**ROW, max_new_tokens=4)
+    with attach(fresh_llama, spec), pytest.warns(UserWarning, match="StaticCache"):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=4, past_key_values=cache), plain)
+
+
+def test_a_spec_for_another_model(fresh_llama: LlamaForCausalLM) -> None:
+    plain = fresh_llama.generate(**ROW, max_new_tokens=6)
+    with attach(fresh_llama, SelfSpec(EarlyExit(60))), pytest.warns(UserWarning, match=r"EarlyExit\(layer=60\)"):
+        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=6), plain)
+
+
+# Callers that cannot be given an argument ----------------------------------------------------------------------------
+
+
+class Harness:
+    """Generates as lm-eval does: its own stopping criterion, a length, the tokenizer's padding, nothing else."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def generate_until(self, inputs: dict[str, torch.Tensor], stop: int, length: int) -> torch.Tensor:
+        def ends(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return (input_ids[:, inputs["input_ids"].shape[1] :] == stop).any(-1)
+
+        return self.model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_length=length,
+            stopping_criteria=[ends],
+            pad_token_id=0,
+            use_cache=True,
+            do_sample=False,
+        )
+
+
+def test_a_harness(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    harness = Harness(fresh_llama)
+    whole = fresh_llama.generate(**BATCH, max_new_tokens=20)
+    stop = int(whole[0, BATCH["input_ids"].shape[1] + 7])
+    plain = harness.generate_until(BATCH, stop, 40)
+    with attach(fresh_llama, spec):
+        assert torch.equal(harness.generate_until(BATCH, stop, 40), plain)
+    assert calls(spec) == 1
+
+
+class Rollouts:
+    """Generates as TRL's GRPO trainer does, with a generation config of its own."""
+
+    def __init__(self, model: Any, **generation_kwargs: Any) -> None:
+        self.model = model
+        self.generation_config = GenerationConfig(
+            **{"max_new_tokens": 12, "do_sample": True, "pad_token_id": 0, "eos_token_id": None, "temperature": 0.7}
+            | generation_kwargs
+        )
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model.generate(**inputs, generation_config=self.generation_config, disable_compile=True)
+
+
+@pytest.mark.parametrize("way", ["attached", "generation_kwargs"])
+def test_rollouts(spec: SelfSpec, way: str) -> None:
+    model = lora(tiny_llama(factor=0.5))
+    if way == "attached":
+        attach(model, spec)
+        rollouts = Rollouts(model)
+    else:
+        rollouts = Rollouts(model, assistant=spec)
+    inputs = ragged_batch((6, 6, 6, 6))
+    assert rollouts(inputs).shape == (4, 18)
+    assert calls(spec) == 1
+
+
+def test_uninstalling_waits(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    attach(fresh_llama, spec)
+    hf_selfspec.uninstall()
+    try:
+        assert_not_used(fresh_llama, spec)
+    finally:
+        hf_selfspec.install()
+    assert_used(fresh_llama, spec)
+
+
+def test_an_attachment_can_be_entered_again(fresh_llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(EarlyExit(3), FixedLength(2))
+    attachment = attach(fresh_llama, spec)
+    for _ in range(2):
+        before = calls(spec)
+        with attachment:
+            fresh_llama.generate(**ROW, max_new_tokens=4)
+        assert calls(spec) == before + 1
+        fresh_llama.generate(**ROW, max_new_tokens=4)
+        assert calls(spec) == before + 1
+
+
+def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    plain = model.generate(**ROW, max_new_tokens=8)
+    with attach(model, SelfSpec(EarlyExit(3), FixedLength(2))):
+        assert torch.equal(model.generate(**ROW, max_new_tokens=8), plain)
+    with pytest.raises(NumericalError):
+        model.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(EarlyExit(3), FixedLength(2)))
+
+
+def test_plain_beside_a_custom_loop_is_refused(fresh_llama: LlamaForCausalLM) -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"assistant=False.*custom_generate.*give one"):
+        fresh_llama.generate(**ROW, max_new_tokens=4, assistant=False, custom_generate=SelfSpec())
+
+
+def test_warnings_name_the_line_of_the_caller(fresh_llama: LlamaForCausalLM) -> None:
+    with attach(fresh_llama, SelfSpec()), pytest.warns(UserWarning, match="plain generate serves it") as told:
+        fresh_llama.generate(**ROW, max_new_tokens=4, num_beams=2)
+    assert told[0].filename == __file__

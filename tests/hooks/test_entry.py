@@ -1,0 +1,398 @@
+"""The ways in: ``generate``, pipelines, PEFT, compiled, dispatched and quantised models, all against plain generate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+    Trainer,
+    pipeline,
+)
+
+import hf_selfspec
+from helpers.calls import Recorder, assert_mixed, new_spec
+from helpers.models import BATCH, ROW, tiny_llama
+from helpers.processes import peft_calls_old_name
+from hf_selfspec import (
+    ConfidenceThreshold,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    UnsupportedOptionError,
+)
+
+pytestmark = peft_calls_old_name
+
+SPECS = {
+    "exit": new_spec(),
+    "skip": SelfSpec(SkipLayers(), ConfidenceThreshold()),
+    "tree": SelfSpec(
+        draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3), tree=TopKTree(((0.5, 3), (1.0, 1)))
+    ),
+}
+
+
+@pytest.fixture(params=SPECS)
+def spec(request: pytest.FixtureRequest) -> SelfSpec:
+    return SPECS[request.param]
+
+
+def assert_serves(model: Any, spec: SelfSpec, reference: Any = None) -> None:
+    """Tokens of ``model`` with ``spec`` are those of plain ``reference`` (``model`` itself if not given)."""
+    for inputs in (ROW, BATCH):
+        plain = (model if reference is None else reference).generate(**inputs, max_new_tokens=24)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=24, assistant=spec), plain)
+        assert_mixed(spec)
+
+
+# generate ------------------------------------------------------------------------------------------------------------
+
+
+def test_assistant_and_custom_generate(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    assert_serves(llama, spec)
+    plain = llama.generate(**BATCH, max_new_tokens=24)
+    assert torch.equal(llama.generate(**BATCH, max_new_tokens=24, custom_generate=spec), plain)
+
+
+def test_arguments_by_position_and_in_a_config(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    config = GenerationConfig(max_new_tokens=24, repetition_penalty=1.3)
+    arguments = (ROW["input_ids"], config, None, None, lambda batch_id, ids: list(range(40)))
+    plain = llama.generate(*arguments)
+    assert torch.equal(llama.generate(*arguments, assistant=spec), plain)
+
+
+def test_calls_without_assistant_are_passed_on_untouched(llama: LlamaForCausalLM) -> None:
+    """The wrapper hands on the very same arguments and shows the signature of what it wraps."""
+    calls: list[Any] = []
+
+    class Model(LlamaForCausalLM):
+        def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return super()._prepare_generation_config(*args, **kwargs)
+
+    model = Model(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    for nothing in ({}, {"assistant": None}):
+        calls.clear()
+        output = model.generate(**ROW, max_new_tokens=24, **nothing)
+        assert len(calls) == 1
+        assert calls[0][1].keys() == {"input_ids", "attention_mask", "max_new_tokens"}
+        assert torch.equal(output, llama.generate(**ROW, max_new_tokens=24))
+    original = GenerationMixin.generate.__wrapped__
+    assert inspect.signature(GenerationMixin.generate) == inspect.signature(original)
+    assert GenerationMixin.generate.__doc__ == original.__doc__
+
+
+@pytest.fixture
+def reinstalled() -> Iterator[None]:
+    yield
+    hf_selfspec.install()
+
+
+@pytest.mark.usefixtures("reinstalled")
+def test_false_is_no_assistant(llama: LlamaForCausalLM) -> None:
+    assert torch.equal(
+        llama.generate(**BATCH, max_new_tokens=8, assistant=False), llama.generate(**BATCH, max_new_tokens=8)
+    )
+
+
+def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    installed = GenerationMixin.generate
+    original, original_train = installed.__wrapped__, Trainer.train.__wrapped__
+    hf_selfspec.install()
+    assert GenerationMixin.generate is installed
+    plain = llama.generate(**ROW, max_new_tokens=24)
+
+    for _ in range(2):
+        hf_selfspec.uninstall()
+        assert GenerationMixin.generate is original
+        assert Trainer.train is original_train
+    with pytest.raises(ValueError, match="assistant"):
+        llama.generate(**ROW, max_new_tokens=24, assistant=spec)
+    assert torch.equal(llama.generate(**ROW, max_new_tokens=24, custom_generate=spec), plain)
+
+    for _ in range(2):
+        hf_selfspec.install()
+        assert GenerationMixin.generate.__wrapped__ is original
+        assert Trainer.train.__wrapped__ is original_train
+    assert torch.equal(llama.generate(**ROW, max_new_tokens=24, assistant=spec), plain)
+
+
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+TEXTS = ["def f(x):", "for i in", "import os as o"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_pipeline(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SelfSpec, batch_size: int) -> None:
+    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    options = {"max_new_tokens": 24, "do_sample": False, "batch_size": batch_size}
+    plain = pipe(TEXTS, **options)
+    assert pipe(TEXTS, **options, assistant=spec) == plain
+    assert_mixed(spec)
+    once = pipeline("text-generation", model=llama, tokenizer=tokenizer, assistant=spec, **options)
+    assert once(TEXTS) == plain
+    assert all(len(output[0]["generated_text"]) > len(text) + 9 for text, output in zip(TEXTS, plain, strict=True))
+
+
+def test_pipeline_streams_and_stops(
+    llama: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    spec: SelfSpec,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    options = {"max_new_tokens": 24, "do_sample": False}
+    text = pipe(TEXTS[0], **options)[0]["generated_text"]
+    stop = text[len(TEXTS[0]) + 13]
+    for more in ({}, {"stop_sequence": stop}):
+        outputs = []
+        for assistant in ({}, {"assistant": spec}):
+            recorder = Recorder()
+            generated = pipe(TEXTS[0], streamer=recorder, **options, **more, **assistant)
+            pipe(TEXTS[0], streamer=TextStreamer(tokenizer), **options, **more, **assistant)
+            outputs.append((generated, recorder.calls, capsys.readouterr().out))
+        assert outputs[1] == outputs[0]
+        assert outputs[0][2].strip()
+        assert (len(outputs[0][0][0]["generated_text"]) < len(text)) == bool(more)
+
+
+# PEFT ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lora() -> peft.PeftModel:
+    """LoRA on attention and MLP with weights that change the output."""
+    model = tiny_llama(factor=0.5)
+    torch.manual_seed(4)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(model, config).eval()
+
+
+def test_lora(lora: peft.PeftModel, spec: SelfSpec, llama: LlamaForCausalLM) -> None:
+    assert_serves(lora, spec)
+    with_adapter = lora.generate(**ROW, max_new_tokens=24, assistant=spec)
+    without = llama.generate(**ROW, max_new_tokens=24)
+    assert not torch.equal(with_adapter, without)
+    with lora.disable_adapter():
+        assert torch.equal(lora.generate(**ROW, max_new_tokens=24, assistant=spec), without)
+    assert torch.equal(lora.generate(**ROW, max_new_tokens=24, assistant=spec), with_adapter)
+
+
+def test_pipeline_on_peft(lora: peft.PeftModel, tokenizer: PreTrainedTokenizerFast, spec: SelfSpec) -> None:
+    pipe = pipeline("text-generation", model=lora, tokenizer=tokenizer)
+    plain = pipe(TEXTS, max_new_tokens=24, do_sample=False, batch_size=3)
+    assert pipe(TEXTS, max_new_tokens=24, do_sample=False, batch_size=3, assistant=spec) == plain
+    assert_mixed(spec)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    ],
+    ids=["prompt tuning", "prefix tuning"],
+)
+def test_virtual_tokens_are_refused(config: peft.PeftConfig) -> None:
+    model = peft.get_peft_model(tiny_llama(), config).eval()
+    forwards: list[Any] = []
+    model.base_model.register_forward_pre_hook(lambda *args: forwards.append(args))
+    with pytest.raises(UnsupportedOptionError, match=r"virtual tokens .* LoRA and other adapters .* work"):
+        model.generate(**ROW, max_new_tokens=4, assistant=SelfSpec())
+    assert not forwards
+    model(**ROW)
+    assert forwards
+
+
+def test_activated_lora_is_refused() -> None:
+    """It counts the tokens that it adapts from the end of a forward."""
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False, alora_invocation_tokens=[5, 6]
+    )
+    model = peft.get_peft_model(tiny_llama(), config).eval()
+    invoked = ROW["input_ids"].clone()
+    invoked[:, -4:-2] = torch.tensor([5, 6])
+    with pytest.raises(UnsupportedOptionError, match=r"aLoRA .* LoRA and other adapters that apply to all tokens work"):
+        model.generate(input_ids=invoked, max_new_tokens=4, assistant=SelfSpec())
+
+
+# Hooks ---------------------------------------------------------------------------------------------------------------
+
+
+def assert_serves_until_each_end(model: Any, spec: SelfSpec, **options: Any) -> None:
+    """As plain ``model`` where the rows of a batch end one after another."""
+    options |= {"max_new_tokens": 32, "pad_token_id": 96}
+    width = BATCH["input_ids"].shape[1]
+    options["eos_token_id"] = int(model.generate(**BATCH, **options)[0, width + 8])
+    plain = model.generate(**BATCH, **options)
+    assert len({int((row != 96).sum()) for row in plain[:, width:]}) > 1
+    assert torch.equal(model.generate(**BATCH, **options, assistant=spec), plain)
+
+
+@pytest.mark.parametrize("spec", [*SPECS.values(), SelfSpec()], ids=[*SPECS, "default"])
+def test_an_adapter_for_each_row(spec: SelfSpec) -> None:
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    model = peft.get_peft_model(tiny_llama(), config, "first").eval()
+    model.add_adapter("second", config)
+    assert_serves_until_each_end(model, spec, adapter_names=["first", "second", "__base__"])
+
+
+def scaled(module: torch.nn.Module, args: Any, states: torch.Tensor) -> torch.Tensor:
+    """Scales the states of each row of a batch of three."""
+    return states * torch.tensor([1.0, 0.8, 1.3])[:, None, None]
+
+
+class Scaling(ModelHook):
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        return scaled(module, (), output)
+
+
+HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "output": lambda module: module.register_forward_hook(scaled),
+    "partial": lambda module: module.register_forward_hook(partial(scaled)),
+    "input": lambda module: module.register_forward_pre_hook(lambda module, args: scaled(module, (), *args)),
+    "accelerate": lambda module: add_hook_to_module(module, SequentialHook(AlignDevicesHook(), Scaling())),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_with_a_value_for_each_row(hook: str) -> None:
+    model = tiny_llama()
+    HOOKS[hook](model.model.layers[2].mlp)
+    assert_serves_until_each_end(model, new_spec())
+
+
+def test_global_hooks_with_a_value_for_each_row() -> None:
+    model = tiny_llama()
+    norm = model.model.norm
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: scaled(module, args, output) if module is norm else None
+    )
+    with handle:
+        assert_serves_until_each_end(model, new_spec())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_that_have_ended_leave_the_forwards(own: bool) -> None:
+    """Hooks of transformers and accelerate do not keep them there; those of others do."""
+    model, sizes = tiny_llama(), set()
+    model(**BATCH, output_hidden_states=True)
+    add_hook_to_module(model.model.layers[2], AlignDevicesHook())
+    head = model.lm_head.forward
+    model.lm_head.forward = lambda states: [sizes.add(len(states)), head(states)][1]
+    if own:
+        model.model.norm.register_forward_hook(lambda *_: None)
+    assert_serves_until_each_end(model, new_spec())
+    assert sizes == ({3} if own else {3, 2, 1})
+
+
+# Compiled, dispatched, quantised -------------------------------------------------------------------------------------
+
+
+def compiled_object(model: PreTrainedModel) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model: PreTrainedModel) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_forward(model: PreTrainedModel) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compiled_layers(model: PreTrainedModel) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+@pytest.mark.every_run("exit-.*")
+@pytest.mark.parametrize("compiled", [compiled_object, compiled_in_place, compiled_forward, compiled_layers])
+def test_compiled(llama: LlamaForCausalLM, spec: SelfSpec, compiled: Callable[[PreTrainedModel], Any]) -> None:
+    model = compiled(tiny_llama(factor=0.5))
+    assert_serves(model, spec, llama)
+    # Plain generate goes on with the compiled forward.
+    assert torch.equal(model.generate(**ROW, max_new_tokens=4), llama.generate(**ROW, max_new_tokens=4))
+
+
+def offloaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def dispatched(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Over the CPU and the disk."""
+    places = {f"model.layers.{index}": "disk" if index % 2 else "cpu" for index in range(6)}
+    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    return dispatch_model(model, device_map=places, main_device="cpu", offload_dir=folder)
+
+
+@pytest.mark.every_run("exit-.*")
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
+@pytest.mark.parametrize("place", [offloaded, dispatched])
+def test_accelerate(
+    llama: LlamaForCausalLM, spec: SelfSpec, place: Callable[[PreTrainedModel, Path], PreTrainedModel], tmp_path: Path
+) -> None:
+    model = place(tiny_llama(factor=0.5), tmp_path)
+    forwards = {
+        name: module.__dict__["forward"] for name, module in model.named_modules() if hasattr(module, "_hf_hook")
+    }
+    assert any(parameter.device.type == "meta" for parameter in model.parameters())
+    assert len(forwards) > 6
+    assert_serves(model, spec, llama)
+    assert all(model.get_submodule(name).__dict__["forward"] is forward for name, forward in forwards.items())
+    assert torch.equal(model.generate(**ROW, max_new_tokens=8), llama.generate(**ROW, max_new_tokens=8))
+
+
+def test_torchao_int8(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    model = tiny_llama(factor=0.5)
+    quantize_(model, Int8WeightOnlyConfig())
+    assert type(model.model.layers[0].mlp.up_proj.weight) is not torch.nn.Parameter
+    assert not torch.equal(model(**ROW).logits, llama(**ROW).logits)
+    assert_serves(model, spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(spec: SelfSpec, dtype: torch.dtype) -> None:
+    """A difference only where the full model's two tokens are within rounding of each other."""
+    model = tiny_llama(factor=0.5).to(dtype)
+    for inputs in (ROW, BATCH):
+        plain = model.generate(**inputs, max_new_tokens=24)
+        ours = model.generate(**inputs, max_new_tokens=24, assistant=spec)
+        assert_mixed(spec)
+        assert ours.shape == plain.shape
+        for row in range(len(plain)):
+            different = (ours[row] != plain[row]).nonzero()
+            if len(different):
+                first = int(different[0])
+                start = int(inputs["attention_mask"][row].argmax())
+                logits = model(input_ids=plain[row : row + 1, start:first]).logits[0, -1].float()
+                gap = (logits[ours[row, first]] - logits[plain[row, first]]).abs()
+                assert gap <= 4 * torch.finfo(dtype).eps * logits.abs().max()

@@ -1,0 +1,489 @@
+"""What was learned survives: files are whole or not written, interruptions, the cache folder, models in training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from helpers.findings import FILE, LAYERS, SEARCHES, FirstDraft, assert_lossless, endless, fresh, generate, prompt
+from helpers.models import ragged_batch, tiny_llama
+from helpers.processes import TESTS
+from hf_selfspec import (
+    Cascade,
+    FixedLength,
+    GenerationStats,
+    Lookup,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    errors,
+)
+from hf_selfspec.lookup.findings import _write_rest
+
+pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_llama(LAYERS, factor=0.6)
+
+
+# Whole or not at all -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("name", ["json.dump", "os.replace"])
+def test_an_error_while_writing_leaves_the_old_file(
+    name: str, error: BaseException, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = fresh(SEARCHES["clasp, over"])
+    spec.save_pretrained(tmp_path)
+    before = (tmp_path / FILE).read_bytes()
+    generate(llama, prompt(), 40, assistant=spec)
+
+    def broken(content: Any, file: Any, *rest: Any) -> None:
+        if name == "json.dump":
+            file.write('{"format": 1, "sett')
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(name, broken)
+        with pytest.raises(SettingError if isinstance(error, OSError) else type(error), match=r"disk full|^$"):
+            spec.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert (tmp_path / FILE).read_bytes() == before
+    spec.save_pretrained(tmp_path)
+    assert (tmp_path / FILE).read_bytes() != before
+    assert_lossless(llama, SelfSpec.from_pretrained(tmp_path))
+
+
+def test_others_may_read_what_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    SelfSpec().save_pretrained(tmp_path)
+    assert (tmp_path / FILE).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+# Imports once and is killed many times: each child generates until it is.
+KILLED = """
+import os, random, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from helpers.models import tiny_llama
+from helpers.findings import endless, generate, prompt
+from pathlib import Path
+folder, chance = Path(sys.argv[2]), random.Random(0)
+def versions():
+    return [os.stat(path).st_mtime_ns for path in folder.rglob("*.json")]
+for turn in range(8):
+    before = versions()
+    child = os.fork()
+    if child == 0:
+        model, spec = tiny_llama(6, factor=0.6), endless(folder)
+        while True:
+            generate(model, prompt(), 40, assistant=spec)
+    until = time.monotonic() + 20
+    while versions() == before and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.15 + 0.2 * chance.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    # the answer to the process that runs this
+    print(*(path.read_text() for path in folder.rglob("*.json")), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked child; no os.fork here (Windows)")
+def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path, first_draft: FirstDraft) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", KILLED, str(TESTS), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert child.returncode == 0, child.stderr
+    kept = [json.loads(line)["findings"][0]["state"] for line in child.stdout.splitlines() if line.startswith("{")]
+    counts = [len(state["tries"]) for state in kept]
+    assert len(counts) == 8
+    # Each process went on from what the one before had tried.
+    assert counts == sorted(counts)
+    assert counts[0] > 0
+    assert counts[-1] > counts[0] + 3
+    model, spec = tiny_llama(6, factor=0.6), endless(tmp_path)
+    assert_lossless(model, spec)
+    assert first_draft.plan == kept[-1]["set"]
+    assert len(spec._knowledge.latest(model).trials) > counts[-1]
+
+
+# Interruptions -------------------------------------------------------------------------------------------------------
+
+
+class InterruptingStreamer(BaseStreamer):
+    """Interrupts with the ``at``-th token."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+class FailingCriterion(StoppingCriteria):
+    """Fails when the text is so long."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise RuntimeError("no more")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("what", ["streamer", "criterion"])
+@pytest.mark.parametrize("name", ["clasp", "swift", "clasp, over", "swift, ratio given"])
+def test_an_interruption_keeps_the_trials(name: str, what: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec = fresh(SEARCHES[name], cache_dir=tmp_path)
+    generate(llama, prompt(), 40, assistant=spec)
+    before, stats = spec._knowledge.latest(llama), spec.stats
+    plans = [done.plan for done in before.trials]
+    assert before.is_over == (name not in ("clasp", "swift"))
+    if what == "streamer":
+        with pytest.raises(KeyboardInterrupt):
+            generate(llama, prompt(seed=6), 40, assistant=spec, streamer=InterruptingStreamer(30))
+    else:
+        criteria = StoppingCriteriaList([FailingCriterion(36)])
+        with pytest.raises(RuntimeError, match="no more"):
+            generate(llama, prompt(seed=6), 40, assistant=spec, stopping_criteria=criteria)
+    after = spec._knowledge.latest(llama)
+    assert after is before
+    assert [done.plan for done in after.trials][: len(plans)] == plans
+    assert (len(after.trials) > len(plans)) == (not before.is_over)
+    assert spec.stats is stats
+    (file,) = tmp_path.rglob("*.json")
+    (kept,) = json.loads(file.read_text())["findings"]
+    assert len(kept["state"]["tries"]) == len(after.trials)
+    assert all("forward" not in module.__dict__ for module in llama.modules())
+    assert_lossless(llama, spec)
+    assert len(after.trials) >= len(kept["state"]["tries"])
+
+
+def test_an_interruption_of_a_probe(llama: PreTrainedModel) -> None:
+    spec = SelfSpec.layerskip()
+    with pytest.raises(KeyboardInterrupt):
+        generate(llama, prompt(), 80, assistant=spec, streamer=InterruptingStreamer(60))
+    choice = spec.choice(llama)
+    assert choice is not None
+    generate(llama, prompt(), 2, assistant=spec)
+    assert spec.choice(llama) == choice
+    assert_lossless(llama, spec)
+
+
+# The cache folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clasp, over", "swift, ratio given"])
+def test_a_second_spec_starts_tuned(name: str, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    first = fresh(SEARCHES[name], cache_dir=tmp_path)
+    generate(llama, prompt(), 40, assistant=first)
+    second = fresh(SEARCHES[name], cache_dir=str(tmp_path))
+    first_draft.plan = ""
+    assert_lossless(llama, second)
+    assert (first_draft.plan, first_draft.phase) == (first.choice(llama).plan.picture(), "acceleration")
+    assert len(second._knowledge.latest(llama).trials) == len(first._knowledge.latest(llama).trials)
+
+
+def test_a_second_probe_starts_tuned(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    first, second = (replace(SelfSpec.layerskip(), cache_dir=tmp_path) for _ in range(2))
+    generate(llama, prompt(), 60, assistant=first)
+    choice = first.choice(llama)
+    first_draft.plan = ""
+    generate(llama, prompt(), 4, assistant=second)
+    assert second.choice(llama) == choice
+    assert first_draft.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
+
+
+def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel, tmp_path: Path) -> None:
+    def use(model: PreTrainedModel, **changes: Any) -> int:
+        """How many sets were known at the beginning."""
+        spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path, **changes)
+        generate(model, prompt(), 2, assistant=spec)
+        known = len(spec._knowledge.latest(model).trials)
+        generate(model, prompt(), 40, assistant=spec)
+        return known
+
+    other = tiny_llama(LAYERS, seed=1, factor=0.6)
+    assert [use(llama) for _ in range(2)] == [0, 3]
+    assert [use(other) for _ in range(2)] == [0, 3]
+    assert [use(llama, task="code") for _ in range(2)] == [0, 3]
+    assert [use(llama, max_draft=9) for _ in range(2)] == [0, 3]
+    assert [use(llama, stop=FixedLength(2)) for _ in range(2)] == [0, 3]
+    assert use(copy.deepcopy(llama)) == 3
+    assert use(llama) == 3
+    assert len(list(tmp_path.rglob("*.json"))) == 5
+    assert len(list(tmp_path.rglob("code-*.json"))) == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """A process that makes one kind of call leaves what another has found for others."""
+    for rows in (1, 2, 1, 2):
+        spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path)
+        generate(llama, prompt(rows), 40, assistant=spec)
+    (file,) = tmp_path.rglob("*.json")
+    kept = json.loads(file.read_text())["findings"]
+    assert sorted((one["several_rows"], one["state"]["phase"]) for one in kept) == [
+        (False, "acceleration"),
+        (True, "acceleration"),
+    ]
+
+
+@pytest.mark.parametrize("task", ["", "a/b", "../a", "a b", "a\n", "a\\b", None, 3])
+def test_bad_task_names(task: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits"):
+        SelfSpec(cache_dir=tmp_path, task=task)
+
+
+def test_bad_cache_folders() -> None:
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\(cache_dir\) must be a path or None, got 3"):
+        SelfSpec(cache_dir=3)
+
+
+def replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Puts something else in the place of a file."""
+
+    def replace(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return replace
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda file: file.write_text(""),
+    "no object of ours": lambda file: file.write_text("{}"),
+    "other findings": lambda file: file.write_text(
+        file.read_text().replace('"state": {', '"state": {"phase": 3}, "": {')
+    ),
+    "newer": lambda file: file.write_text(file.read_text().replace('"format": 1', '"format": 2')),
+    "folder": replaced(Path.mkdir),
+}
+if hasattr(os, "mkfifo"):
+    DAMAGES["pipe"] = replaced(os.mkfifo)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_a_cache_file_that_cannot_be_used(damage: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Findings begin anew, those of searches and those of texts; the file is kept, and there is one warning for it."""
+    draft = Cascade((Lookup(), SEARCHES["clasp, over"].draft))
+
+    def used() -> SelfSpec:
+        spec = SelfSpec(draft, cache_dir=tmp_path)
+        assert torch.equal(generate(llama, prompt(), 40, assistant=spec), generate(llama, prompt(), 40))
+        _write_rest()
+        return spec
+
+    used()
+    files = sorted(tmp_path.rglob("*.json"))
+    assert len(files) == 2
+    for file in files:
+        DAMAGES[damage](file)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        used()
+    kept = [file.with_name(f"{file.name}.aside") for file in files]
+    assert sorted(str(one.message).partition(", cannot be used")[0] for one in told) == sorted(
+        f"findings begin anew, since their file, which is kept as {file}" for file in kept
+    )
+    assert all(file.exists() for file in kept)
+    spec = used()
+    assert len(spec._knowledge.latest(llama, lambda found: hasattr(found, "trials")).trials) == 3
+    spec.forget()
+    assert [file.exists() for file in kept] == ["lookup" not in file.name or file.is_dir() for file in kept]
+
+
+def test_a_file_is_damaged_while_it_is_used(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """What this process knows is written to a new file."""
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    generate(llama, prompt(), 8, assistant=spec)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text("{")
+    generate(llama, prompt(), 8, assistant=spec)
+    with pytest.warns(UserWarning, match="findings begin anew.*cut short or changed"):
+        _write_rest()
+    assert json.loads(file.read_text())["findings"]
+
+
+@pytest.mark.parametrize("name", ["clasp", "swift"])
+def test_a_call_writes_a_file_once(
+    name: str, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    replace, sync = os.replace, os.fsync
+    monkeypatch.setattr(os, "replace", lambda *paths: [written.append("replaced"), replace(*paths)])
+    monkeypatch.setattr(os, "fsync", lambda file: [written.append("synced"), sync(file)])
+    spec = fresh(SEARCHES[name], cache_dir=tmp_path)
+    for count in (1, 2):
+        generate(llama, prompt(), 40, assistant=spec)
+        # What a power failure must not leave empty is on the disk before it takes the old one's place.
+        assert written == ["synced", "replaced"] * count
+    (kept,) = json.loads(next(tmp_path.rglob("*.json")).read_text())["findings"]
+    assert len(kept["state"]["tries"]) == len(spec._knowledge.latest(llama).trials) > 3
+
+
+def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Generation goes on, and a warning tells."""
+    (tmp_path / "file").write_text("")
+    spec = fresh(SEARCHES["clasp, over"], cache_dir=tmp_path / "file")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        found = generate(llama, prompt(), 40, assistant=spec)
+    assert torch.equal(found, generate(llama, prompt(), 40))
+    assert spec.stats.phase == "acceleration"
+
+
+def test_the_cache_is_in_the_home_folder(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    generate(llama, prompt(), 40, assistant=fresh(SEARCHES["clasp, over"], cache_dir="~/kept"))
+    assert len(list((tmp_path / "kept").rglob("*.json"))) == 1
+
+
+def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:
+    model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
+    model.generate(**ragged_batch((9,)), max_new_tokens=40, do_sample=False, assistant=spec)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+# Long-lived processes ------------------------------------------------------------------------------------------------
+
+
+SERVICE = """
+import os, sys, warnings
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+from helpers.models import ragged_batch, tiny_llama
+from pathlib import Path
+from hf_selfspec import SelfSpec, attach
+model, spec = tiny_llama(2), SelfSpec(cache_dir=sys.argv[2])
+attach(model, spec)
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+with torch.no_grad():
+    for call in range(3000):
+        if call == 300:
+            begun = resident()
+        lengths = [4 + (call + row) % 9 for row in range(1 + call % 7 // 6)]
+        options = {"num_beams": 2 + call % 5} if call % 9 == 8 else {"do_sample": call % 5 == 4}
+        model.generate(**ragged_batch(tuple(lengths), seed=call), max_new_tokens=2 + call % 3, **options)
+print(begun, resident())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the file system of processes")
+def test_the_memory_of_a_service_stays(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SERVICE, str(TESTS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    begun, now = map(int, done.stdout.split())
+    assert now - begun < 20, "MiB"
+
+
+def test_many_long_calls_are_kept_as_few_points() -> None:
+    """Each has a point of its timeline every 30 ms or so, of which a plot shows few."""
+    spec = SelfSpec()
+    timeline = [(3 * place, 0.03 * place) for place in range(1, 1001)]
+    for _ in range(3000):
+        spec._knowledge.add_call(GenerationStats(tokens=3000, total_seconds=30.0, timeline=timeline))
+    assert spec.stats is not None
+    assert spec.stats.timeline == timeline
+    kept = [len(call.timeline) for call in spec._knowledge.calls]
+    assert len(kept) >= 300
+    assert min(kept) >= 32
+    assert sum(kept) <= 40_000
+
+
+def test_warnings_that_differ_are_remembered_up_to_a_number(no_warnings_yet: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(5000):
+            errors.warn_once(f"warning {number}")
+    assert len(errors._warned) <= 1024
+    errors.warn_once("warning 4999")  # would be an error
+
+
+# Models in training --------------------------------------------------------------------------------------------------
+
+
+def train_a_step(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+
+
+def test_a_file_is_for_the_weights_with_which_it_was_saved(tmp_path: Path) -> None:
+    """One beside each checkpoint of a training."""
+    model, spec = tiny_llama(8), SelfSpec()
+    for step in ("first", "second"):
+        generate(model, prompt(), 24, assistant=spec)
+        spec.save_pretrained(tmp_path / step, model)
+        train_a_step(model)
+    for parameter in model.parameters():
+        parameter.div_(1.01)
+    generate(model, prompt(), 24, assistant=SelfSpec.from_pretrained(tmp_path / "second"))
+    with pytest.raises(SettingError, match="other weights"):
+        generate(model, prompt(), 24, assistant=SelfSpec.from_pretrained(tmp_path / "first"))
+
+
+def test_what_was_loaded_goes_on_in_training(tmp_path: Path) -> None:
+    model, spec = tiny_llama(8), SelfSpec()
+    generate(model, prompt(), 24, assistant=spec)
+    spec.save_pretrained(tmp_path, model)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    for _ in range(2):
+        assert_lossless(model, loaded)
+        train_a_step(model)
+    loaded.save_pretrained(tmp_path, model)
+    assert_lossless(model, SelfSpec.from_pretrained(tmp_path))
+
+
+def test_cache_files_of_one_model_get_nothing_of_another(tmp_path: Path, no_warnings_yet: None) -> None:
+    """A model that has been trained is another one."""
+    model, spec = tiny_llama(8), SelfSpec(cache_dir=tmp_path)
+    generate(model, prompt(), 24, assistant=spec)
+    spec.forget()  # writes files
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    train_a_step(model)
+    generate(model, prompt(seed=6), 24, assistant=spec)
+    with pytest.warns(UserWarning, match="have changed since this SelfSpec began.*save_pretrained"):
+        _write_rest()
+    assert files
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == files

@@ -1,0 +1,558 @@
+"""What was learned lasts: folders, whose findings they hold, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from helpers.findings import FILE, LAYERS, SEARCHES, FirstDraft, assert_lossless, fresh, generate, prompt
+from helpers.models import tiny_gpt2, tiny_llama
+from hf_selfspec import (
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    EarlyExit,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.model.fingerprint import Fingerprint
+
+pytestmark = pytest.mark.usefixtures("no_grad", "drafts_pay")
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_llama(LAYERS, factor=0.6)
+
+
+SETTINGS = {
+    "default": SelfSpec(),
+    "exit": SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
+    "probe": SelfSpec.layerskip(),
+    "probe with a rule": SelfSpec.layerskip(stop=ConfidenceThreshold(0.6)),
+    "exit only": SelfSpec.early_exit_only(5),
+    "skip": SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
+    "swift": SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
+    "clasp": SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9, 1.0)), tree=CostTree()),
+}
+
+
+# Round trips ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_come_back(name: str, tmp_path: Path) -> None:
+    spec = fresh(SETTINGS[name])
+    spec.save_pretrained(tmp_path / "a" / "b")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [FILE]
+    loaded = SelfSpec.from_pretrained(tmp_path / "a" / "b")
+    assert loaded == spec
+    assert repr(loaded) == repr(spec)
+
+
+def test_settings_alone_serve_any_model(tmp_path: Path) -> None:
+    SelfSpec(SkipLayers(), FixedLength(3)).save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(str(tmp_path))
+    for model in (tiny_llama(6), tiny_llama(5, seed=1), tiny_gpt2(512)):
+        assert_lossless(model, loaded)
+
+
+@pytest.mark.every_run(".*-1")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_findings_of_a_search_come_back(
+    name: str, rows: int, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft
+) -> None:
+    spec = fresh(SEARCHES[name])
+    for seed in range(2):
+        generate(llama, prompt(rows, seed), 40, assistant=spec)
+    choice, phase, found = spec.choice(llama), spec.stats.phase, spec._knowledge.latest(llama)
+    assert phase == ("optimization" if name in ("clasp", "swift") else "acceleration")
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    first_draft.plan = ""
+    assert_lossless(llama, loaded, rows=rows)
+    assert (first_draft.plan, first_draft.phase) == (choice.plan.picture(), phase)
+    assert first_draft.stop == (choice.stop if spec.stop is None else spec.stop)
+    assert (choice.stop is None) == (name == "swift, ratio given")
+    again = loaded._knowledge.latest(llama)
+    assert len(found.trials) >= 3
+    kept = list(again.trials)[: len(found.trials)]
+    assert Counter(done.plan for done in kept) == Counter(done.plan for done in found.trials)
+    assert sorted(trial.matchness for trial in kept) == pytest.approx(sorted(found.history), abs=1e-4)
+    assert again.timings.costs == found.timings.costs
+    assert again.generated > found.generated
+
+
+def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Tries of before count towards its end."""
+    settings = ClosestLayers(8, max_steps=20, patience=500, target_matchness=1.0, budget=1.0)
+    spec = SelfSpec(SkipLayers(search=settings))
+    generate(llama, prompt(), 20, assistant=spec)
+    assert 3 <= len(spec._knowledge.latest(llama).trials) < 20
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    while loaded.stats is None or loaded.stats.phase == "optimization":
+        generate(llama, prompt(), 30, assistant=loaded)
+    assert len(loaded._knowledge.latest(llama).trials) == 20
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_probes_choice_comes_back(rows: int, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    spec = SelfSpec.layerskip()
+    generate(llama, prompt(rows), 60, assistant=spec)
+    choice = spec.choice(llama)
+    assert choice.layer is not None
+    spec.save_pretrained(tmp_path, llama)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert loaded.choice(llama) is None
+    first_draft.plan = ""
+    generate(llama, prompt(rows), 4, assistant=loaded)
+    assert loaded.choice(llama) == choice
+    assert first_draft.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
+    assert (first_draft.stop, first_draft.reuse_from) == (choice.stop, choice.reuse_from)
+    assert_lossless(llama, loaded, rows=rows)
+
+
+def test_a_short_text_leaves_a_probes_choice(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """What was read from a file stands until there is as much new text as it was chosen by."""
+    spec = SelfSpec.layerskip()
+    generate(llama, prompt(), 60, assistant=spec)
+    choice = spec.choice(llama)
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    generate(llama, prompt(seed=7), 20, assistant=loaded)
+    assert loaded.choice(llama) == choice
+    generate(llama, prompt(seed=8), 70, assistant=loaded)
+    assert loaded.choice(llama).tokens > choice.tokens
+
+
+def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -> None:
+    spec = fresh(SEARCHES["clasp, over"])
+    choices = []
+    for options in ({}, {"do_sample": True}):
+        torch.manual_seed(0)
+        generate(llama, prompt(), 40, assistant=spec, **options)
+        choices.append(spec.choice(llama))
+    assert choices[0] != choices[1]
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    for options, choice in zip(({"do_sample": True}, {}), reversed(choices), strict=True):
+        generate(llama, prompt(), 2, assistant=loaded, **options)
+        assert loaded.choice(llama) == choice
+    # A kind that was not met yet begins with the set of another.
+    generate(llama, prompt(2), 2, assistant=loaded)
+    assert loaded.stats.plan in {choice.plan.picture() for choice in choices}
+    assert loaded.stats.phase == "optimization"
+
+
+def test_saving_again_keeps_what_was_loaded(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Also the findings for kinds of calls that have not been made since, and without any call."""
+    spec = fresh(SEARCHES["clasp, over"])
+    generate(llama, prompt(), 40, assistant=spec)
+    generate(llama, prompt(2), 40, assistant=spec)
+    spec.save_pretrained(tmp_path / "first")
+    content = json.loads((tmp_path / "first" / FILE).read_text())
+    loaded = SelfSpec.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    assert json.loads((tmp_path / "second" / FILE).read_text()) == content
+    generate(llama, prompt(), 2, assistant=loaded)
+    loaded.save_pretrained(tmp_path / "third")
+    again = json.loads((tmp_path / "third" / FILE).read_text())["findings"]
+    assert {one["several_rows"]: one["state"]["set"] for one in again} == {
+        one["several_rows"]: one["state"]["set"] for one in content["findings"]
+    }
+
+
+def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+    """They begin with what the file holds, and what one learns from then on stays its own."""
+    spec = fresh(SEARCHES["clasp, over"])
+    generate(llama, prompt(), 40, assistant=spec)
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    generate(llama, prompt(), 2, assistant=loaded)
+    twin = pickle.loads(pickle.dumps(loaded))
+    assert twin == loaded
+    assert twin.stats is None
+    first_draft.plan = ""
+    assert_lossless(llama, twin)
+    assert (first_draft.plan, first_draft.phase) == (spec.choice(llama).plan.picture(), "acceleration")
+    with pytest.raises(SettingError, match="other weights"):
+        generate(tiny_llama(LAYERS, seed=1), prompt(), 2, assistant=twin)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_share_what_is_learned(copied: Any, llama: PreTrainedModel) -> None:
+    """A tool that copies its arguments for every batch goes on with the search of the batches before."""
+    spec = fresh(SEARCHES["clasp"])
+    tried = []
+    for _ in range(3):
+        twin = copied(spec)
+        assert twin is not spec
+        assert twin == spec
+        generate(llama, prompt(), 40, assistant=twin)
+        assert twin.stats is spec.stats
+        tried.append(len(spec.stats.matchness))
+    assert 0 < tried[0] < tried[1] < tried[2]
+    assert twin.choice(llama) is spec.choice(llama)
+
+
+# Whose findings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished search of the Llama; its file is small."""
+    folder = tmp_path_factory.mktemp("saved")
+    spec = fresh(SEARCHES["clasp, over"], tree=CostTree())
+    with torch.no_grad():
+        generate(llama, prompt(), 40, assistant=spec)
+    spec.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: tiny_llama(LAYERS, seed=1), "other weights"),
+        (lambda: tiny_llama(6), "8 layers, not of 6"),
+        (lambda: tiny_llama(LAYERS, vocabulary=98), "other names or shapes"),
+        (lambda: tiny_gpt2(512), "a LlamaForCausalLM, not a GPT2LMHeadModel"),
+    ],
+    ids=["weights", "depth", "shapes", "class"],
+)
+def test_another_model_is_refused_before_work(make: Callable[[], PreTrainedModel], words: str, saved: Path) -> None:
+    model, loaded = make(), SelfSpec.from_pretrained(saved)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    forwards = []
+    handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    with pytest.raises(SettingError, match=words) as error:
+        generate(model, prompt(), 5, assistant=loaded)
+    handle.remove()
+    assert str(saved / FILE) in str(error.value)
+    assert not forwards
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_lossless(model, SelfSpec())
+
+
+def test_a_refused_model_leaves_the_loaded_spec_usable(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
+    loaded = SelfSpec.from_pretrained(saved)
+    with pytest.raises(SettingError, match="other weights"):
+        generate(tiny_llama(LAYERS, seed=1), prompt(), 5, assistant=loaded)
+    assert_lossless(llama, loaded)
+    loaded.save_pretrained(tmp_path)
+    assert_lossless(llama, SelfSpec.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_findings_are_not_saved_for_another_model(
+    used: bool, llama: PreTrainedModel, saved: Path, tmp_path: Path
+) -> None:
+    loaded = SelfSpec.from_pretrained(saved)
+    if used:
+        generate(llama, prompt(), 2, assistant=loaded)
+    with pytest.raises(SettingError, match="other weights"):
+        loaded.save_pretrained(tmp_path, tiny_llama(LAYERS, seed=1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_models_and_none_named(llama: PreTrainedModel, tmp_path: Path) -> None:
+    other, spec = tiny_llama(6), fresh(SEARCHES["clasp, over"])
+    for model in (llama, other):
+        generate(model, prompt(), 30, assistant=spec)
+    with pytest.raises(SettingError, match=r"save_pretrained: this SelfSpec has drafted for 2 models.*`model`"):
+        spec.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    spec.save_pretrained(tmp_path, other)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert_lossless(other, loaded)
+    assert loaded.choice(other).plan == spec.choice(other).plan
+    with pytest.raises(SettingTypeError, match="Linear"):
+        spec.save_pretrained(tmp_path, torch.nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_peft_model(tmp_path: Path, first_draft: FirstDraft) -> None:
+    """Its adapter belongs to the model that a file is for."""
+
+    def adapted(seed: int) -> Any:
+        base = tiny_llama(LAYERS, factor=0.6)
+        torch.manual_seed(seed)
+        settings = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        return peft.get_peft_model(base, settings).eval()
+
+    model, spec = adapted(0), fresh(SEARCHES["clasp, over"])
+    generate(model, prompt(), 40, assistant=spec)
+    spec.save_pretrained(tmp_path, model)
+    first_draft.plan = ""
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert_lossless(adapted(0), loaded)
+    assert (first_draft.plan, first_draft.phase) == (spec.choice(model).plan.picture(), "acceleration")
+    with pytest.raises(SettingError, match="other weights"):
+        generate(adapted(1), prompt(), 4, assistant=loaded)
+    with pytest.raises(SettingError, match="other names or shapes"):
+        generate(tiny_llama(LAYERS, factor=0.6), prompt(), 4, assistant=loaded)
+
+
+# Fingerprints --------------------------------------------------------------------------------------------------------
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    model = tiny_llama(6)
+    own = Fingerprint.of(model, 6)
+    assert own == Fingerprint.of(tiny_llama(6), 6)
+    assert own.difference(Fingerprint.of(copy.deepcopy(model).to(torch.bfloat16), 6)) == ""
+    for other, layers, words in (
+        (tiny_llama(6, seed=1), 6, "weights"),
+        (tiny_llama(5), 5, "6 layers, not of 5"),
+        (tiny_llama(6, vocabulary=98), 6, "shapes"),
+        (tiny_gpt2(), 6, "GPT2LMHeadModel"),
+    ):
+        found = Fingerprint.of(other, layers)
+        assert words in own.difference(found)
+        assert found.name != own.name
+    model.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
+    assert "weights" in own.difference(Fingerprint.of(model, 6))
+
+
+def test_weights_that_cannot_be_read_are_unknown() -> None:
+    """Offloaded ones are on the meta device; what is unknown does not set models apart."""
+    model = tiny_llama(6)
+    own = Fingerprint.of(model, 6)
+    model.model.layers[2].to("meta")
+    unknown = Fingerprint.of(model, 6)
+    assert unknown.weights is None
+    assert own.difference(unknown) == unknown.difference(own) == ""
+    assert "shapes" in unknown.difference(Fingerprint.of(tiny_llama(6, vocabulary=98), 6))
+
+
+@pytest.mark.parametrize("count", [32000 * 4096, 151936 * 896, 2**24 + 1])
+def test_fingerprints_of_large_parameters(count: int) -> None:
+    """Whole numbers of this size are not all in single precision."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(1).expand(count))
+    assert Fingerprint.of(model, 1).weights is not None
+
+
+# Files that cannot be used -------------------------------------------------------------------------------------------
+
+
+def assert_refused(path: Path, words: str = FILE) -> None:
+    with pytest.raises(SettingError, match=words) as error:
+        SelfSpec.from_pretrained(path.parent)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_was_cut_short(saved: Path, tmp_path: Path) -> None:
+    content = (saved / FILE).read_bytes()
+    path = tmp_path / FILE
+    for end in [*range(40), *range(40, len(content), max(1, len(content) // 100)), len(content) - 1]:
+        path.write_bytes(content[:end])
+        assert_refused(path, "cut short or changed")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert_refused(tmp_path / FILE, r"does not exist.*save_pretrained\(folder\)")
+    assert_refused(tmp_path / "nowhere" / FILE, "does not exist")
+    (tmp_path / "folder" / FILE).mkdir(parents=True)
+    assert_refused(tmp_path / "folder" / FILE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"[]", b"3", b'"format"', b"{}", b'{"format": 1}', b"\xff\xfe\x00", b"{" * 9, b"[" * 100_000],
+    ids=["empty", "null", "list", "number", "string", "nothing", "format only", "not UTF-8", "open", "deep"],
+)
+def test_files_that_are_something_else(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    assert_refused(tmp_path / FILE)
+
+
+def changed(saved: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> Path:
+    """A copy of the file with one value replaced."""
+    content = json.loads((saved / FILE).read_text())
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (folder / FILE).write_text(json.dumps(content))
+    return folder / FILE
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        (("format",), 2, "format 2.*reads format 1"),
+        (("settings", "draft", "class"), "SkipLayer", "SkipLayer"),
+        (("settings", "draft", "class"), "FixedLength", "FixedLength"),
+        (("settings", "draft"), {"class": "FixedLength", "num_tokens": 3}, "FixedLength"),
+        (("settings", "draft", "layers"), [3], "layers"),
+        (("settings", "draft", "search", "max_steps"), 0, "max_steps"),
+        (("settings", "draft", "search", "max_steps"), "many", "max_steps"),
+        (("settings", "max_draft"), 0, "max_draft"),
+        (("settings", "max_draft"), "many", "max_draft"),
+        (("settings", "depth"), 3, "depth"),
+        (("settings", "tree"), {"class": "CostTree", "price": 2.0}, "price"),
+        (("settings", "stop"), "later", "later"),
+        (("settings",), [], "settings"),
+        (("fingerprint",), {}, "model"),
+        (("fingerprint", "weights_too"), 1, "weights_too"),
+    ],
+)
+def test_settings_that_do_not_fit(keys: tuple[Any, ...], value: Any, words: str, saved: Path, tmp_path: Path) -> None:
+    assert_refused(changed(saved, tmp_path, keys, value), words)
+
+
+def places(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something can be replaced; of lists the first and the last."""
+    if keys:
+        yield keys
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from places(value, (*keys, key))
+    elif isinstance(content, list) and content:
+        for index in sorted({0, len(content) - 1}):
+            yield from places(content[index], (*keys, index))
+
+
+@pytest.fixture(scope="module")
+def saved_probe(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the choice of a probe."""
+    folder = tmp_path_factory.mktemp("probe")
+    spec = SelfSpec.layerskip()
+    with torch.no_grad():
+        generate(llama, prompt(), 40, assistant=spec)
+    spec.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, [], {}, 0.5, ["x"], [[0.5]]], ids=repr)
+@pytest.mark.parametrize("kind", ["saved", "saved_probe"])
+def test_findings_that_do_not_fit(
+    kind: str, value: Any, llama: PreTrainedModel, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Whatever was changed: the output is that of the model, or one error names the file before any forward."""
+    saved = request.getfixturevalue(kind)
+    content, refused = json.loads((saved / FILE).read_text()), 0
+    ids, plain = prompt(), generate(llama, prompt(), 3)
+    forwards: list[int] = []
+    handle = llama.register_forward_pre_hook(lambda *_: forwards.append(1))
+    try:
+        for keys in places(content["findings"], ("findings",)):
+            path = changed(saved, tmp_path, keys, value)
+            forwards.clear()
+            error: Exception | None = None
+            try:
+                found = generate(llama, ids, 3, assistant=SelfSpec.from_pretrained(tmp_path))
+            except Exception as raised:  # whatever it is: only ours is right, see below
+                error = raised
+            if error is None:
+                assert torch.equal(found, plain), keys
+                continue
+            refused += 1
+            assert isinstance(error, SettingError), keys
+            assert str(path) in str(error), keys
+            assert not forwards, keys
+    finally:
+        handle.remove()
+    assert refused > 5
+    assert all("forward" not in module.__dict__ for module in llama.modules())
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("findings", 0, "state", "set"), "##a#"),
+        (("findings", 0, "state", "tries", 0, "set"), "#########"),
+        (("findings", 0, "state", "tries", 0, "rows"), []),
+        (("findings", 0, "state", "tries", 0, "rows", 0, "confidence"), [0.5]),
+        (("findings", 0, "state", "matchness"), "high"),
+        (("findings", 0, "state", "phase"), "later"),
+        (("findings", 0, "state", "stop"), {"class": "FixedLength", "num_tokens": 0}),
+        (("findings", 0, "state", "costs", "fixed"), None),
+        (
+            ("findings", 0, "state", "costs"),
+            {"fixed": 0, "attention": 0, "mlp": 0, "several": 0, "token": 0, "step": 0, "num_layers": LAYERS},
+        ),
+    ],
+)
+def test_a_search_that_does_not_fit(
+    keys: tuple[Any, ...], value: Any, llama: PreTrainedModel, saved: Path, tmp_path: Path
+) -> None:
+    path = changed(saved, tmp_path, keys, value)
+    with pytest.raises(SettingError, match=r"cut short or changed|must be at least 1") as error:
+        generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
+    assert str(path) in str(error.value)
+    assert_lossless(llama, SelfSpec())
+
+
+def test_findings_of_another_kind_of_draft(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
+    path = changed(saved, tmp_path, ("settings", "draft"), {"class": "EarlyExit", "layer": None})
+    content = json.loads(path.read_text())
+    content["findings"][0]["source"] = "exit probe"
+    path.write_text(json.dumps(content))
+    with pytest.raises(SettingError, match="cut short or changed") as error:
+        generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
+    assert str(path) in str(error.value)
+
+
+# What cannot be saved ------------------------------------------------------------------------------------------------
+
+
+def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """A user's own stop rule."""
+    return torch.zeros(len(logits), dtype=torch.bool)
+
+
+class Own(CandidateGenerator):
+    """A user's own draft."""
+
+
+@dataclass(frozen=True)
+class OwnRule(ConfidenceThreshold):
+    """A user's own class of one of ours."""
+
+
+def own_class_of_our_name() -> Any:
+    def call(self: Any, *arguments: Any) -> torch.Tensor:
+        return never(*arguments)
+
+    return dataclass(frozen=True)(type("FixedLength", (), {"__call__": call}))()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"stop": never}, r"SelfSpec\(stop\) is <function never"),
+        ({"stop": OwnRule()}, r"SelfSpec\(stop\) is OwnRule"),
+        ({"stop": own_class_of_our_name()}, r"SelfSpec\(stop\) is "),
+        ({"draft": Own()}, r"SelfSpec\(draft\) is .*Own object"),
+    ],
+    ids=["function", "subclass", "class of the same name", "generator"],
+)
+def test_what_cannot_be_saved(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    words += ".*cannot be saved.*set it again after loading"
+    with pytest.raises(SettingError, match=words):
+        SelfSpec(**settings).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SettingError, match=words):
+        SelfSpec(**settings, cache_dir=tmp_path)

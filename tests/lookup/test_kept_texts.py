@@ -1,0 +1,460 @@
+"""What free drafts keep of texts: from call to call, on disk, among threads, and how it is forgotten."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import gc
+import json
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from helpers.models import VOCABULARY, ragged_batch, tiny_gpt_neo, tiny_llama
+from hf_selfspec import (
+    Cascade,
+    EarlyExit,
+    FixedLength,
+    GenerationStats,
+    Lookup,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+)
+from hf_selfspec.lookup import LookupFindings
+from hf_selfspec.lookup import findings as shared
+from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
+
+pytestmark = pytest.mark.usefixtures("verification_is_free")
+
+NEW_TOKENS = 40
+PROMPT = ragged_batch((12,), seed=11)
+BATCH = ragged_batch((4, 9, 6))
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(factor=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_WRITTEN", 0.0)
+
+
+def call(model: Any, spec: SelfSpec, inputs: dict[str, torch.Tensor] = PROMPT) -> GenerationStats:
+    """A call with the output of plain ``generate``."""
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
+    assert spec.stats is not None
+    return spec.stats
+
+
+def findings(spec: SelfSpec, model: Any) -> LookupFindings:
+    found = spec._knowledge.latest(model, lambda found: isinstance(found, LookupFindings))
+    assert isinstance(found, LookupFindings)
+    return found
+
+
+def stored(spec: SelfSpec, model: Any) -> list[int]:
+    return findings(spec, model).store.tokens
+
+
+# From call to call ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [Lookup(), Cascade([Lookup(), EarlyExit(3)])], ids=["lookup", "cascade"])
+def test_the_same_prompt_again_is_drafted_nearly_as_a_whole(llama: LlamaForCausalLM, draft: Any) -> None:
+    spec = SelfSpec(draft)
+    first, second = call(llama, spec), call(llama, spec)
+    assert second.accepted > 0.75 * NEW_TOKENS
+    assert second.rounds < first.rounds / 2
+    sampled = llama.generate(**PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=1, assistant=spec)
+    assert spec.stats.rounds < first.rounds / 2, "kinds of calls share texts"
+    assert torch.equal(sampled, llama.generate(**PROMPT, max_new_tokens=NEW_TOKENS))
+
+
+@pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")
+@pytest.mark.parametrize("make", [lambda: tiny_llama(factor=0.5), tiny_gpt_neo], ids=["ragged", "together"])
+def test_whole_texts_are_stored_and_no_padding(make: Callable[[], PreTrainedModel]) -> None:
+    """Nor what was accepted in a row and cut off, since all rows advance together."""
+    model, spec = make(), SelfSpec.lookup()
+    options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    plain = model.generate(**BATCH, **options)
+    options["eos_token_id"] = int(plain[1, 25])
+    expected: list[int] = []
+    for _ in range(2):
+        ids = model.generate(**BATCH, **options, assistant=spec).tolist()
+        for row, mask in zip(ids, BATCH["attention_mask"].tolist(), strict=True):
+            said = row[len(mask) :]
+            end = said.index(options["eos_token_id"]) + 1 if options["eos_token_id"] in said else len(said)
+            expected += [-1, *row[mask.index(1) : len(mask)], *said[:end]]
+    assert stored(spec, model) == expected
+
+
+def test_the_store_is_bounded(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec.lookup(stored_tokens=60)
+    for _ in range(3):
+        call(llama, spec, BATCH)
+    assert 30 <= len(stored(spec, llama)) <= 60
+
+
+def test_no_store(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(Lookup(stored_tokens=0), cache_dir=tmp_path)
+    for _ in range(2):
+        call(llama, spec)
+    assert stored(spec, llama) == []
+    (file,) = tmp_path.rglob("*-lookup.json")
+    assert _arrays(json.loads(file.read_text()))["store"].size == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Lookup(-1), SettingError, r"Lookup\(stored_tokens\) must be at least 0, got -1"),
+        (lambda: SelfSpec.lookup(1 << 30), SettingError, r"Lookup\(stored_tokens\) must be at most 1048576"),
+        (lambda: Lookup(2.0), SettingTypeError, r"Lookup\(stored_tokens\) must be a whole number"),
+        (lambda: Lookup(max_nodes=0), SettingError, r"Lookup\(max_nodes\) must be at least 1"),
+        (lambda: Lookup(max_nodes=32), SettingError, r"Lookup\(max_nodes\) must be at most 31"),
+        (lambda: SelfSpec(Lookup(), FixedLength(3)), SettingError, r"SelfSpec\(stop=.*no effect here: Lookup drafts"),
+    ],
+)
+def test_wrong_settings(make: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_copies_share_and_new_ones_begin_anew(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec.lookup()
+    first = call(llama, spec)
+    for shared_one in (copy.copy(spec), copy.deepcopy(spec)):
+        assert call(llama, shared_one).rounds < first.rounds / 2
+        assert stored(shared_one, llama) is stored(spec, llama)
+    for new in (replace(spec, max_draft=24), SelfSpec.lookup(), pickle.loads(pickle.dumps(spec))):
+        assert call(llama, new).rounds == first.rounds
+    other = tiny_llama(factor=0.5, seed=1)
+    call(other, spec)
+    assert set(stored(spec, other)) != set(stored(spec, llama))
+
+
+# Forgetting ----------------------------------------------------------------------------------------------------------
+
+
+def _arrays(content: Any) -> dict[str, np.ndarray]:
+    """All arrays of a file by name."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in content.items() if isinstance(content, dict) else enumerate(content):
+        if isinstance(value, dict) and "base64" in value:
+            data = np.frombuffer(base64.b64decode(value["base64"]), value["dtype"])
+            found[str(name)] = data.reshape(value["shape"])
+        elif isinstance(value, (dict, list)):
+            found.update(_arrays(value))
+    return found
+
+
+def _has_texts(folder: Path) -> bool:
+    """Whether any file below holds tokens, or rates that were learned from them."""
+    files = [json.loads(path.read_text()) for path in folder.rglob("*.json")]
+    known = [one["state"]["known"] for file in files for one in file["findings"] if "known" in one["state"]]
+    return any(array.size for one in known for array in _arrays(one).values()) or any(one["rates"] for one in known)
+
+
+def test_forgotten_texts_are_gone(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    other = tiny_llama(factor=0.5, seed=1)
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    first = call(llama, spec)
+    call(other, spec)
+    assert call(llama, spec, BATCH)
+    assert _has_texts(tmp_path)
+    assert len(list(tmp_path.rglob("*-lookup.json"))) == 2
+    spec.forget()
+    assert not _has_texts(tmp_path)
+    for model in (llama, other):
+        known = findings(spec, model)
+        assert not known.store.tokens
+        assert not len(known.successors)
+    again = SelfSpec(Lookup(), cache_dir=tmp_path)
+    for one in (spec, again):
+        assert call(llama, one).rounds == first.rounds
+        one.forget()
+
+
+def test_texts_of_models_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    model = tiny_llama(factor=0.5, seed=2)
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    call(model, spec)
+    assert _has_texts(tmp_path)
+    del model
+    gc.collect()
+    spec.forget()
+    assert not _has_texts(tmp_path)
+
+
+def test_texts_that_were_read_from_files_are_forgotten(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), cache_dir=tmp_path / "cache")
+    first = call(llama, spec)
+    spec.save_pretrained(tmp_path / "saved")
+    for used in (False, True):
+        loaded = SelfSpec.from_pretrained(tmp_path / "saved")
+        if used:
+            assert call(llama, loaded).rounds < first.rounds / 2
+        loaded.forget()
+        loaded.save_pretrained(tmp_path / "again")
+        assert not _has_texts(tmp_path / "again")
+        assert call(llama, loaded).rounds > first.rounds / 2
+    cached = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), cache_dir=tmp_path / "cache")
+    assert call(llama, cached).rounds < first.rounds / 2
+    cached.forget()
+    assert not _has_texts(tmp_path / "cache")
+    cached.save_pretrained(tmp_path / "after")
+    assert not _has_texts(tmp_path / "after")
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_round_trip(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path / "cache")
+    first = call(llama, spec)
+    call(llama, spec, BATCH)
+    spec.save_pretrained(tmp_path / "saved")
+    state = findings(spec, llama).state()
+    for again in (SelfSpec.from_pretrained(tmp_path / "saved"), SelfSpec(Lookup(), cache_dir=tmp_path / "cache")):
+        assert again.draft == spec.draft
+        assert call(llama, again).rounds < first.rounds / 2
+        assert stored(again, llama)[: len(stored(spec, llama))] == stored(spec, llama)
+    fresh = LookupFindings(65_536, VOCABULARY)
+    fresh.restore(json.loads(json.dumps(state)))
+    assert fresh.state() == state
+    with pytest.raises(SettingError, match="was saved for"):
+        call(tiny_llama(factor=0.5, seed=1), SelfSpec.from_pretrained(tmp_path / "saved"))
+
+
+def test_files_are_written_now_and_then(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first call, then at most every ten seconds."""
+    monkeypatch.setattr(shared, "_WRITTEN", 10.0)
+    spec, written = SelfSpec(Lookup(), cache_dir=tmp_path), []
+    for now in (1000.0, 1005.0, 1011.0):
+        monkeypatch.setattr(shared, "monotonic", lambda now=now: now)
+        call(llama, spec)
+        (file,) = tmp_path.rglob("*-lookup.json")
+        written.append(_arrays(json.loads(file.read_text()))["store"].size)
+    assert written == [53, 53, 159]
+
+
+# Several processes, each with a SelfSpec of its own -------------------------------------------------------------------
+
+OTHER = ragged_batch((10,), seed=12)
+
+
+def _stored_in(folder: Path) -> list[list[int]]:
+    """The texts of the only file with texts below a folder."""
+    (file,) = folder.rglob("*-lookup.json")
+    return [list(text) for text in texts_of(_arrays(json.loads(file.read_text()))["store"].tolist())]
+
+
+def _text(model: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> list[int]:
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+
+
+def test_processes_put_their_texts_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    one, two = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(2))
+    # Both begin before there is a file.
+    first = call(llama, one)
+    call(llama, two, OTHER)
+    texts = [_text(llama, PROMPT), _text(llama, OTHER)]
+    assert sorted(_stored_in(tmp_path)) == sorted(texts)
+    # What is known already is not taken in twice.
+    third = ragged_batch((11,), seed=13)
+    call(llama, one, third)
+    assert sorted(_stored_in(tmp_path)) == sorted([*texts, _text(llama, third)])
+    for inputs in (PROMPT, OTHER, third):
+        assert call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), inputs).rounds < first.rounds / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["forget", "remove", "forget without the model"])
+@pytest.mark.parametrize("between", [False, True])
+def test_what_one_process_forgets_no_other_writes_again(
+    llama: LlamaForCausalLM, tmp_path: Path, how: str, between: bool
+) -> None:
+    """Not even where a process that knows nothing makes the file again before they see that it is gone."""
+    one, two, three = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(3))
+    model = copy.deepcopy(llama)
+    first = call(model, one)
+    for spec in (two, three):
+        call(llama, spec)
+    if how == "forget without the model":
+        del model
+        gc.collect()
+    if how == "remove":
+        (file,) = tmp_path.rglob("*-lookup.json")
+        file.unlink()
+    else:
+        one.forget()
+    if between:
+        call(llama, SelfSpec(Lookup(), cache_dir=tmp_path), ragged_batch((11,), seed=13))
+    call(llama, two, OTHER)
+    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+    assert _text(llama, OTHER) not in _stored_in(tmp_path)  # it cannot be told from the older ones
+    call(llama, two, OTHER)
+    assert _text(llama, OTHER) in _stored_in(tmp_path)
+    assert len(findings(two, llama).successors)
+    for _ in range(2):
+        call(llama, three, OTHER)
+    assert call(llama, three, OTHER).rounds < first.rounds / 2
+    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+
+
+def test_models_alike_forget_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Two objects of one model in one process share a file, of which each has its own knowledge."""
+    other = copy.deepcopy(llama)
+    spec, forgetful = (SelfSpec(Lookup(), cache_dir=tmp_path) for _ in range(2))
+    for model in (llama, other):
+        call(model, spec)
+    call(llama, forgetful)
+    forgetful.forget()
+    for model in (llama, other, llama, other):
+        call(model, spec, OTHER)
+    assert _text(llama, PROMPT) not in _stored_in(tmp_path)
+    assert _text(llama, OTHER) in _stored_in(tmp_path)
+
+
+def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> None:
+    """They come in as the oldest, and pairs only where there is room."""
+    mine, theirs = LookupFindings(100, most_pairs=8), LookupFindings(100, most_pairs=8)
+    for knowledge, start in ((mine, 0), (theirs, 500)):
+        for text in range(6):
+            tokens = list(range(start + 10 * text, start + 10 * text + 10))
+            knowledge.add_texts([tokens])
+            knowledge.successors.see((tokens[0], tokens[1]), [tokens[2]], [0.9], text)
+    mine.merge(theirs.state())
+    kept = [list(text) for text in texts_of(mine.store.tokens)]
+    # 100 tokens with what separates texts.
+    assert kept == [list(range(start, start + 10)) for start in (530, 540, 550, 0, 10, 20, 30, 40, 50)]
+    found = [mine.successors.get(start + 10 * text, start + 10 * text + 1) for start in (0, 500) for text in range(6)]
+    assert [one is not None and one.is_pair for one in found] == [True] * 6 + [False] * 4 + [True] * 2
+    before = list(mine.store.tokens)
+    trimmed = theirs.state()
+    trimmed["known"]["store"] = [SEPARATOR, *range(5, 10), SEPARATOR, *range(10, 20)]
+    mine.merge(trimmed)
+    assert mine.store.tokens == before
+
+
+def _changed(content: Any, *path: Any, value: Any) -> None:
+    for name in path[:-1]:
+        content = content[name]
+    content[path[-1]] = value
+
+
+def packed(array: Any, dtype: str) -> dict[str, Any]:
+    array = np.array(array, dtype)
+    return {"dtype": dtype, "shape": list(array.shape), "base64": base64.b64encode(array.tobytes()).decode()}
+
+
+DAMAGES: dict[str, Callable[[Any], None]] = {
+    "no base64": lambda state: _changed(state, "known", "store", "base64", value="?"),
+    "cut short": lambda state: _changed(state, "known", "store", "base64", value="AAAA"),
+    "another shape": lambda state: _changed(state, "known", "successors", "tokens", "shape", value=[2, 2]),
+    "objects": lambda state: _changed(state, "known", "store", "dtype", value="|O"),
+    "no dtype": lambda state: _changed(state, "known", "store", "dtype", value="what"),
+    "text in the place of numbers": lambda state: _changed(state, "known", "store", value="text"),
+    "token beyond the vocabulary": lambda state: _changed(
+        state, "known", "store", value=packed([5, VOCABULARY, 6], "<i4")
+    ),
+    "token below 0": lambda state: _changed(state, "known", "store", value=packed([5, -2, 6], "<i4")),
+    "token of 64 bits": lambda state: _changed(state, "known", "store", value=[5, 2**40]),
+    "successor beyond the vocabulary": lambda state: _changed(
+        state, "known", "successors", value=_successors(state, VOCABULARY)
+    ),
+    "pairs and no successors": lambda state: _changed(state, "known", "successors", "pairs", value=packed([], "<i8")),
+    "no store": lambda state: state["known"].pop("store"),
+    "rates of another version": lambda state: _changed(state, "known", "rates", "greedy", "rates", value=[0.5]),
+    "rates above 1": lambda state: state["known"]["rates"]["greedy"]["rates"].__setitem__(0, 1.5),
+}
+
+
+def _successors(state: Any, token: int) -> dict[str, Any]:
+    given = state["known"]["successors"]
+    tokens = np.full(given["tokens"]["shape"], token)
+    return given | {"tokens": packed(tokens, "<i4")}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files(llama: LlamaForCausalLM, tmp_path: Path, damage: str) -> None:
+    """A saved file is one clear error before anything is generated; a cache begins anew."""
+
+    def generate(spec: SelfSpec) -> torch.Tensor:
+        found: torch.Tensor = llama.generate(**PROMPT, max_new_tokens=8, do_sample=False, assistant=spec)
+        return found
+
+    def damaged(path: Path) -> str:
+        content = json.loads(path.read_text())
+        DAMAGES[damage](content["findings"][0]["state"])
+        path.write_text(json.dumps(content))
+        return f"{path} is not a saved SelfSpec, or was cut short or changed"
+
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path / "cache")
+    ids = generate(spec)
+    spec.save_pretrained(tmp_path / "saved")
+    (cached,) = tmp_path.rglob("*-lookup.json")
+    why = damaged(tmp_path / "saved" / "selfspec.json")
+    forwards: list[Any] = []
+    hook = llama.register_forward_pre_hook(lambda *args: forwards.append(args))
+    with pytest.raises(SettingError) as raised:
+        generate(SelfSpec.from_pretrained(tmp_path / "saved"))
+    assert why in str(raised.value)
+    hook.remove()
+    assert not forwards
+    why = damaged(cached)
+    with pytest.warns(UserWarning, match="findings begin anew") as told:
+        assert torch.equal(generate(SelfSpec(Lookup(), cache_dir=tmp_path / "cache")), ids)
+    assert why in str(told[0].message)
+    assert generate(SelfSpec(Lookup(), cache_dir=tmp_path / "cache")) is not None
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+def in_threads(tasks: list[Callable[[], None]]) -> None:
+    """Runs all at the same time; raises what one of them raised."""
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        for running in [pool.submit(task) for task in tasks]:
+            running.result()
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one SelfSpec", "one folder"])
+def test_threads(llama: LlamaForCausalLM, tmp_path: Path, same: bool) -> None:
+    """Threads that share a SelfSpec, or only a cache folder as processes do; one of them forgets now and then."""
+
+    def make() -> SelfSpec:
+        return SelfSpec(Cascade([Lookup(200), EarlyExit(3)]), FixedLength(3), cache_dir=tmp_path)
+
+    one = make()
+    prompts = [ragged_batch((4, 9, 6), seed=seed) for seed in range(3)]
+    expected = [llama.generate(**prompt, max_new_tokens=24) for prompt in prompts]
+
+    def task(index: int) -> None:
+        spec = one if same else make()
+        for turn in range(4):
+            which = (index + turn) % len(prompts)
+            ids = llama.generate(**prompts[which], max_new_tokens=24, assistant=spec)
+            assert torch.equal(ids, expected[which])
+            if index == 0 and turn == 2:
+                spec.forget()
+
+    in_threads([lambda index=index: task(index) for index in range(3)])
+    for path in tmp_path.rglob("*.json"):
+        json.loads(path.read_text())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix not in (".json", ".lock")]
+    call(llama, make())

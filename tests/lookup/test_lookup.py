@@ -1,0 +1,517 @@
+"""Free drafts: where tokens come from, how far they are trusted, and the tree that is made of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hf_selfspec.control.costs import RoundCosts
+from hf_selfspec.lookup import (
+    LookupFindings,
+    LookupRow,
+    Rates,
+    Successors,
+    SuffixIndex,
+    TokenTree,
+    suffix,
+)
+from hf_selfspec.lookup.rates import own_key, view_of
+from hf_selfspec.lookup.suffix import LONE, LONGEST_MATCH, SEPARATOR, texts_of
+
+FREE = RoundCosts.of(lambda drafted: 1.0, 31)
+STEEP = RoundCosts.of(lambda drafted: 1.0 + drafted, 31)
+STEPS = RoundCosts.of(lambda drafted: 1.0 + 0.4 * (drafted > 0) + 0.3 * (drafted > 3) + 0.6 * (drafted > 15), 31)
+
+
+def random_text(seed: int, length: int = 300, alphabet: int = 6) -> list[int]:
+    """Tokens among which some passages come again."""
+    rng = random.Random(seed)
+    text = [rng.randrange(alphabet) for _ in range(length // 2)]
+    while len(text) < length:
+        start = rng.randrange(len(text))
+        text += [*text[start : start + rng.randrange(1, 20)], rng.randrange(alphabet)]
+    return text[:length]
+
+
+def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupFindings, LookupRow]:
+    """Knowledge of some texts, and a row that has gone on for a while."""
+    knowledge = LookupFindings()
+    for number in range(texts + 1):
+        text = random_text(seed + number)
+        row = LookupRow(knowledge, kind)
+        row.extend(text[:100])
+        play(row, text[100:])
+        if number < texts:
+            knowledge.add_texts([row.own.tokens])
+    return knowledge, row
+
+
+def play(row: LookupRow, text: Sequence[int], costs: RoundCosts = STEPS) -> int:
+    """Drafts and verifies until the row has written ``text``; returns the number of rounds."""
+    at = rounds = 0
+    rng = random.Random(0)
+    while at < len(text):
+        tree = row.propose(costs, 1.0, 8)
+        count = accepted(tree, text[at:]) + 1
+        tops = [random_top(rng) for _ in range(len(tree) + 1)]
+        row.learn(tree, text[at : at + count], tops)
+        at += count
+        rounds += 1
+    return rounds
+
+
+def random_top(rng: random.Random) -> tuple[list[int], list[float]]:
+    weights = sorted((rng.random() ** 4 for _ in range(6)), reverse=True)
+    return rng.sample(range(6), 6), [weight / sum(weights) for weight in weights]
+
+
+def accepted(tree: TokenTree, text: Sequence[int]) -> int:
+    """Drafted tokens that a model that writes ``text`` accepts."""
+    return sum(1 for _ in tree.walk(text)) - 1 if text else 0
+
+
+def line(tree: TokenTree) -> list[int]:
+    assert list(tree.parents) == list(range(len(tree)))
+    return list(tree.tokens)
+
+
+# Matches -------------------------------------------------------------------------------------------------------------
+
+
+def longest_match(known: list[int], tail: list[int]) -> tuple[int, set[int]]:
+    """Length of the longest suffix of ``tail`` that occurs and goes on, and where it does."""
+    for length in range(len(tail), 0, -1):
+        ends = range(length, len(known))
+        if found := {end for end in ends if known[end - length : end] == tail[len(tail) - length :]}:
+            return length, found
+    return 0, set()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_longest_match_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MOST_CANDIDATES", 10_000)
+    rng = random.Random(seed)
+    text = random_text(seed, alphabet=rng.choice((2, 5, 40)))
+    index = SuffixIndex()
+    for start in range(0, len(text), 7):
+        index.extend(text[start : start + 7])
+        tail = (text[: start + 7] + [rng.randrange(5) for _ in range(rng.randrange(4))])[-LONGEST_MATCH:]
+        length, positions = longest_match(text[: start + 7], tail)
+        match = index.match(tail)
+        assert (match.length if match else 0) == length
+        if match:
+            assert match.position == max(positions)
+
+
+def test_few_candidates_find_a_match_that_is_true() -> None:
+    text = random_text(1, length=2_000, alphabet=3)
+    index = SuffixIndex()
+    index.extend(text)
+    match = index.match(text[-LONGEST_MATCH:])
+    assert match is not None
+    assert text[match.position - match.length : match.position] == text[-match.length :]
+
+
+def test_a_match_is_not_shorter_than_asked_for() -> None:
+    index = SuffixIndex()
+    index.extend([1, 2, 3, 4, 5])
+    assert index.match([9, 2, 3], 3) is None
+    assert index.match([1, 2, 3], 4) is None
+    found = index.match([1, 2, 3], 3)
+    assert found is not None
+    assert found[:2] == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "support"),
+    [
+        ([1, 2, 3, 4, 0, 1, 2, 3], suffix.LONE),
+        ([1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 1, 2, 3], suffix.SHARED),
+        ([1, 2, 3, 4, 0, 1, 2, 3, 7, 5, 1, 2, 3], suffix.CONTESTED),
+    ],
+)
+def test_other_occurrences_are_counted(text: list[int], support: int) -> None:
+    index = SuffixIndex()
+    index.extend(text)
+    match = index.match(text[-LONGEST_MATCH:])
+    assert match is not None
+    assert match.support == support
+
+
+def test_token_zero_at_the_start_is_a_token() -> None:
+    index = SuffixIndex()
+    index.extend([1, 2, 5])
+    match = index.match([0, 1, 2])
+    assert match is not None
+    assert match.length == 2
+
+
+def test_nothing_matches_or_goes_on_across_texts() -> None:
+    index = SuffixIndex(1_000)
+    index.extend([SEPARATOR, 1, 2, 3, SEPARATOR, 4, 5, 6])
+    match = index.match([3, 4, 5])
+    assert match is not None
+    assert match.length == 2
+    knowledge = LookupFindings()
+    knowledge.add_texts([[1, 2, 3, 4, 5], [6, 7]])
+    row = LookupRow(knowledge)
+    row.extend([1, 2, 3, 4, 5])
+    assert row.propose(FREE, 1.0, 8).tokens == ()
+
+
+def test_a_store_is_bounded_and_keeps_the_latest() -> None:
+    index = SuffixIndex(100)
+    text = list(range(1_000))
+    for token in text:
+        index.extend([token])
+        assert len(index) <= 100
+    assert index.tokens == text[-len(index) :]
+    assert index.match([990, 991, 992]) is not None
+    assert index.match([1, 2, 3]) is None
+    index.extend(range(5_000))
+    assert len(index) <= 100
+    nothing = LookupFindings(most_stored=0)
+    nothing.add_texts([text])
+    assert nothing.store.tokens == []
+
+
+def test_of_many_texts_only_those_that_stay_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed: list[int] = []
+    extend = SuffixIndex.extend
+
+    def counting(self: SuffixIndex, tokens: Sequence[int]) -> None:
+        indexed.append(len(tokens))
+        extend(self, tokens)
+
+    knowledge = LookupFindings(most_stored=1_000)
+    knowledge.add_texts([range(400)])
+    monkeypatch.setattr(SuffixIndex, "extend", counting)
+    knowledge.add_texts([range(10_000 * row, 10_000 * row + 400) for row in range(1, 33)])
+    assert sum(indexed) <= 1_000
+    assert [text[-1] for text in texts_of(knowledge.store.tokens)] == [300_399, 310_399, 320_399]
+
+
+def test_texts_are_stored_without_what_is_known_of_them() -> None:
+    knowledge, prompt, turn = LookupFindings(), list(range(1_000, 1_100)), list(range(2_000, 2_050))
+    answers = [list(range(start, start + 40)) for start in (10, 50, 90)]
+    knowledge.add_texts([prompt + answer for answer in answers])
+    # The first 96 tokens of the prompt are the same; the last 32 of these come before what is new.
+    *others, whole = texts_of(knowledge.store.tokens)
+    assert whole == prompt + answers[2]
+    assert others == [prompt[64:] + answer for answer in answers[:2]]
+    knowledge.add_texts([prompt + answers[2] + turn])
+    assert texts_of(knowledge.store.tokens)[-1] == (prompt + answers[2] + turn)[96:]
+
+
+def test_a_continuation_repeats_where_the_text_ends() -> None:
+    row = LookupRow(LookupFindings())
+    row.extend([7, 8, 9] * 4)
+    tree = row.propose(FREE, 1.0, deepest=10, branching=False)
+    assert line(tree) == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
+
+
+# Successors ----------------------------------------------------------------------------------------------------------
+
+
+def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
+    successors = Successors()
+    successors.see((1, 2), [5, 6], [0.75, 0.125], 3)
+    successors.see((9, 2), [7], [0.5], 4)
+    found = successors.get(1, 2)
+    assert found is not None
+    assert (found.is_pair, found.text) == (True, 3)
+    assert (list(found.tokens[:3]), list(found.probabilities[:3])) == ([5, 6, -1], [0.75, 0.125, 0.0])
+    single = successors.get(3, 2)
+    assert single is not None
+    assert (single.is_pair, single.text, single.tokens[0]) == (False, 4, 7)
+    assert successors.get(2, 1) is None
+
+
+def test_the_oldest_pairs_leave() -> None:
+    successors = Successors(10)
+    for token in range(25):
+        successors.see((token, token + 1), [token + 2], [1.0])
+    assert len(successors) == 10
+    assert [token for token in range(25) if successors.get(token, token + 1)] == list(range(15, 25))
+    assert successors.get(99, 3) is None
+
+
+# Rates ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_converge() -> None:
+    rng = random.Random(0)
+    rates = Rates()
+    first, second = own_key(3, view_of(None), LONE), own_key(5, view_of(0.9), LONE)
+    for _ in range(2_000):
+        drawn = rng.random()
+        token = 1 if drawn < 0.2 else 2 if drawn < 0.6 else 3
+        rates.see([(1, first, 0.0), (2, second, 0.0)], token)
+    assert rates.rates[first] == pytest.approx(0.2, abs=0.1)
+    assert rates.rates[second] == pytest.approx(0.5, abs=0.1)  # where the first one was wrong
+
+
+def test_rates_follow_a_change() -> None:
+    rates = Rates()
+    key = own_key(3, view_of(None), LONE)
+    for _ in range(5_000):
+        rates.see([(1, key, 0.0)], 1)
+    for _ in range(400):
+        rates.see([(1, key, 0.0)], 2)
+    assert rates.rates[key] < 0.2
+
+
+def test_longer_matches_are_trusted_more() -> None:
+    rates = Rates().rates
+    by_length = [rates[own_key(length, view_of(None), LONE)] for length in range(1, 40)]
+    assert by_length == sorted(by_length)
+    by_view = [rates[own_key(3, view_of(probability), LONE)] for probability in (0.9, 0.2, 0.01)]
+    assert by_view == sorted(by_view, reverse=True)
+
+
+# Trees ---------------------------------------------------------------------------------------------------------------
+
+
+def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
+    depth, children = [0], set()
+    reach = [1.0, *tree.reach]
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1):
+        assert 0 <= parent < node
+        assert (parent, token) not in children
+        assert 0 < reach[node] <= reach[parent]
+        assert token >= 0
+        children.add((parent, token))
+        depth.append(depth[parent] + 1)
+    assert max(depth) <= deepest
+    assert tree.expected == pytest.approx(sum(reach))
+    for node in range(len(tree) + 1):
+        assert sum(reach[child] for child, parent in enumerate(tree.parents, 1) if parent == node) <= reach[node] + 1e-9
+    if not branching:
+        line(tree)
+
+
+@pytest.mark.parametrize("costs", [FREE, STEEP, STEPS], ids=["free", "steep", "steps"])
+@pytest.mark.parametrize("branching", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_hold_together(seed: int, branching: bool, costs: RoundCosts) -> None:
+    _, row = taught(seed)
+    for deepest in (0, 1, 3, 12):
+        tree = row.propose(costs, 1.0, deepest, branching)
+        assert len(tree) < len(costs.seconds)
+        assert len(tree.reach) == len(tree.tokens) == len(tree.parents)
+        check(tree, deepest, branching)
+        assert list(tree.reach) == sorted(tree.reach, reverse=True)
+
+
+@pytest.mark.parametrize("branching", [True, False])
+def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
+    row = LookupRow(LookupFindings())
+    row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
+    seed = TokenTree((8, 4), (0, 1), (0.6, 0.3)) if branching else TokenTree((4,), (0,), (0.9,))
+    tree = row.propose(FREE, 1.0, 6, branching, seed)
+    kept = len(seed)
+    assert tree.tokens[:kept] == seed.tokens
+    assert tree.parents[:kept] == seed.parents
+    assert tree.reach[:kept] == seed.reach
+    assert len(tree) > kept
+    check(tree, 6, branching)
+    if branching:
+        # What the text offers beside the seed has what the seed leaves at most.
+        beside = tree.tokens.index(4, 2)
+        assert tree.parents[beside] == 0
+        assert 0.2 < tree.reach[beside] <= 0.4
+    else:
+        assert tree.tokens[:3] == (4, 5, 6)
+
+
+def test_what_the_seed_has_is_not_drafted_again() -> None:
+    row = LookupRow(LookupFindings())
+    row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
+    tree = row.propose(FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25)))
+    assert tree.tokens[:3] == (4, 8, 5)
+    assert tree.parents[:3] == (0, 0, 1)
+    check(tree, 6)
+
+
+def test_a_seed_stays_where_nothing_pays() -> None:
+    row = LookupRow(LookupFindings())
+    row.extend([1, 2, 3, 4, 1, 2, 3])
+    seed = TokenTree((9,), (0,), (0.1,))
+    assert row.propose(STEEP, 1.0, 8, True, seed).tokens == (9,)
+    many = TokenTree(tuple(range(40)), tuple(range(40)), (0.5,) * 40)
+    assert row.propose(FREE, 1.0, 50, True, many).tokens == many.tokens
+
+
+def test_nothing_is_drafted_where_nothing_pays() -> None:
+    _, row = taught(1)
+    assert row.propose(STEEP, 1.0, 8).tokens == ()
+    assert row.propose(RoundCosts((1.0,)), 1.0, 8).tokens == ()
+    assert LookupRow(LookupFindings()).propose(FREE, 1.0, 8).tokens == ()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pace", [0.0, 1.0, 1.7, 3.0])
+def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
+    """Of the nodes in the order of their probabilities, so many as bring most for their time."""
+    _, row = taught(seed)
+    every = row.propose(FREE, 1.0, 8)
+    values = [
+        1 + sum(every.reach[:size]) - max(pace, 1 / STEPS.seconds[0]) * STEPS.seconds[size]
+        for size in range(len(every) + 1)
+    ]
+    tree = row.propose(STEPS, pace, 8)
+    assert tree.tokens == every.tokens[: values.index(max(values))]
+
+
+def test_cheaper_verification_drafts_no_less() -> None:
+    _, row = taught(5)
+    sizes, expected = [], []
+    for price in (1.0, 0.5, 0.2, 0.1, 0.05, 0.01, 0.0):
+        tree = row.propose(RoundCosts.of(lambda drafted, price=price: 1.0 + price * drafted, 31), 1.0, 8)
+        sizes.append(len(tree))
+        expected.append(tree.expected)
+    assert sizes == sorted(sizes)
+    assert expected == sorted(expected)
+    assert sizes[0] == 0 < sizes[-1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_corners_are_where_tokens_of_one_worth_are_best(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = RoundCosts(tuple(np.cumsum([1.0] + [rng.choice((0.0, 0.01, 0.1, 0.5)) for _ in range(20)]).tolist()))
+    for size in range(20):
+        for worth in (0.001, 0.02, 0.05, 0.1, 0.3, 1.0):
+            best = max(worth * count - costs.seconds[count] for count in range(size + 1, 21))
+            assert max(worth * count - costs.seconds[count] for count in costs.corners[size]) == pytest.approx(best)
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
+    knowledge = LookupFindings()
+    row = LookupRow(knowledge)
+    row.extend([1, 2, 3, 4, 1, 2])
+    tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3))
+    row.learn(tree, [3, 9], [([3], [0.75]), ([9], [0.5]), ([8], [0.25]), ([], [])])
+    assert row.own.tokens == [1, 2, 3, 4, 1, 2, 3, 9]
+    known = {pair: found.tokens[0] for pair in ((1, 2), (2, 3), (2, 5)) if (found := knowledge.successors.get(*pair))}
+    assert known == {(1, 2): 3, (2, 3): 9, (2, 5): 8}  # rejected nodes, too
+    assert knowledge.successors.get(3, 4) is None
+
+
+def test_the_text_counts_more_than_a_rejected_node() -> None:
+    knowledge = LookupFindings()
+    row = LookupRow(knowledge)
+    row.extend([2, 2])
+    tree = TokenTree((2, 5), (0, 1), (0.5, 0.2))
+    row.learn(tree, [7], [([7], [0.75]), ([8], [0.5]), ([9], [0.25])])
+    found = knowledge.successors.get(2, 2)
+    assert found is not None
+    assert found.tokens[0] == 7
+
+
+def test_matches_that_fail_are_trusted_less() -> None:
+    knowledge = LookupFindings()
+    rng = random.Random(3)
+    row = LookupRow(knowledge)
+    row.extend(random_text(3, alphabet=4))
+    before = row.propose(FREE, 1.0, 8, branching=False).expected
+    for _ in range(300):
+        tree = row.propose(FREE, 1.0, 8)
+        row.learn(tree, [rng.randrange(100, 104)], [([], [])] * (len(tree) + 1))
+        row.extend([rng.randrange(4) for _ in range(4)])
+    assert row.propose(FREE, 1.0, 8, branching=False).expected < before
+
+
+def test_a_round_that_drafts_nothing_teaches_rates() -> None:
+    knowledge = LookupFindings()
+    row = LookupRow(knowledge)
+    row.extend([1, 2, 3, 4, 1, 2, 3])
+    tree = row.propose(STEEP, 1.0, 8)
+    assert len(tree) == 0
+    key = tree.offers[0][0][1]
+    before = knowledge.rates("").rates[key]
+    row.learn(tree, [4], [([4], [1.0])])
+    assert knowledge.rates("").rates[key] > before
+
+
+def test_earlier_texts_are_drafted() -> None:
+    knowledge = LookupFindings()
+    text = random.Random(0).sample(range(1_000), 200)
+    first = LookupRow(knowledge)
+    first.extend(text[:50])
+    assert play(first, text[50:], FREE) == 150  # no token comes twice
+    knowledge.add_texts([first.own.tokens])
+    again = LookupRow(knowledge)
+    again.extend(text[:50])
+    assert play(again, text[50:], FREE) < 30
+    knowledge.forget()
+    assert knowledge.rates("").rates == Rates().rates
+    assert len(knowledge.successors) == len(knowledge.store) == 0
+    nothing = LookupRow(knowledge)
+    nothing.extend(text[:50])
+    assert nothing.propose(FREE, 1.0, 8).tokens == ()
+
+
+def test_kinds_of_calls_have_rates_of_their_own() -> None:
+    knowledge, _ = taught(2, kind="greedy")
+    assert knowledge.rates("greedy").rates != Rates().rates
+    assert knowledge.rates("sampled").rates == Rates().rates
+    assert knowledge.rates("greedy") is knowledge.rates("greedy")
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_known_lasts() -> None:
+    knowledge, row = taught(4, kind="greedy")
+    state = knowledge.state()
+    other = LookupFindings()
+    other.restore(json.loads(json.dumps(state)))
+    again = LookupRow(other, "greedy")
+    fresh = LookupRow(knowledge, "greedy")
+    for one in (again, fresh):
+        one.extend(row.own.tokens)
+    tree, expected = again.propose(FREE, 1.0, 8), fresh.propose(FREE, 1.0, 8)
+    assert len(tree) > 5
+    assert (tree.tokens, tree.parents, tree.reach) == (expected.tokens, expected.parents, expected.reach)
+    assert other.state() == state
+
+
+def test_a_smaller_memory_takes_the_latest() -> None:
+    successors = Successors(20)
+    for token in range(30):
+        successors.see((token, token + 1), [token + 2], [1.0])
+    smaller = Successors(5)
+    smaller.restore(successors.state())
+    assert [token for token in range(30) if smaller.get(token, token + 1)] == list(range(25, 30))
+    smaller.see((50, 51), [52], [1.0])
+    assert len(smaller) == 5
+    assert smaller.get(25, 26) is None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"successors": {"pairs": [1, 1], "tokens": [[0] * 8] * 2, "probabilities": [[0.0] * 8] * 2}},
+        {"successors": {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]}},
+        {"successors": {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]}},
+        {"store": ["a"]},
+        {"store": [[1]]},
+        {"store": [-2]},
+        {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
+        {"rates": {"": {"rates": [2.0] * len(Rates().rates), "seen": [8.0] * len(Rates().rates)}}},
+        {"rates": {"": {"rates": [0.5] * len(Rates().rates), "seen": [float("nan")] * len(Rates().rates)}}},
+    ],
+)
+def test_a_broken_state_is_refused_and_changes_nothing(broken: dict[str, object]) -> None:
+    knowledge, _ = taught(4)
+    before = knowledge.state()
+    with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
+        knowledge.restore({"known": {**before["known"], **broken}})
+    assert knowledge.state() == before

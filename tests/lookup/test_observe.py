@@ -1,0 +1,141 @@
+"""Texts that free drafts know before the first call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_selfspec import EarlyExit, FixedLength, Lookup, SelfSpec, SettingError, SettingTypeError
+from hf_selfspec.lookup import findings as shared
+
+pytestmark = pytest.mark.usefixtures("verification_is_free")
+
+PROMPT, NEW = "once upon a time", 60
+
+
+def generate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **options: Any) -> torch.Tensor:
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
+
+
+@pytest.fixture
+def answer(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the model writes, which nobody can know who has not seen it."""
+    return tokenizer.decode(generate(llama, tokenizer)[0])
+
+
+def tokens_a_round(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SelfSpec) -> float:
+    assert torch.equal(generate(llama, tokenizer, assistant=spec), generate(llama, tokenizer))
+    assert spec.stats is not None
+    return spec.stats.mean_generated_length
+
+
+def test_the_first_call_drafts_what_was_read(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answer: str
+) -> None:
+    spec = SelfSpec.lookup()
+    spec.observe(llama, tokenizer, [answer, "something else"])
+    assert tokens_a_round(llama, tokenizer, spec) > 2 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
+
+
+def test_successors_serve_where_no_text_is_kept(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answer: str
+) -> None:
+    spec = SelfSpec.lookup(stored_tokens=0)
+    spec.observe(llama, tokenizer, [answer])
+    known = spec._knowledge.latest(llama)
+    assert len(known.store) == 0
+    assert len(known.successors) > NEW // 2
+    assert tokens_a_round(llama, tokenizer, spec) > 1.3 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
+
+
+def test_successors_are_those_of_one_forward(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, as if the text was read at once."""
+    monkeypatch.setattr("hf_selfspec.lookup.observing._CHUNK", 7)
+    spec = SelfSpec.lookup()
+    spec.observe(llama, tokenizer, [answer])
+    ids = tokenizer(answer)["input_ids"]
+    with torch.no_grad():
+        expected = llama(torch.tensor([ids])).logits[0].topk(8).indices.tolist()
+    last = {(before, token): top for before, token, top in zip(ids, ids[1:], expected[1:], strict=False)}
+    successors = spec._knowledge.latest(llama).successors
+    assert len(last) > 10
+    for (before, token), top in last.items():
+        found = successors.get(before, token)
+        assert found.is_pair
+        assert list(found.tokens) == top
+
+
+def test_prompts_are_answered(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    spec = SelfSpec.lookup()
+    spec.observe(llama, tokenizer, [PROMPT], max_new_tokens=NEW)
+    assert spec.stats is not None
+    assert spec.stats.tokens == NEW
+    assert tokens_a_round(llama, tokenizer, spec) > 2 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
+
+
+def test_what_was_read_is_saved(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answer: str, tmp_path: Path
+) -> None:
+    spec = SelfSpec()
+    spec.observe(llama, tokenizer, [answer])
+    spec.save_pretrained(tmp_path, llama)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    assert tokens_a_round(llama, tokenizer, loaded) > 2 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
+
+
+def test_all_texts_are_in_the_cache(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    texts = ["the first text", "and another one", "the last"]
+    SelfSpec.lookup().observe(llama, tokenizer, texts)  # without a folder
+    SelfSpec(Lookup(), cache_dir=tmp_path).observe(llama, tokenizer, texts)
+    again = SelfSpec(Lookup(), cache_dir=tmp_path)
+    generate(llama, tokenizer, assistant=again)
+    stored = again._knowledge.latest(llama).store.tokens
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert any(stored[place : place + len(ids)] == ids for place in range(len(stored)))
+
+
+def test_the_last_calls_are_written_at_the_end(
+    llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    spec = SelfSpec(Lookup(), cache_dir=tmp_path)
+    for prompt in ("the first", "the second"):
+        ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        llama.generate(**ids, max_new_tokens=4, do_sample=False, pad_token_id=0, assistant=spec)
+    (path,) = tmp_path.rglob("*lookup.json")
+    before = path.stat().st_size
+    shared._write_rest()
+    assert path.stat().st_size > before
+    assert not shared._unwritten
+
+
+def test_the_model_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast, fresh_llama: LlamaForCausalLM) -> None:
+    fresh_llama.train()
+    SelfSpec().observe(fresh_llama, tokenizer, ["a text"])
+    assert all(module.training for module in fresh_llama.modules())
+
+
+@pytest.mark.parametrize("texts", ["one string", [], [""], ["good", 3], [[{"role": "user"}, "no"]], {"a": "b"}, None])
+def test_what_is_no_list_of_texts_is_refused(
+    texts: Any, llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(SettingTypeError, match=r"SelfSpec.observe\(texts\) must be a list of strings"):
+        SelfSpec().observe(llama, tokenizer, texts)
+
+
+def test_other_refusals(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(SettingError, match=r"EarlyExit\(layer=3\) has none\. Add Lookup\(\)"):
+        SelfSpec(EarlyExit(3), FixedLength(2)).observe(llama, tokenizer, ["a"])
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\.observe"):
+        SelfSpec().observe("a model", tokenizer, ["a"])
+    with pytest.raises(SettingTypeError, match=r"SelfSpec.observe\(max_new_tokens\)"):
+        SelfSpec().observe(llama, tokenizer, ["a"], max_new_tokens="x")

@@ -1,0 +1,179 @@
+"""What attention gets: which kernels it may take, and masks where there have to be some."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, LlamaForCausalLM
+
+from helpers.models import tiny_llama
+from helpers.processes import EXAMPLES
+from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec
+from hf_selfspec.model import prefill
+from hf_selfspec.model.attention import without_cudnn_attention
+
+SPECS = {
+    "default": SelfSpec,
+    "exit": lambda: SelfSpec(EarlyExit(2), FixedLength(3)),
+    "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), FixedLength(3)),
+}
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+
+
+class Calls(TorchFunctionMode):
+    """Records each call of scaled dot-product attention: its queries, its mask, and whether cuDNN may serve it.
+
+    And the strides of its keys, with which a kernel's plans are kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, torch.Tensor | None, bool]] = []
+        self.strides: set[tuple[int, ...]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask")
+            self.strides.add(args[1].stride())
+            self.found.append((args[0].shape[-2], mask, torch.backends.cuda.cudnn_sdp_enabled()))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def cudnn(enabled: bool) -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def ragged(rows: int = 3, width: int = 40) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 90, (rows, width), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 7 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_cudnn_is_off_in_each_attention_of_ours(llama: LlamaForCausalLM, name: str, enabled: bool) -> None:
+    with cudnn(enabled):
+        with Calls() as calls:
+            llama.generate(**ragged(), **OPTIONS, assistant=SPECS[name]())
+        assert calls.found
+        assert not any(on for *_, on in calls.found)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_keys_have_the_same_strides_after_prompts_of_similar_lengths(llama: LlamaForCausalLM, name: str) -> None:
+    strides = []
+    for width in (40, 90):
+        with Calls() as calls:
+            llama.generate(**ragged(width=width), **OPTIONS, assistant=SPECS[name]())
+        strides.append(calls.strides)
+    assert strides[0] == strides[1]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name: str) -> None:
+    """The causal rule alone is exact, so that flash attention can serve them."""
+    inputs = ragged()
+    expected = llama.generate(**inputs, **OPTIONS)
+    with Calls() as calls:
+        found = llama.generate(**inputs, **OPTIONS, assistant=SPECS[name]())
+    assert torch.equal(found, expected)
+    prompts = [mask for queries, mask, _ in calls.found if queries == inputs["input_ids"].shape[1]]
+    assert len(prompts) == llama.config.num_hidden_layers + (name == "adapter")
+    assert all(mask is None for mask in prompts)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask over a long text is as large as a piece of it needs."""
+    monkeypatch.setattr(prefill, "_MASK", 1)
+    monkeypatch.setattr(prefill, "_LEAST", 5)
+    first, further = ragged(), torch.randint(3, 90, (3, 23), generator=torch.Generator().manual_seed(2))
+    inputs = {
+        "input_ids": torch.cat([first["input_ids"], further], dim=1),
+        "attention_mask": torch.cat([first["attention_mask"], torch.ones_like(further)], dim=1),
+    }
+    caches = []
+    for _ in range(2):
+        cache = DynamicCache(config=llama.config)
+        llama(**first, past_key_values=cache, use_cache=True)
+        caches.append(cache)
+    expected = llama.generate(**inputs, **OPTIONS, past_key_values=caches[0])
+    with Calls() as calls:
+        found = llama.generate(**inputs, **OPTIONS, past_key_values=caches[1], assistant=SPECS[name]())
+    assert torch.equal(found, expected)
+    group = llama.config.num_attention_heads // llama.config.num_key_value_heads
+    pieces = [mask for _, mask, _ in calls.found[: 5 * llama.config.num_hidden_layers] if mask is not None]
+    assert pieces
+    assert max(mask.shape[-2] for mask in pieces) <= 5 * group
+
+
+@pytest.mark.parametrize("queries", [8, 80])
+def test_heads_of_a_group_together_and_one_after_another(queries: int) -> None:
+    """Of few and of many tokens that continue a text, ids and logits are those of a forward over all of it."""
+    model = tiny_llama(layers=2)
+    ids = torch.randint(3, 90, (2, 30 + queries), generator=torch.Generator().manual_seed(3))
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :30], past_key_values=cache, use_cache=True)
+    options = {**OPTIONS, "max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, **options)
+    found = model.generate(ids, **options, past_key_values=cache, assistant=SelfSpec(EarlyExit(1), FixedLength(2)))
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits[0], expected.logits[0])
+
+
+_PEAK = """
+import sys, torch
+sys.path.append(sys.argv[2])
+from timing import peak_mib
+from transformers import LlamaConfig, LlamaForCausalLM
+from hf_selfspec import SelfSpec
+config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+                     num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None)
+model = LlamaForCausalLM(config).eval()
+ids = torch.randint(3, 500, (4, 2048))
+mask = torch.ones_like(ids)
+for row in range(4):
+    mask[row, : 100 * row] = 0
+given = {"assistant": SelfSpec.lookup()} if sys.argv[1] == "ours" else {}
+model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4, pad_token_id=0, **given)
+print(peak_mib(model.device))
+"""
+
+
+def test_peak_memory_of_long_prompts_of_different_lengths() -> None:
+    peak = {
+        name: float(
+            subprocess.run(
+                [sys.executable, "-c", _PEAK, name, str(EXAMPLES / "benchmarks")],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for name in ("plain", "ours")
+    }
+    assert peak["ours"] <= 1.05 * peak["plain"]
+
+
+def test_cudnn_stays_where_it_is_the_only_kernel() -> None:
+    """Attention without any raises an error on a GPU."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), without_cudnn_attention():
+        assert torch.backends.cuda.cudnn_sdp_enabled()

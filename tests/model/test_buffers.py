@@ -1,0 +1,187 @@
+"""The memory of keys and values: graphs find it where they were recorded, whatever other calls need."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.compiled import QUICK, THREE, same_ids, specs
+from helpers.models import ragged_batch, tiny_llama
+from hf_selfspec import EarlyExit, SelfSpec
+from hf_selfspec.model import runner, tracing
+from hf_selfspec.model.buffers import Place
+from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.graphs import Graphs, graphs_of
+
+LIKE = torch.ones(1)
+
+
+def address(place: Place, slots: int, rows: int = 1) -> int:
+    return place.buffer("keys", (rows, 2, slots, 3), LIKE).data_ptr()
+
+
+@pytest.mark.parametrize("order", ["ABA", "BAB", "ABCABC", "CBACBA"])
+def test_buffers_of_one_size_come_back_at_one_address(order: str) -> None:
+    place, found = Place(), defaultdict(set)
+    for size in order:
+        found[size].add(address(place, {"A": 128, "B": 256, "C": 512}[size]))
+    assert all(len(addresses) == 1 for addresses in found.values())
+
+
+def test_kept_memory_is_at_most_twice_the_largest_buffer() -> None:
+    place, largest = Place(), 0
+    for slots in (10, 30, 20, 50, 70, 60, 100, 400, 500, 600, 10):
+        largest = max(largest, slots)
+        address(place, slots)
+        assert sum(len(piece) for piece in place._pieces["keys", LIKE.dtype, LIKE.device]) <= 2 * largest * 6
+
+
+def test_buffers_are_zeros_that_any_call_can_write() -> None:
+    place = Place()
+    with torch.inference_mode():
+        place.buffer("keys", (2, 3), LIKE).add_(1.0)
+    again = place.buffer("keys", (2, 3), LIKE)
+    assert not again.any()
+    again.add_(1.0)
+    assert place.buffer("values", (2, 3), LIKE).data_ptr() != again.data_ptr()
+    assert place.buffer("keys", (2, 3), LIKE.half()).data_ptr() != again.data_ptr()
+    assert again.all()
+
+
+@pytest.mark.parametrize("before", ["none", "new", "known"])
+def test_a_cache_that_grows_keeps_its_content(before: str) -> None:
+    place = None if before == "none" else Place()
+    if place is not None and before == "known":
+        for name in ("keys", "values"):
+            place.buffer((name, 0), (1, 2, 512, 3), LIKE)
+    cache = SpeculativeCache(1, 1, 128)
+    cache.has_few_sizes, cache.place = True, place
+    states = torch.randn(1, 2, 128, 3)
+    cache.seek([0], 128)
+    cache.update(states, -states, 0)
+    cache.seek([128], 2)
+    keys, values = cache.update(states[:, :, :2], states[:, :, :2], 0)
+    assert cache.buffers()[0].shape[2] == 256
+    assert torch.equal(keys[:, :, :128], states)
+    assert torch.equal(values[:, :, :128], -states)
+    assert not cache.buffers()[0][:, :, 130:].any()
+
+
+# In generate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(always_graphs: None, monkeypatch: pytest.MonkeyPatch) -> dict[Hashable, set[tuple[int, ...]]]:
+    """For each graph the addresses of keys and values that it ran with, as if it were a CUDA graph."""
+    monkeypatch.setattr(runner, "_needs_addresses", lambda device: True)
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    found: dict[Hashable, set[tuple[int, ...]]] = defaultdict(set)
+    find = Graphs.find
+
+    def watched(self: Graphs, key: Hashable, function: Any, inputs: Any, what: str) -> Any:
+        graph = find(self, key, function, inputs, what)
+        if graph is not None:
+            found[key].add(tuple(value.data_ptr() for value in inputs if value.dim() == 4))
+        return graph
+
+    monkeypatch.setattr(Graphs, "find", watched)
+    return found
+
+
+def test_each_graph_is_recorded_once(recorded: dict[Hashable, set[tuple[int, ...]]]) -> None:
+    model, spec = tiny_llama(2, factor=0.5), SelfSpec(EarlyExit(1), THREE, compile=QUICK)
+    for new in (150, 40, 150):  # 256, 128 and 256 slots
+        same_ids(model, spec, new=new)
+        gc.collect()
+        keep = torch.ones(1000)  # what others allocate meanwhile
+    assert len(recorded) > 4
+    assert {len(addresses) for addresses in recorded.values()} == {1}
+    del keep
+
+
+def test_calls_at_the_same_time(
+    recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each graph is recorded twice at most; a third call runs without graphs, and its memory is its own."""
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
+    model, spec = tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE, compile=QUICK)
+    same_ids(model, spec)
+    options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    expected, places = model.generate(**options), graphs_of(model, QUICK).places
+    found: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(torch.equal(model.generate(**options, assistant=spec), expected)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True, True]
+    assert max(len(addresses) for addresses in recorded.values()) <= 2
+    taken = [places.take() for _ in range(2)]
+    with pytest.warns(UserWarning, match="they serve other calls at the same time"):
+        same_ids(model, spec)
+    for place in taken:
+        assert place is not None
+        places.leave(place)
+
+
+def test_an_error_leaves_the_memory_to_the_next_call(
+    recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.model.norm), "forward", _stopping)
+            with pytest.raises(RuntimeError, match="stopped"):
+                model.generate(**ragged_batch((9,)), max_new_tokens=9, assistant=spec)
+    same_ids(model, spec)
+    assert recorded
+
+
+def _stopping(*_: Any) -> None:
+    raise RuntimeError("stopped")
+
+
+@pytest.mark.parametrize("at", ["making", "running"])
+def test_assertions_of_torchs_graph_trees(
+    at: str, recorded: dict[Hashable, set[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls go on without graphs."""
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
+    left = [0 if at == "making" else 5]
+
+    def compiled(graph: Any, **_: Any) -> Any:
+        def run(*inputs: torch.Tensor) -> Any:
+            left[0] -= 1
+            assert left[0] >= 0, "the tree has no such node"
+            return graph(*inputs)
+
+        return run
+
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    graphs_of(model, QUICK)
+    monkeypatch.setattr(torch, "compile", compiled)
+    with pytest.warns(UserWarning, match="runs without compiled graphs, since .* the tree has no such node"):
+        same_ids(model, spec)
+    same_ids(model, spec)
+    assert left[0] == -1
+    for place in graphs_of(model, QUICK).places._free:
+        assert not place._pieces  # no memory is kept for nothing
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_long_texts_attend_over_few_empty_slots() -> None:
+    assert [tracing.step_above(slots) for slots in (1, 128, 129, 3000, 4097)] == [128, 128, 256, 4096, 8192]
+    for slots in range(4096, 1 << 18, 777):
+        assert slots <= tracing.step_above(slots) < slots + max(4096, slots / 8)
+    assert len({tracing.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32

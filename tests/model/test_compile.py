@@ -1,0 +1,406 @@
+"""Compiled forwards: the ids of plain generate, one graph for each shape, and eager forwards where there is none."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, get_peft_model
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, LlamaForCausalLM
+
+from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
+from helpers.calls import random_skip_set, same_tokens
+from helpers.compiled import QUICK, THREE, same_ids, specs
+from helpers.models import ragged_batch, tiny_llama
+from helpers.processes import peft_calls_old_name
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    decoding,
+)
+from hf_selfspec.model import graphs
+from hf_selfspec.model.graphs import Graphs, graphs_of
+from hf_selfspec.model.tracing import is_tracing
+from hf_selfspec.verify import walk
+
+pytestmark = pytest.mark.usefixtures("always_graphs")
+
+# Types that run as they are: they build masks of their own, count tokens or choose experts on the host.
+EAGER = ("biogpt", "bloom", "dbrx", "falcon-alibi", "gpt_neo", "mpt", "opt", "opt-350m", "xglm")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Graphs run as they were traced, without a compiler."""
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.nn.Module, **_: Any) -> torch.nn.Module:
+        if isinstance(graph, torch.fx.GraphModule):
+            found.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", keep)
+    return found
+
+
+@pytest.mark.every_run(EVERY_RUN)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
+def test_traced_forwards_are_exact(name: str, traced: list[torch.fx.GraphModule]) -> None:
+    model = build(name)
+    exits, skips = SelfSpec(EarlyExit(2), THREE, compile=QUICK), random_skip_set(name, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what some models cannot do is said once
+        for spec, rows in ((exits, 3), (SelfSpec(skips, THREE, compile=QUICK), 1)):
+            same_tokens(model, spec, rows)
+    assert bool(traced) == (name not in EAGER), graphs_of(model, QUICK).refused
+
+
+@pytest.mark.every_run("exit")
+@pytest.mark.parametrize("kind", specs())
+def test_compiled_forwards_are_exact(kind: str) -> None:
+    """No graph breaks, nothing is compiled a second time as texts grow, and each shape has one graph."""
+    model = tiny_llama(4, factor=0.5)
+    spec = specs()[kind]
+    counters.clear()
+    for rows in (1, 3):
+        same_ids(model, spec, rows, new=60)
+        same_ids(model, spec, rows, new=60)  # what came once, at the end of a text, comes again
+    known = graphs_of(model, QUICK)
+    assert not known.refused
+    assert not counters["graph_break"]
+    made = known.count
+    assert counters["stats"]["unique_graphs"] == made > 1
+    for rows in (1, 3):
+        same_ids(model, spec, rows, new=60)
+    assert counters["stats"]["unique_graphs"] == known.count == made
+
+
+def test_inductor() -> None:
+    same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), FixedLength(1), compile=True), new=24)
+
+
+def test_a_text_that_outgrows_its_slots(traced: list[torch.fx.GraphModule]) -> None:
+    model = tiny_llama(4, factor=0.5)
+    for new in (40, 200, 400):
+        same_ids(model, specs()["exit"], new=new)
+    lengths = {node.meta["val"].shape[2] for graph in traced for node in graph.graph.nodes if _is_buffer(node)}
+    assert lengths == {128, 256, 512}
+
+
+def _is_buffer(node: torch.fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["val"].dim() == 4
+
+
+def test_drawn_tokens(traced: list[torch.fx.GraphModule]) -> None:
+    """With the same numbers from the generator, tokens are those of eager forwards."""
+    model, inputs = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7))
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 20, "pad_token_id": 0}
+    found = []
+    for config in (False, QUICK):
+        torch.manual_seed(3)
+        found.append(model.generate(**inputs, **options, assistant=SelfSpec(EarlyExit(2), THREE, compile=config)))
+    assert traced
+    assert torch.equal(*found)
+
+
+@pytest.mark.every_run("row")
+@pytest.mark.parametrize("rows", [1, 3], ids=["row", "batch"])
+def test_graphs_find_what_the_full_model_chooses(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off a CPU, where a host would wait for them."""
+    monkeypatch.setattr(decoding, "SLOW_CHOICES", ())
+    found: list[bool] = []
+
+    def verify(*given: Any) -> Any:
+        best = given[-2]
+        if best is not None:
+            assert torch.equal(best.tokens, given[2].argmax(-1))
+            assert torch.equal(best.highest, given[2].amax(-1))
+        found.append(best is not None)
+        return walk.verify(*given)
+
+    monkeypatch.setattr(decoding, "verify", verify)
+    model, spec = tiny_llama(4, factor=0.5), specs()["rule"]
+    for _ in range(2):
+        same_ids(model, spec, rows)
+    assert sum(found) > 10
+    found.clear()
+    same_ids(model, spec, rows, new=12, repetition_penalty=1.2)
+    model.generate(**ragged_batch((9,)), max_new_tokens=12, do_sample=True, pad_token_id=0, assistant=spec)
+    assert not any(found)
+
+
+def test_static_cache_of_a_call_is_served(traced: list[torch.fx.GraphModule]) -> None:
+    """As in transformers, a CPU compiles only where it is told to."""
+    model, spec = tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    ids = ragged_batch((9,))["input_ids"]
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static", assistant=spec), expected)
+    assert not traced
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True
+    options |= {"cache_implementation": "static", "compile_config": config}
+    assert torch.equal(model.generate(ids, **options, assistant=spec), expected)
+    assert traced
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\(compile\) must be True, False or"):
+        SelfSpec(compile="inductor")
+
+
+@pytest.mark.parametrize("wrong", [CompileConfig(backend="none-such"), CompileConfig(options={"max_autotune": False})])
+def test_options_that_torch_does_not_know(wrong: CompileConfig) -> None:
+    with pytest.raises(SettingError, match=r"torch\.compile does not take CompileConfig"):
+        same_ids(tiny_llama(4, factor=0.5), SelfSpec(EarlyExit(2), THREE, compile=wrong))
+
+
+def test_a_spec_with_options_is_a_key() -> None:
+    assert {SelfSpec(EarlyExit(2), compile=CompileConfig()): 1}
+
+
+# Where there is no graph ---------------------------------------------------------------------------------------------
+
+
+def test_recurrent_models_run_as_they_are(traced: list[torch.fx.GraphModule]) -> None:
+    with pytest.warns(UserWarning, match="without compiled graphs here, since it has recurrent states"):
+        same_ids(build("qwen3_next"), specs()["exit"])
+    assert not traced
+
+
+def test_a_forward_that_reads_values_runs_as_it_is(
+    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(4, factor=0.5)
+    original = type(model.model.norm).forward
+
+    def reading(self: Any, states: torch.Tensor) -> torch.Tensor:
+        found = original(self, states)
+        return found if states.sum().item() < 1e9 else -found
+
+    monkeypatch.setattr(type(model.model.norm), "forward", reading)
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
+    with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled graphs, since torch could not"):
+        same_ids(model, specs()["exit"])
+    assert not traced
+
+
+def test_memory_that_is_not_enough_is_an_error(
+    traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(graph: torch.fx.GraphModule, **_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    model = tiny_llama(4, factor=0.5)
+    graphs_of(model, QUICK)
+    monkeypatch.setattr(torch, "compile", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        same_ids(model, specs()["exit"])
+    assert not graphs_of(model, QUICK).refused
+
+
+def test_hooks_run(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a user; transformers leaves some of its own, which wait for other calls."""
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
+    model, spec, strength = tiny_llama(4, factor=0.5), specs()["exit"], [1.0]
+    inputs = ragged_batch((9,))
+    model(**inputs, output_hidden_states=True)
+    for _ in range(2):
+        same_ids(model, spec)
+    made = len(traced)
+    assert made
+    handle = model.model.layers[3].register_forward_hook(lambda module, args, output: output * strength[0])
+    with pytest.warns(UserWarning, match="since its modules have hooks"):
+        same_ids(model, spec)
+    strength[0] = -1.0
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), model.generate(**inputs, **options))
+    handle.remove()
+    same_ids(model, spec)
+    assert len(traced) == made
+
+
+@peft_calls_old_name
+def test_adapters_can_be_switched_off(traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_selfspec.errors._warned", set())
+    adapter = IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
+    model, spec = get_peft_model(tiny_llama(4, factor=0.5), adapter).eval(), specs()["exit"]
+    for name, values in model.named_parameters():
+        if "ia3" in name:
+            values.data = -torch.ones_like(values)
+    options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="since its adapters can be switched"):
+        assert torch.equal(model.generate(**options, assistant=spec), model.generate(**options))
+    with model.disable_adapter():
+        assert torch.equal(model.generate(**options, assistant=spec), model.generate(**options))
+    assert not traced
+
+
+# Their life ----------------------------------------------------------------------------------------------------------
+
+
+def _with_other_weights(model: LlamaForCausalLM) -> None:
+    model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight.detach())
+
+
+def _sharper(model: LlamaForCausalLM) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 40.0
+
+
+def _with_another_forward(model: LlamaForCausalLM) -> None:
+    usual = type(model.model.norm).forward
+    model.model.norm.forward = lambda states: -usual(model.model.norm, states)
+
+
+def _with_another_tensor(model: LlamaForCausalLM) -> None:
+    model.model.norm.factor = -torch.ones(1)
+
+
+def _with_another_entry(model: LlamaForCausalLM) -> None:
+    model.model.norm.options = {"factor": -1.0}
+
+
+@pytest.mark.every_run("_sharper")
+@pytest.mark.parametrize(
+    "change",
+    [_with_other_weights, _sharper, _with_another_forward, _with_another_tensor, _with_another_entry],
+)
+def test_another_model_has_other_graphs(
+    change: Callable[[LlamaForCausalLM], None], traced: list[torch.fx.GraphModule]
+) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    norm = model.model.norm
+    usual, norm.factor, norm.options = norm.forward, torch.ones(1), {"factor": 1.0}
+    norm.forward = lambda states: usual(states) * norm.factor * norm.options["factor"]
+    options: dict[str, Any] = {**ragged_batch((9,)), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(**options, assistant=spec)
+    assert traced
+    first = graphs_of(model, QUICK)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)  # the same tensor
+    assert graphs_of(model, QUICK) is first
+    change(model)
+    after = model.generate(**options)
+    assert not torch.equal(after, before)
+    assert torch.equal(model.generate(**options, assistant=spec), after)
+    assert graphs_of(model, QUICK) is not first
+
+
+def test_inference_mode_and_without() -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    with torch.inference_mode():
+        same_ids(model, spec)  # leaves buffers that only such a call can write
+    same_ids(model, spec)
+    with torch.inference_mode():
+        same_ids(model, spec)
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_do_not_run_while_one_is_made() -> None:
+    """Torch's tracer sets a flag of the whole process, with which compiled functions of other threads fail."""
+    inputs, found = [torch.ones(2)], []
+
+    def double(values: torch.Tensor) -> list[torch.Tensor]:
+        return [values * 2]
+
+    known, other = Graphs(QUICK, (), "Tiny"), Graphs(QUICK, (), "Tiny")
+    known.find("one", double, inputs, "two numbers")
+    graph = known.find("one", double, inputs, "two numbers")
+    assert graph is not None
+    thread = threading.Thread(target=lambda: found.append(graph.run(*inputs)[0].tolist()))
+
+    def slow(values: torch.Tensor) -> list[torch.Tensor]:
+        if is_tracing():
+            thread.start()
+            thread.join(0.2)
+        return [values * 3]
+
+    warm_up = other.find("two", slow, inputs, "two numbers")
+    assert warm_up is None
+    assert other.find("two", slow, inputs, "two numbers") is not None
+    thread.join()
+    assert found == [[2.0, 2.0]]
+
+
+def test_results_of_a_cuda_graph_are_copied_before_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    place = torch.zeros(1)
+
+    def run(value: torch.Tensor) -> list[torch.Tensor]:
+        place.copy_(value)
+        time.sleep(0.05)
+        return [place]
+
+    copied, found = partial(graphs._copied, run), {}
+    threads = [
+        threading.Thread(target=lambda number=number: found.update({number: float(copied(torch.tensor([number]))[0])}))
+        for number in (1.0, 2.0, 3.0)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {1.0: 1.0, 2.0: 2.0, 3.0: 3.0}
+
+
+# What they leave -----------------------------------------------------------------------------------------------------
+
+
+def test_graphs_go_with_their_model(traced: list[torch.fx.GraphModule]) -> None:
+    gc.collect()
+    others = len(graphs._of_models)
+    model: LlamaForCausalLM | None = tiny_llama(4, factor=0.5)
+    assert model is not None
+    same_ids(model, specs()["exit"])
+    traced.clear()
+    gone = weakref.ref(model)
+    model = None
+    gc.collect()
+    assert gone() is None
+    assert len(graphs._of_models) == others
+
+
+def test_a_batch_that_ends_unevenly_hands_its_cache_back(traced: list[torch.fx.GraphModule]) -> None:
+    model, inputs = tiny_llama(4, factor=0.5), ragged_batch((9, 5, 7))
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    options |= {"eos_token_id": int(expected[0, inputs["input_ids"].shape[1] + 12]), "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options)
+    spec = specs()["exit"]
+    for _ in range(4):
+        assert torch.equal(model.generate(**inputs, **options, assistant=spec).sequences, expected.sequences)
+    assert traced
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+@pytest.mark.parametrize("kind", ["cuda", "mkldnn"])
+def test_precision_by_its_newer_name(kind: str, traced: list[torch.fx.GraphModule]) -> None:
+    """Torch does not tell the older one any more then; another precision is another graph."""
+    model, spec, flags = tiny_llama(4, factor=0.5), specs()["exit"], getattr(torch.backends, kind).matmul
+    same_ids(model, spec)
+    made, before = len(traced), flags.fp32_precision
+    flags.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        same_ids(model, spec)
+    finally:
+        flags.fp32_precision = before
+    assert len(traced) == 2 * made

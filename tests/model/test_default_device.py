@@ -1,0 +1,167 @@
+"""What a process sets as torch's default device and dtype changes nothing: every tensor names its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_selfspec
+from helpers.fitted import arguments, heads_of, rows
+from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_llama
+from hf_selfspec import (
+    Adapter,
+    ClosestLayers,
+    CostTree,
+    EarlyExit,
+    EarlyExitLora,
+    FixedLength,
+    ReducedHead,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    audit,
+    exit_report,
+    fit_adapter,
+    fit_draft_lora,
+    fit_exit_heads,
+    fit_probe,
+    fit_reduced_head,
+)
+from hf_selfspec.modules import DraftLora, LinearProbe
+from hf_selfspec.modules.draft_module import DraftModule
+from hf_selfspec.presets import Presets
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of parts that are not good
+
+MODEL = tiny_llama(layers=4, factor=0.5)
+# Where a tensor of no device in particular would have no values, and a dtype that is not the model's.
+DEFAULTS = ("meta", "bfloat16")
+PRESETS: dict[str, Callable[[], SelfSpec]] = {
+    "lookup": SelfSpec.lookup,
+    "layerskip": SelfSpec.layerskip,
+    "swift": lambda: SelfSpec.swift(0.4, tree=TopKTree()),
+    "adaspeed": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
+    "kangaroo": lambda: SelfSpec.kangaroo(Adapter(2, 64, 4)),
+    "dssd": lambda: SelfSpec.dssd(heads_of(MODEL, 0.5, (1, 3))),
+    "early_exit_only": lambda: SelfSpec.early_exit_only(2),
+}
+SPECS = PRESETS | {
+    "default": SelfSpec,
+    "adaptive": lambda: SelfSpec.adaspeed(2),
+    "cost tree": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), FixedLength(3), CostTree()),
+    "closest": lambda: SelfSpec(SkipLayers(search=ClosestLayers(8, 50, 50, budget=1.0))),
+    "lora": lambda: SelfSpec(EarlyExitLora(DraftLora(2, 4, [("0.mlp.up_proj", 64, 128)]))),
+}
+GREEDY: list[dict[str, Any]] = [ROW, BATCH | {"eos_token_id": [5, 17, 23], "repetition_penalty": 1.3}]
+DRAWN: dict[str, Any] = BATCH | {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+# Torch's functions that make a tensor from numbers, or what draws them, and those whose dtype is the default one.
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "Generator",
+}  # fmt: skip
+FLOATS = {"empty", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+
+
+@contextmanager
+def default(kind: str) -> Iterator[None]:
+    """Sets a default, as a user does at the top of a script."""
+    dtype = torch.get_default_dtype()
+    if kind == "meta":
+        torch.set_default_device(kind)
+    else:
+        torch.set_default_dtype(getattr(torch, kind))
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+
+
+def generated(spec: SelfSpec | None, options: dict[str, Any]) -> list[list[int]]:
+    torch.manual_seed(0)
+    return MODEL.generate(**options, max_new_tokens=16, pad_token_id=0, assistant=spec).tolist()
+
+
+def test_all_presets_are_tested() -> None:
+    assert PRESETS.keys() == {name for name in vars(Presets) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+@pytest.mark.parametrize("name", SPECS)
+def test_generation(name: str, kind: str) -> None:
+    """Greedy tokens are plain's; some drafts depend on timings, so that drawn tokens are not always the same."""
+    spec = SPECS[name]()
+    for options in GREEDY:
+        usual = generated(spec if name == "early_exit_only" else None, options)
+        with default(kind):
+            assert generated(spec, options) == usual
+    with default(kind):
+        generated(spec, DRAWN)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 2),))])
+def test_the_same_tokens_are_drawn(tree: TopKTree | None, kind: str) -> None:
+    spec = SelfSpec(EarlyExit(2), FixedLength(3), tree)
+    usual = generated(spec, DRAWN)
+    with default(kind):
+        assert generated(spec, DRAWN) == usual
+
+
+# Arguments of a fit, by its function.
+FITS: dict[Callable[..., DraftModule], dict[str, Any]] = {
+    fit_adapter: {"exit_layer": 2, "blocks": ("attention", "mlp")},
+    fit_draft_lora: {"exit_layer": 2},
+    fit_exit_heads: {"layers": (1, 3)},
+    fit_probe: {"exit_layer": 2, "do_sample": True, "top_k": 5},
+    fit_reduced_head: {"size": 40},
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+@pytest.mark.parametrize("fit", FITS, ids=lambda fit: fit.__name__)
+def test_fitted_parts(fit: Callable[..., DraftModule], kind: str, tmp_path: Path) -> None:
+    options = FITS[fit]
+    if fit is not fit_reduced_head:
+        options = options | {"block_size": 32, "args": arguments(tmp_path / "fit", max_steps=2)}
+    data = rows()
+    with default(kind):
+        part = fit(MODEL, None, data, **options, output_dir=tmp_path / "part")
+        loaded = type(part).from_pretrained(tmp_path / "part")
+    for found in (part, loaded):
+        assert {parameter.device.type for parameter in found.parameters()} == {"cpu"}
+        kinds = {parameter.dtype for parameter in found.parameters()}
+        assert kinds == {torch.int64 if fit is fit_reduced_head else torch.float32}
+    for name, value in part.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_reports(kind: str) -> None:
+    tokenizer, texts = character_tokenizer(), ["Layers that matter less", "the deeper they are"]
+    usual = exit_report(MODEL, tokenizer, texts)
+    with default(kind):
+        assert exit_report(MODEL, tokenizer, texts) == usual
+        assert audit(MODEL, tokenizer, texts, max_new_tokens=8).passed
+
+
+def test_every_tensor_names_its_device() -> None:
+    """And its dtype, where that would be the default one."""
+    unnamed = []
+    for path in Path(hf_selfspec.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+                continue
+            name = ast.unparse(node.func).removeprefix("torch.")
+            named = {keyword.arg for keyword in node.keywords}
+            if name == "Generator" and node.args:
+                named.add("device")
+            if name in FACTORIES and not named >= {"device", *(["dtype"] if name in FLOATS else [])}:
+                unnamed.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not unnamed

@@ -1,0 +1,136 @@
+"""Mixtures of experts: few tokens gather weights, as in transformers' own decoding; more tokens do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.moe import ExpertsInterface
+
+from helpers.architectures import draftable
+from helpers.models import ragged_batch
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.model import experts
+from hf_selfspec.model.graphs import graphs_of
+
+QUICK = CompileConfig(backend="eager", mode="default")
+EXPERTS, CHOSEN = 16, 2
+
+
+@pytest.fixture(scope="module")
+def moe() -> PreTrainedModel:
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+    )
+    torch.manual_seed(0)
+    return draftable(Qwen3MoeForCausalLM(config).eval(), 0.5)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Which function was called for how many tokens."""
+    found: list[tuple[str, int]] = []
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: Any, states: torch.Tensor, *given: Any) -> Any:
+            found.append((name, len(states)))
+            return original(module, states, *given)
+
+        return call
+
+    known = ExpertsInterface._global_mapping
+    for name in ("grouped_mm", "batched_mm"):
+        monkeypatch.setitem(known, name, counted(name, known[name]))
+    return found
+
+
+def same_ids(model: PreTrainedModel, spec: SelfSpec, lengths: tuple[int, ...] = (9,)) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**ragged_batch(lengths), **options)
+    assert torch.equal(model.generate(**ragged_batch(lengths), **options, assistant=spec), expected)
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 5, 7)], ids=["row", "batch"])
+@pytest.mark.parametrize("drafted", [3, 10])
+def test_off_a_cpu_weights_are_gathered_for_few_tokens(
+    drafted: int,
+    lengths: tuple[int, ...],
+    moe: PreTrainedModel,
+    calls: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
+    spec, few = SelfSpec(EarlyExit(2), FixedLength(drafted)), range(EXPERTS // CHOSEN)
+    same_ids(moe, spec, lengths)
+    batched, grouped = ({tokens for name, tokens in calls if name == which} for which in ("batched_mm", "grouped_mm"))
+    assert set() < batched <= set(few)  # draft steps
+    verified = len(lengths) * (drafted + 1)
+    assert verified in (batched if verified in few else grouped)
+    assert len(lengths) * max(lengths) in grouped  # the prefill
+
+
+def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error, and while another thread goes on."""
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
+    spec, seen = SelfSpec(EarlyExit(2), FixedLength(3)), list[str | None]()
+
+    def failing(*_: Any) -> None:
+        seen.append(moe.config._experts_implementation)
+        if len(seen) == 20:  # of 4 layers in the prefill, and 2 or 4 in each forward after it
+            raise RuntimeError("broken")
+
+    hooks = [layer.register_forward_pre_hook(failing) for layer in moe.model.layers]
+    with experts.experts_by_size(moe):
+        with pytest.raises(RuntimeError, match="broken"):
+            moe.generate(**ragged_batch((9,)), max_new_tokens=40, assistant=spec)
+        assert moe.config._experts_implementation == seen[-1]
+    assert moe.config._experts_implementation == "grouped_mm" != seen[-1]
+    for hook in hooks:
+        hook.remove()
+
+
+def test_a_cpu_groups_always(moe: PreTrainedModel, calls: list[tuple[str, int]]) -> None:
+    same_ids(moe, SelfSpec(EarlyExit(2), FixedLength(3)))
+    assert {name for name, _ in calls} == {"grouped_mm"}
+
+
+@pytest.mark.usefixtures("always_graphs")
+def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: list[tuple[str, int]]) -> None:
+    """Other forwards have none, and the graphs of few tokens stay."""
+    spec = SelfSpec(EarlyExit(2), FixedLength(10), compile=QUICK)
+    for _ in range(2):
+        same_ids(moe, spec)
+    known = graphs_of(moe, QUICK)
+    assert known.count
+    assert not known.refused
+    assert {tokens for name, tokens in calls if name == "batched_mm"} == {1}
+    assert ("grouped_mm", 11) in calls
+
+
+def test_the_choice_of_a_user_stays(
+    moe: PreTrainedModel, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
+    moe.set_experts_implementation("batched_mm")
+    try:
+        moe.generate(
+            **ragged_batch((9,)),
+            max_new_tokens=20,
+            do_sample=False,
+            assistant=SelfSpec(EarlyExit(2), FixedLength(10)),
+        )
+    finally:
+        moe.set_experts_implementation("grouped_mm")
+    assert {name for name, _ in calls} == {"batched_mm"}

@@ -1,0 +1,90 @@
+"""Whether a compiled graph or the model's own code serves a forward, by time, and what is told of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from helpers.compiled import QUICK, same_ids, specs
+from helpers.models import tiny_llama
+from hf_selfspec.model import graphs
+from hf_selfspec.model.graphs import Faster, Graph, Graphs, graphs_of
+
+
+class Ways:
+    """Two ways whose times are known, and which of them ran."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = seconds
+        self.now, self.ran = 0.0, ""
+
+    def ways(self) -> tuple[Callable[[], str], Callable[[], str]]:
+        return lambda: self._run(0), lambda: self._run(1)
+
+    def _run(self, which: int) -> str:
+        self.now += self.seconds[which]
+        self.ran += "ge"[which]
+        return "ge"[which]
+
+
+@pytest.mark.parametrize(("seconds", "then"), [((1.0, 2.0), "gg"), ((2.0, 1.0), "ee"), ((1.0, 1.0), "gg")])
+def test_the_faster_way_stays(seconds: tuple[float, float], then: str) -> None:
+    two = Ways(*seconds)
+    faster = Faster(lambda: two.now)
+    for _ in range(8):
+        assert faster.run(*two.ways()) == two.ran[-1]
+    assert two.ran == "gegege" + then
+
+
+def test_off_a_cpu_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is timed until the device has done its work, and nothing waits any more once one is chosen."""
+    waited: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(device.type))
+    for device, waits in (("cpu", 0), ("cuda", 12)):
+        graph = Graph(lambda *_: [], "two numbers", graphs._clock_of(torch.device(device)))
+        for _ in range(20):
+            graph.faster_of(5, lambda: "g", lambda: "e")
+        assert len(waited) == waits
+
+
+def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCaptureFixture) -> None:
+    known, inputs = Graphs(QUICK, (), "Tiny"), [torch.ones(2)]
+
+    def double(values: torch.Tensor) -> list[torch.Tensor]:
+        return [values * 2]
+
+    def made(key: str) -> Graph | None:
+        return [known.find(key, double, inputs, key) for _ in range(graphs._USES)][-1]
+
+    def choose(graph: Graph | None, *seconds: float) -> None:
+        two = Ways(*seconds)
+        assert graph is not None
+        graph.choices[1] = Faster(lambda: two.now)
+        for _ in range(6):
+            graph.faster_of(1, *two.ways())
+
+    choose(made("one"), 2.0, 1.0)
+    choose(made("two"), 1.0, 2.0)
+    choose(made("three"), 2.0, 1.0)
+    assert made("four") is not None  # one of them is faster
+    assert not known.refused
+    known = Graphs(QUICK, (), "Tiny")
+    choose(made("one"), 2.0, 1.0)
+    choose(made("two"), 3.0, 1.0)
+    assert made("three") is None
+    assert known.find("one", double, inputs, "one") is not None  # it is there, and chooses by itself
+    assert "two: 3 s to 1 s" in known.refused
+    assert "no more graphs are made" in caplog.text
+
+
+def test_who_waits_for_graphs_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, spec = tiny_llama(4, factor=0.5), specs()["exit"]
+    for _ in range(3):
+        same_ids(model, spec)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("making compiled graphs" in message for message in told) == 1
+    made = [int(message.split()[1]) for message in told if " made in " in message]
+    assert made  # and not in calls that made none
+    assert sum(made) == graphs_of(model, QUICK).count

@@ -1,0 +1,427 @@
+"""Images and sound in the prompt: plain generate's tokens, whatever drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from packaging import version
+from PIL import Image
+from scipy.stats import chi2_contingency
+from transformers import AutoConfig, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast, pipeline
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.models.clip import CLIPImageProcessorPil
+
+import hf_selfspec
+from helpers.architectures import build as build_text
+from helpers.calls import calls
+from helpers.models import BATCH, tiny_llama
+from helpers.multimodal import (
+    IMAGE,
+    MEDIA,
+    MODELS,
+    OUTSIDE,
+    QWEN,
+    VIDEO,
+    build,
+    build_mllama,
+    prompt_of,
+    prompt_of_mllama,
+)
+from hf_selfspec import (
+    Adapter,
+    ClosestLayers,
+    EarlyExit,
+    EarlyExitAdapter,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    SelfSpecError,
+    SkipLayers,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_selfspec.draft.adapter import AdapterDraft
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+SPECS = {
+    "exit": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3)),
+    "skip": SelfSpec(draft=SkipLayers(attention=[1], mlp=[2]), stop=FixedLength(3)),
+    "tree": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3), tree=TopKTree(((0.9999, 3), (1.0, 1)))),
+}
+SPEC = SPECS["exit"]
+# Tokens of text in each row: one row, equal lengths, left-padded.
+ROWS = {"one": (6,), "equal": (6, 6, 6), "ragged": (4, 9, 6)}
+
+
+@cache
+def _model(name: str) -> PreTrainedModel:
+    return build(name)
+
+
+def check(name: str, spec: SelfSpec, texts: tuple[int, ...] = ROWS["one"], **options: Any) -> None:
+    """Asserts that a prompt with images has plain generate's tokens."""
+    prompt = prompt_of(name, texts)
+    expected = _model(name).generate(**prompt, **OPTIONS | options)
+    assert torch.equal(_model(name).generate(**prompt, **OPTIONS | options, assistant=spec), expected)
+
+
+@pytest.mark.every_run(".*-ragged")
+@pytest.mark.filterwarnings("ignore:Exaone4_5.* cannot take:UserWarning")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_plain_generate(name: str, rows: str) -> None:
+    drafted = accepted = 0
+    for spec in SPECS.values():
+        check(name, spec, ROWS[rows])
+        assert spec.stats is not None
+        drafted, accepted = drafted + spec.stats.drafted, accepted + spec.stats.accepted
+    assert 0 < accepted < drafted
+
+
+# Where tokens stand ---------------------------------------------------------------------------------------------------
+
+
+def positions_of(model: PreTrainedModel, prompt: dict[str, torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """The ``position_ids`` of each forward behind the prompt, ``[n, 1, s]``."""
+    found: list[torch.Tensor] = []
+
+    def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        found.append(kwargs["position_ids"])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        model.generate(**prompt, **OPTIONS, **options)
+    finally:
+        hook.remove()
+    return found[1:]
+
+
+@pytest.mark.parametrize("name", [*QWEN, "paligemma"])
+def test_tokens_stand_where_plain_generate_has_them(name: str) -> None:
+    """An image takes fewer positions than tokens where these have several dimensions; PaliGemma's begin at 1."""
+    model, prompt = _model(name), prompt_of(name, ROWS["ragged"])
+    expected = positions_of(model, prompt)[0]
+    assert (expected != prompt["attention_mask"].sum(1, keepdim=True)).any()
+    assert torch.equal(positions_of(model, prompt, assistant=SPEC)[0], expected)
+
+
+def test_positions_of_ones_own_in_several_dimensions() -> None:
+    positions = torch.arange(9)[None, None].repeat(3, 1, 1)
+    positions[1, :, 4:] += 3
+    row = {"input_ids": BATCH["input_ids"][1:2], "position_ids": positions}
+    expected = _model("qwen2_vl").generate(**row, **OPTIONS)
+    assert not torch.equal(expected, _model("qwen2_vl").generate(row["input_ids"], **OPTIONS))
+    assert torch.equal(_model("qwen2_vl").generate(**row, **OPTIONS, assistant=SPEC), expected)
+
+
+# Whatever drafts ------------------------------------------------------------------------------------------------------
+
+DRAFTS: dict[str, Callable[[], SelfSpec]] = {
+    "default": SelfSpec,
+    "lookup": SelfSpec.lookup,
+    "layerskip": SelfSpec.layerskip,
+    "swift": lambda: SelfSpec(SkipLayers(search=OnTheFlySearch(8, target_matchness=1.0, budget=1.0))),
+    "clasp": lambda: SelfSpec(SkipLayers(search=ClosestLayers(context_window=8, budget=1.0))),
+    "prompt lookup": lambda: SelfSpec(PromptLookupCandidateGenerator(max_matching_ngram_size=2, max_length=200)),
+}
+
+
+@pytest.mark.every_run("llava-.*")
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_all_kinds_of_drafts(name: str, draft: str) -> None:
+    spec = DRAFTS[draft]()
+    for _ in range(2):
+        check(name, spec, ROWS["ragged"], max_new_tokens=40)
+
+
+@pytest.mark.parametrize("draft", ["lookup", "prompt lookup", "default"])
+@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen3_vl", "idefics3", "llama4", "voxtral"])
+def test_placeholders_that_are_generated_and_drafted(name: str, draft: str) -> None:
+    """Without an image to go with, a placeholder is a token like any other."""
+    spec = DRAFTS[draft]()
+    bias: dict[str, Any] = {"sequence_bias": {(IMAGE,): 2.5}, "max_new_tokens": 40}
+    prompt = prompt_of(name)
+    width = prompt["input_ids"].shape[1]
+    assert (_model(name).generate(**prompt, **OPTIONS | bias)[:, width:] == IMAGE).any()
+    check(name, spec, **bias)
+    assert spec.stats is not None
+    assert spec.stats.accepted
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("draft", ["lookup", "prompt lookup", "swift"])
+@pytest.mark.parametrize("name", ["paligemma", "gemma3"])
+def test_placeholders_without_an_embedding_are_not_drafted(name: str, draft: str, do_sample: bool) -> None:
+    model, prompt = build(name, OUTSIDE), prompt_of(name, ROWS["ragged"], placeholder=OUTSIDE)
+    prompt["input_ids"][1, -2:] = prompt["input_ids"][1, :2]  # what stands before the placeholders
+    spec, options = DRAFTS[draft](), OPTIONS | {"do_sample": do_sample, "max_new_tokens": 30}
+    ids = model.generate(**prompt, **options, assistant=spec)
+    assert do_sample or torch.equal(ids, model.generate(**prompt, **options))
+
+
+def test_sampling() -> None:
+    """The first tokens behind a draft, against the model's own distribution."""
+    model = build("qwen2_5_vl")
+    prompt = {name: value.repeat(1000, *[1] * (value.dim() - 1)) for name, value in prompt_of("qwen2_5_vl").items()}
+    with torch.no_grad():
+        model.model.language_model.norm.weight.mul_(4.0)
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 3, "top_k": 3}
+    torch.manual_seed(0)
+    plain = model.generate(**prompt, **options)
+    drafted = model.generate(**prompt, **options, assistant=SelfSpec(EarlyExit(1), FixedLength(2)))
+    texts, places = torch.cat([plain, drafted])[:, -3:].unique(dim=0, return_inverse=True)
+    counts = torch.stack([places[:1000].bincount(minlength=len(texts)), places[1000:].bincount(minlength=len(texts))])
+    assert chi2_contingency(counts[:, counts.sum(0) >= 10].numpy()).pvalue > 1e-4
+
+
+# The rest of generate -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen2_5_vl", "qwen3_vl", "voxtral"])
+def test_chats_go_on_behind_an_image(name: str, rows: str) -> None:
+    model, prompt, b = _model(name), prompt_of(name, ROWS[rows]), len(ROWS[rows])
+    more = torch.randint(3, IMAGE, (b, 4), generator=torch.Generator().manual_seed(3))
+    turns = []
+    for options in (OPTIONS, OPTIONS | {"assistant": SPEC}):
+        first = model.generate(**prompt, **options, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, more], dim=1)
+        mask = torch.cat([prompt["attention_mask"], torch.ones(b, 24, dtype=torch.long)], dim=1)
+        second = model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **options)
+        turns.append((first.sequences, second))
+    assert torch.equal(turns[0][0], turns[1][0])
+    assert torch.equal(turns[0][1], turns[1][1])
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_a_second_image_in_a_chat(name: str) -> None:
+    model, prompt, later = _model(name), prompt_of(name), prompt_of(name, seed=8)
+    answers = []
+    for options in (OPTIONS, OPTIONS | {"assistant": SPEC}):
+        first = model.generate(**prompt, **options, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, later["input_ids"]], dim=1)
+        marks = {"token_type_ids": (ids == IMAGE).long()} if name == "gemma3" else {}
+        turn = {"past_key_values": first.past_key_values, "pixel_values": later["pixel_values"]} | marks
+        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **turn, **options))
+    assert torch.equal(*answers)
+
+
+def test_videos() -> None:
+    model, prompt = _model("qwen2_5_vl"), prompt_of("qwen2_5_vl", placeholder=VIDEO)
+    video = {"pixel_values_videos": prompt.pop("pixel_values"), "video_grid_thw": prompt.pop("image_grid_thw")}
+    prompt["mm_token_type_ids"] = 2 * (prompt["input_ids"] == VIDEO).long()
+    expected = model.generate(**prompt, **video, **OPTIONS)
+    assert torch.equal(model.generate(**prompt, **video, **OPTIONS, assistant=SPEC), expected)
+    video["pixel_values_videos"] = -video["pixel_values_videos"]
+    assert not torch.equal(model.generate(**prompt, **video, **OPTIONS), expected)
+
+
+def test_several_answers_to_one_image() -> None:
+    options: dict[str, Any] = {"num_return_sequences": 3, "do_sample": True, "top_k": 1}
+    check("gemma3", SPEC, **options)
+    check("llava", SPEC, ROWS["ragged"], **options)
+
+
+@pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"),
+    reason="transformers before 5.23 cannot prefill images in chunks",
+)
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_prefill_in_chunks(name: str) -> None:
+    check(name, SPEC, (9,), prefill_chunk_size=5)
+
+
+def test_rows_that_end_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[list[int]] = []
+    keep_rows = SpeculativeCache.keep_rows
+    monkeypatch.setattr(SpeculativeCache, "keep_rows", lambda self, rows: (kept.append(rows), keep_rows(self, rows))[1])
+    prompt = prompt_of("qwen2_5_vl", ROWS["ragged"])  # whose positions differ from row to row
+    plain = _model("qwen2_5_vl").generate(**prompt, **OPTIONS)
+    end = int(plain[0, prompt["input_ids"].shape[1] + 4])
+    check("qwen2_5_vl", SPEC, ROWS["ragged"], eos_token_id=end)
+    assert kept
+
+
+def _adapter() -> Adapter:
+    torch.manual_seed(0)
+    return Adapter(exit_layer=2, hidden_size=32, num_heads=4).eval()
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_adapters_behind_an_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one row's adapter has tokens to catch up with, others are fed again too, at most what was generated."""
+    update, width = AdapterDraft.update, MEDIA[name].tokens + 3
+
+    def forget(self: AdapterDraft, *args: Any) -> None:
+        update(self, *args)
+        self._seen[0] = max(self._seen[0] - 6, width)
+
+    monkeypatch.setattr(AdapterDraft, "update", forget)
+    check(name, SelfSpec(EarlyExitAdapter(_adapter()), FixedLength(6)), (3, 3, 3, 3))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_probe_behind_an_image_in_the_cache(name: str) -> None:
+    """What is measured and probed feeds tokens again, none of those that stood for an image."""
+    model, prompt = _model(name), prompt_of(name, ROWS["ragged"])
+    answers = []
+    for options in (OPTIONS, OPTIONS | {"assistant": SelfSpec.layerskip()}):
+        first = model.generate(**prompt, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+        more = torch.randint(3, IMAGE, (3, 2), generator=torch.Generator().manual_seed(3))
+        ids = torch.cat([first.sequences, more], dim=1)
+        mask = torch.cat([prompt["attention_mask"], torch.ones(3, 5, dtype=torch.long)], dim=1)
+        turn = {"attention_mask": mask, "past_key_values": first.past_key_values}
+        answers.append(model.generate(ids, **turn, **options | {"max_new_tokens": 60}))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("rows", ["one", "ragged"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_an_adapter_sees_the_states_of_the_prompt(name: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row from its first token on, at the layer that the adapter is behind."""
+    model, prompt = _model(name), prompt_of(name, ROWS[rows])
+    adapter = _adapter()
+    seen: list[torch.Tensor] = []
+    entered: list[torch.Tensor] = []
+    monkeypatch.setattr(AdapterDraft, "_see_prompt", lambda self, states, *where: seen.append(states))
+    hook = Anatomy.of(model).layers[2].register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    try:
+        model.generate(**prompt, max_new_tokens=1, assistant=SelfSpec.kangaroo(adapter))
+    finally:
+        hook.remove()
+    for row, mask in enumerate(prompt["attention_mask"].bool()):
+        assert torch.equal(seen[0][row, : int(mask.sum())], entered[0][row, mask])
+
+
+@pytest.mark.parametrize("place", ["call", "constructor", "generate_kwargs"])
+def test_pipeline(place: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    token = tokenizer.convert_ids_to_tokens(IMAGE)
+    size = {"height": 8, "width": 8}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size=size, crop_size=size),
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        image_token=token,
+        num_additional_image_tokens=1,
+    )
+    pictures = [
+        Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8)) for seed in (0, 1)
+    ]
+    texts = [f"ab{token}cd", f"{token}what"]
+    spec = SelfSpec(EarlyExit(2), FixedLength(3))
+    given = {"assistant": spec}
+    pipe = pipeline("image-text-to-text", model=_model("llava"), processor=processor)
+    expected = pipe(images=pictures, text=texts, max_new_tokens=12)
+    if place == "constructor":
+        pipe = pipeline("image-text-to-text", model=_model("llava"), processor=processor, **given)
+        given = {}
+    options: dict[str, Any] = {"generate_kwargs": given} if place == "generate_kwargs" else given
+    assert pipe(images=pictures, text=texts, max_new_tokens=12, **options) == expected
+    assert calls(spec) == 1
+
+
+# Other ways in --------------------------------------------------------------------------------------------------------
+
+
+def test_marks_that_change_the_attention_to_text() -> None:
+    """Zeros make a prefix of PaliGemma's see all of itself."""
+    given = BATCH | {"token_type_ids": torch.zeros_like(BATCH["input_ids"])}
+    expected = _model("paligemma").generate(**given, **OPTIONS)
+    assert not torch.equal(expected, _model("paligemma").generate(**BATCH, **OPTIONS))
+    assert torch.equal(_model("paligemma").generate(**given, **OPTIONS, assistant=SPEC), expected)
+
+
+def test_images_without_the_wrapper() -> None:
+    prompt = prompt_of("qwen2_5_vl", ROWS["ragged"])
+    expected = _model("qwen2_5_vl").generate(**prompt, **OPTIONS)
+    hf_selfspec.uninstall()
+    try:
+        assert torch.equal(_model("qwen2_5_vl").generate(**prompt, **OPTIONS, custom_generate=SPEC), expected)
+    finally:
+        hf_selfspec.install()
+
+
+def test_a_second_tower_of_as_many_layers() -> None:
+    """The decoder's layers are those of the language model."""
+    class_name, settings = MODELS["llava"]
+    vision = settings["vision_config"] | {"num_hidden_layers": 4}
+    config = AutoConfig.for_model("llava", **settings | {"vision_config": vision, "image_token_index": IMAGE})
+    model = getattr(transformers, class_name)(config).eval()
+    assert list(Anatomy.of(model).layers) == list(model.model.language_model.layers)
+    prompt = prompt_of("llava")
+    assert torch.equal(model.generate(**prompt, **OPTIONS, assistant=SPEC), model.generate(**prompt, **OPTIONS))
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+def refused(model: PreTrainedModel, error: type[SelfSpecError], words: tuple[str, ...], **inputs: Any) -> None:
+    """Asserts that a call is refused in these words before a layer of the decoder has run."""
+    forwards: list[torch.nn.Module] = []
+    hooks = [layer.register_forward_pre_hook(lambda module, _: forwards.append(module)) for layer in layers_of(model)]
+    try:
+        with pytest.raises(error) as caught:
+            model.generate(**inputs, **OPTIONS, assistant=SPEC)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not forwards
+    for word in words:
+        assert word in str(caught.value)
+
+
+def layers_of(model: PreTrainedModel) -> tuple[torch.nn.Module, ...]:
+    return () if model.config.is_encoder_decoder else Anatomy.of(model).layers
+
+
+def test_tensors_of_models_of_text_alone_are_refused() -> None:
+    words = ("tensor argument `token_type_ids`", "without `assistant`")
+    refused(build_text("gpt2"), UnsupportedOptionError, words, **BATCH, token_type_ids=torch.zeros(3, 9).long())
+    refused(tiny_llama(), UnsupportedOptionError, ("`inputs`",), inputs=torch.zeros(1, 3, 8, 8))
+
+
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
+def test_cross_attention_is_refused() -> None:
+    model, prompt = build_mllama(), prompt_of_mllama()
+    words = ("MllamaForConditionalGeneration", "`cross_attention_mask`", "without `assistant`")
+    refused(model, UnsupportedModelError, words, **prompt)
+    with hf_selfspec.attach(model, SelfSpec()), pytest.warns(UserWarning, match="`cross_attention_mask`"):
+        ids = model.generate(**prompt, **OPTIONS)
+    assert torch.equal(ids, model.generate(**prompt, **OPTIONS))
+
+
+def test_sound_with_one_placeholder_in_all_is_refused() -> None:
+    """Where the model itself puts many tokens in the place of one, what is drafted would stand elsewhere."""
+    prompt = prompt_of("qwen2_audio", (4, 6))
+    is_media = prompt["input_ids"] == IMAGE
+    kept = ~(is_media & is_media.roll(1, dims=1))
+    for name in ("input_ids", "attention_mask"):
+        prompt[name] = prompt[name][kept].view(2, -1)
+    with pytest.raises(UnsupportedOptionError, match=r"has turned a prompt of 7 tokens into 14.*one placeholder"):
+        _model("qwen2_audio").generate(**prompt, **OPTIONS, assistant=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config"),
+    [
+        ("WhisperForConditionalGeneration", {"encoder_layers": 1, "decoder_layers": 2, "num_mel_bins": 8}),
+        ("Florence2ForConditionalGeneration", {}),
+    ],
+)
+def test_encoder_decoder_models_are_refused(class_name: str, config: dict[str, Any]) -> None:
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**config))
+    words = (class_name, "is an encoder-decoder model", "needs a decoder-only model")
+    refused(model, UnsupportedModelError, words, input_features=torch.zeros(1, 8, 32))

@@ -1,0 +1,247 @@
+"""Linear layers over few tokens: every way multiplies alike, and the fastest is chosen once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.functional import linear as plain_linear
+
+from helpers.models import tiny_llama
+from hf_selfspec.model import linear
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.linear import FewTokenLinear, LinearAutotuner, Way, available_ways, few_token_forwards, is_served
+from hf_selfspec.model.target import Target
+
+
+class FakeMachine:
+    """Ways that take a given time on a clock of their own."""
+
+    def __init__(self, seconds: dict[str, Callable[[int], float]], compiling: tuple[str, ...] = ()) -> None:
+        self.now = 0.0
+        self.seconds = seconds
+        self.runs: list[tuple[str, int, int]] = []  # way, tokens, first number of the rows
+        self.ways = [Way(self._multiply(name), name in compiling) for name in seconds]
+        self.fastest = LinearAutotuner(self.ways, lambda: self.now)
+
+    def _multiply(self, name: str) -> Callable[..., torch.Tensor]:
+        def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            self.runs.append((name, len(input), weight.data_ptr()))
+            self.now += self.seconds[name](len(input))
+            return plain_linear(input, weight, bias)
+
+        multiply.__name__ = name
+        return multiply
+
+    def choice(self, count: int, weight: torch.Tensor) -> str:
+        return self.fastest.way(count, weight, [weight]).multiply.__name__
+
+
+@pytest.fixture
+def machine() -> FakeMachine:
+    return FakeMachine({"for one": lambda n: n, "for many": lambda n: 5.0})
+
+
+@pytest.fixture
+def everything_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SMALLEST", 1)
+
+
+# The ways -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", available_ways(), ids=lambda way: way.multiply.__name__)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(300, 257), (301, 64), (1, 7)])
+@pytest.mark.parametrize("tokens", [1, 3, 32])
+def test_every_way_equals_linear(way: Way, shape: tuple[int, int], tokens: int, bias: bool) -> None:
+    weight, wide = torch.randn(shape), torch.randn(tokens, 2 * shape[1])
+    offset = torch.randn(shape[0]) if bias else None
+    kept = None if offset is None else offset.clone()
+    for input in (wide[:, : shape[1]].clone(), wide[:, : shape[1]], wide[:, ::2]):
+        with torch.no_grad():
+            found = way.multiply(input, weight, offset)
+        torch.testing.assert_close(found, plain_linear(input, weight, offset), atol=1e-4, rtol=1e-4)
+        assert found.is_contiguous()
+        assert bias is False or torch.equal(offset, kept)
+
+
+# The choice -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_way_is_chosen_by_the_number_of_tokens(machine: FakeMachine) -> None:
+    weight = torch.randn(6, 4)
+    assert [machine.choice(n, weight) for n in (1, 2, 4, 5, 8, 9, 17, 32)] == ["for one"] * 3 + ["for many"] * 5
+
+
+def test_a_choice_stays(machine: FakeMachine) -> None:
+    weight = torch.randn(6, 4)
+    assert machine.choice(1, weight) == "for one"
+    timed = len(machine.runs)
+    machine.seconds["for one"] = lambda n: 100.0
+    assert machine.choice(1, weight) == "for one"
+    assert machine.choice(1, torch.randn(6, 4)) == "for one"  # one choice for all weights of a shape
+    assert len(machine.runs) == timed
+    assert machine.choice(1, torch.randn(4, 6)) == "for many"
+
+
+def test_the_time_of_compiling_does_not_count() -> None:
+    times = iter([100.0, 1.0, 1.0])
+    machine = FakeMachine({"steady": lambda n: 2.0, "compiled": lambda n: next(times)}, compiling=("compiled",))
+    assert machine.choice(1, torch.randn(6, 4)) == "compiled"
+
+
+def test_the_number_of_threads_has_a_choice_of_its_own(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(6, 4)
+    assert machine.choice(1, weight) == "for one"
+    machine.seconds["for one"] = lambda n: 100.0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert machine.choice(1, weight) == "for many"
+
+
+def test_threads_share_one_timing() -> None:
+    """Threads that need the same choice at once wait for one of them to make it."""
+    machine = FakeMachine({"slow": lambda n: 2.0, "fast": lambda n: 1.0})
+    slow, fast = machine.ways
+    entered, go_on = threading.Event(), threading.Event()
+
+    def blocking(*args: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        go_on.wait(10)
+        return slow.multiply(*args)
+
+    fastest = LinearAutotuner([Way(blocking), fast], lambda: machine.now)
+    weight, found = torch.randn(6, 4), []
+    threads = [threading.Thread(target=lambda: found.append(fastest.way(1, weight, [weight]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(10)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert found == [fast] * 4
+    alone = FakeMachine({"slow": lambda n: 2.0, "fast": lambda n: 1.0})
+    alone.choice(1, weight)
+    assert len(machine.runs) == len(alone.runs)
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_few_token_linear_equals_linear(tokens: int, bias: bool) -> None:
+    layer = torch.nn.Linear(800, 700, bias=bias)
+    [(module, forward)] = few_token_forwards(torch.nn.Sequential(layer, torch.nn.ReLU()).modules(), lambda: True)
+    assert module is layer
+    wide = torch.randn(1, tokens, 2 * layer.in_features)
+    with torch.no_grad():
+        for x in (wide[..., 800:].clone(), wide[..., ::2], wide[0, :, :800], wide[0, 0, :800]):
+            torch.testing.assert_close(forward(x), layer(x))
+            assert forward(x).shape == layer(x).shape
+            assert forward(x).is_contiguous()
+        assert forward(wide[:, :0, :800]).shape == (1, 0, 700)
+
+
+def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the input's dtype and the modes, also with gradients; weights are those of the moment."""
+    layer = torch.nn.Linear(800, 700)
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([Way(linear.blas)]))
+    [(_, forward)] = few_token_forwards([layer], lambda: True)
+    x = torch.randn(1, 3, 800)
+    with torch.no_grad():
+        forward(x)  # chooses
+        assert torch.equal(forward(x), layer(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(forward(x), layer(x))
+    forward(x).sum().backward()
+    assert layer.weight.grad is not None
+    layer.weight = torch.nn.Parameter(torch.ones(700, 800))
+    assert torch.equal(forward(x), layer(x))
+    layer.to(torch.bfloat16)
+    assert torch.equal(forward(x.bfloat16()), layer(x.bfloat16()))
+
+
+def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
+    large = {"in_features": 800, "out_features": 700}
+    assert is_served(torch.nn.Linear(**large))
+    assert not is_served(torch.nn.Linear(40, 24))
+    assert not is_served(torch.nn.Linear(**large, dtype=torch.bfloat16))
+    assert not is_served(torch.nn.Linear(**large, device="meta"))
+    hooked = torch.nn.Linear(**large)
+    hooked.forward = hooked.forward
+    assert not is_served(hooked)
+    quantized = torch.nn.Linear(**large)
+    quantized.weight = type("Quantized", (torch.nn.Parameter,), {})(quantized.weight.data)
+    assert not is_served(quantized)
+    transposed = torch.nn.Linear(**large)
+    transposed.weight = torch.nn.Parameter(torch.randn(800, 700).t())
+    assert not is_served(transposed)
+    assert few_token_forwards([hooked, transposed, FewTokenLinear(**large)], lambda: True) == []
+
+
+def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, active = torch.nn.Linear(800, 700), False
+    served: list[int] = []
+    way = Way(lambda *args: served.append(1) or linear.blas(*args), compiles=False)
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
+    [(_, forward)] = few_token_forwards([layer], lambda: active)
+    x = torch.randn(1, 3, 800)
+    with torch.no_grad():
+        assert torch.equal(forward(x), layer(x))
+        active = True
+        with torch.autocast("cpu", torch.bfloat16):
+            assert forward(x).dtype is torch.bfloat16
+        assert not served
+        assert torch.equal(forward(x), layer(x))
+    assert served
+
+
+@pytest.mark.usefixtures("everything_served")
+def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, served = tiny_llama(layers=2), []
+    way = Way(lambda *args: served.append(1) or linear.blas(*args), compiles=False)
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
+    target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
+    tokens = torch.tensor([[5, 6, 7]])
+    with target.prepared():
+        target.step(tokens, [0]).logits.sum().backward()
+        assert not served
+        with torch.no_grad():
+            target.step(tokens, [0])
+            served.clear()  # the first forward times the ways
+            target.step(tokens, [0])
+    assert len(served) == 2 * 7 + 1
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(1024,), (1, 1024), (3, 1024), (2, 4, 1024), (2, 40, 1024)])
+def test_few_token_layers_of_our_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are linear layers; the other ways serve few tokens without gradients alone."""
+    torch.manual_seed(0)
+    layer, plain = FewTokenLinear(1024, 768, bias=False), torch.nn.Linear(1024, 768, bias=False)
+    plain.load_state_dict(layer.state_dict())
+    input, served = torch.randn(shape), []
+    way = linear._fastest.way
+    monkeypatch.setattr(linear._fastest, "way", lambda *args: served.append(1) or way(*args))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(input), plain(input), atol=1e-5, rtol=1e-5)
+    assert bool(served) == (input.numel() <= 32 * 1024)
+    served.clear()
+    layer(input).sum().backward()
+    plain(input).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.double()(input.double()), plain.double()(input.double()))
+    assert not served
+
+
+def test_compiled_layers_of_our_own_are_one_graph() -> None:
+    layer = FewTokenLinear(800, 700)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    x = torch.randn(3, 800)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), plain_linear(x, layer.weight, layer.bias))

@@ -1,0 +1,203 @@
+"""The model as the package sees it: anatomy, partial forwards, cache, masks, attention, prompts."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from math import nan
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from helpers.calls import new_spec
+from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import (
+    Architecture,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SkipLayers,
+    TopKTree,
+    UnsupportedModelError,
+    register_architecture,
+)
+from hf_selfspec.model import anatomy as anatomy_module
+from hf_selfspec.model import attention
+from hf_selfspec.model import cache as cache_module
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.masks import MaskSpec
+from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
+from hf_selfspec.model.plan import LayerPlan
+from hf_selfspec.model.target import Target
+
+
+def target_of(model: LlamaForCausalLM, rows: int = 1) -> Target:
+    return Target(model, Anatomy.of(model), SpeculativeCache(model.config.num_hidden_layers, rows, 64))
+
+
+# Anatomy and plans ---------------------------------------------------------------------------------------------------
+
+
+def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(layers=2)
+    model.model.other = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    with pytest.raises(UnsupportedModelError, match=r"2 module lists of num_hidden_layers=2.*register_architecture"):
+        Anatomy.of(model)
+    monkeypatch.setattr(anatomy_module, "_ARCHITECTURES", dict(anatomy_module._ARCHITECTURES))
+    register_architecture("llama", Architecture(layers="model.layers"))
+    assert Anatomy.of(model).num_layers == 2
+
+
+def test_unknown_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anatomy_module, "_ARCHITECTURES", dict(anatomy_module._ARCHITECTURES))
+    register_architecture("llama", Architecture(attention="mixer"))
+    model = tiny_llama()
+    with pytest.raises(UnsupportedModelError, match="attention block of layer 2 was not found"):
+        SkipLayers(attention=[2]).plan(Anatomy.of(model))
+    assert SkipLayers(attention=[2], mlp=[2]).plan(Anatomy.of(model)).skipped_layers == {2}
+
+
+def test_register_architecture_checks_its_arguments() -> None:
+    with pytest.raises(SettingError, match="takes a model type and an Architecture"):
+        register_architecture("llama", "model.layers")
+
+
+# Partial forwards ----------------------------------------------------------------------------------------------------
+
+
+def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM) -> None:
+    ids, silent = torch.randint(2, VOCABULARY, (1, 7)), fresh_llama
+    silent.model.layers[2].self_attn.o_proj.weight.data.zero_()
+    silent.model.layers[3].mlp.down_proj.weight.data.zero_()
+    plan = LayerPlan(6, frozenset({2}), frozenset({3}))
+    with torch.no_grad(), partial_forwards(llama, Anatomy.of(llama)), obeying(ForwardPass(plan)):
+        logits = llama(ids).logits
+    torch.testing.assert_close(logits, silent(ids).logits)
+
+
+@pytest.mark.parametrize("tree", [None, TopKTree(((0.999, 3), (1.0, 1)))])
+@pytest.mark.parametrize("draft", [EarlyExit(3), SkipLayers([3], [4])])
+def test_verification_does_not_recompute_the_exact_prefix(draft: EarlyExit | SkipLayers, tree: TopKTree | None) -> None:
+    model = tiny_llama()
+    tokens: Counter[int] = Counter()
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda _, args, index=index: tokens.update({index: args[0].shape[1]}))
+    spec = SelfSpec(draft=draft, stop=FixedLength(4), tree=tree)
+    ids = torch.randint(2, VOCABULARY, (1, 5))
+    model.generate(ids, max_new_tokens=30, do_sample=False, assistant=spec)
+    stats = spec.stats
+    assert stats is not None
+    # Each drafted token and each round's first token goes through layers 0 to 2 once; siblings come on top.
+    once = 5 + stats.drafted + stats.rounds
+    if tree is None:
+        assert [tokens[index] for index in range(3)] == [once] * 3
+        assert tokens[5] == once + (0 if isinstance(draft, EarlyExit) else stats.drafted)
+    else:
+        assert tokens[0] == tokens[1] == tokens[2] > once
+        assert tokens[5] == tokens[0] + (0 if isinstance(draft, EarlyExit) else stats.drafted)
+
+
+# Cache ---------------------------------------------------------------------------------------------------------------
+
+
+def write(cache: SpeculativeCache, cursors: list[int], values: torch.Tensor) -> torch.Tensor:
+    """Writes ``[b, s]`` as one-headed, one-wide keys and values, and returns the keys that attention would see."""
+    cache.seek(cursors, values.shape[1])
+    states = values[:, None, :, None]
+    keys, _ = cache.update(states, states, 0)
+    return keys[:, 0, :, 0]
+
+
+def test_cache_writes_at_each_rows_cursor_and_overwrites_on_rollback() -> None:
+    cache = SpeculativeCache(1, 2, capacity=8)
+    write(cache, [0, 0], torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
+    seen = write(cache, [3, 1], torch.tensor([[7.0, 8], [9, 10]]))
+    assert seen.tolist() == [[1, 2, 3, 7, 8], [4, 9, 10, 0, 0]]
+    seen = write(cache, [3, 3], torch.tensor([[11.0], [12]]))
+    assert seen.tolist() == [[1, 2, 3, 11], [4, 9, 10, 12]]
+
+
+def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers begin as they come from memory; whatever that holds, no forward sees it."""
+    make = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kwargs: make(self, *args, **kwargs).fill_(nan))
+    inputs = ragged_batch()
+    plain = llama.generate(**inputs, max_new_tokens=24)
+    for spec in (new_spec(), SelfSpec.lookup(), SelfSpec(EarlyExit(3), FixedLength(3), TopKTree(((1.0, 3),)))):
+        assert torch.equal(llama.generate(**inputs, max_new_tokens=24, assistant=spec), plain)
+    cache = SpeculativeCache(1, 2, capacity=8)
+    assert write(cache, [3, 1], torch.ones(2, 1)).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
+    assert cache.buffers()[0].isfinite().all()
+
+
+def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, without Python's search for reference cycles."""
+    make, made = cache_module._SpeculativeLayer._buffer, list[weakref.ref[torch.Tensor]]()
+
+    def watched(self: Any, name: str, states: torch.Tensor) -> torch.Tensor:
+        buffer = make(self, name, states)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(cache_module._SpeculativeLayer, "_buffer", watched)
+    gc.disable()
+    try:
+        llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())
+        assert made
+        assert not any(buffer() is not None for buffer in made)
+    finally:
+        gc.enable()
+
+
+# Masks and attention -------------------------------------------------------------------------------------------------
+
+
+def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> None:
+    batch = ragged_batch((6, 6), seed=4)["input_ids"]
+    nodes = TreeLayout(parents=[[-1, 0, 1, 0, 1]], depths=[[0, 1, 2, 1, 2]])
+    tree = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
+    target = target_of(llama, rows=2)
+    with torch.no_grad(), target.prepared():
+        target.prefill(batch, [0, 0], [6, 4])
+        logits = target.step(tree, [6, 4], nodes=nodes).logits
+    assert logits is not None
+    for row, length in enumerate((6, 4)):
+        for path in ([0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 4]):
+            alone = llama(torch.cat([batch[row : row + 1, :length], tree[row : row + 1, path]], dim=1)).logits[0, -1]
+            torch.testing.assert_close(logits[row, path[-1]], alone)
+
+
+def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make one of a boolean mask in each layer."""
+    sdpa, masks = attention.scaled_dot_product_attention, []
+
+    def recording(*args: torch.Tensor, attn_mask: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        masks.append(attn_mask)
+        return sdpa(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recording)
+    target = target_of(llama)
+    with torch.no_grad(), target.prepared():
+        target.step(torch.tensor([[5, 6, 7]]), [0])
+    assert len(masks) == llama.config.num_hidden_layers
+    assert all(mask is masks[0] for mask in masks)
+    assert masks[0].dtype is torch.float32
+
+
+def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:
+    """Layers may make masks of their own, which get the memory of earlier ones."""
+    positions = torch.arange(6)[None]
+    geometry, whole = MaskSpec(positions, 6, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    for layer in range(12):
+        mask = whole.triu(-2) if layer % 2 else whole.clone()
+        expected = torch.zeros(1, 1, 6, 6).masked_fill(~mask, -torch.inf).repeat(1, 1, 2, 1)
+        found = geometry.for_groups(mask, 2, torch.float32)
+        assert torch.equal(found, expected)
+        assert found.stride(2) % 8 == 0  # what sdpa on a GPU would copy a mask for in each layer
+        del mask

@@ -1,0 +1,146 @@
+"""What a GPU alone can show: `pytest -m cuda tests`; `examples/benchmarks/gpu.py` times what these check."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from helpers.models import ragged_batch, tiny_llama
+from hf_selfspec import (
+    EarlyExit,
+    EarlyExitLoss,
+    FixedLength,
+    LayerDropout,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    first_differences,
+)
+from hf_selfspec.decoding import Decoder
+from hf_selfspec.model import transfer
+from hf_selfspec.model.transfer import read, upload
+
+DEVICE = "cuda"
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+SPECS = {
+    "line": SelfSpec(EarlyExit(3), FixedLength(4)),
+    "tree": SelfSpec(EarlyExit(3), FixedLength(3), TopKTree()),
+    "skips": SelfSpec(SkipLayers(attention=(4,), mlp=(3,)), FixedLength(3)),
+    "lookup": SelfSpec.lookup(),
+    "default": SelfSpec(),
+    "layerskip": SelfSpec.layerskip(),
+}
+
+
+def test_numbers_come_back_as_they_went() -> None:
+    device = torch.device(DEVICE)
+    whole = [upload([[1, -2], [1 << 40, count]], device) for count in range(50)]
+    flags, shares = torch.tensor([True, False], device=device), torch.tensor([0.1, -1.5, torch.inf], device=device)
+    for count, numbers in enumerate(whole):
+        assert read(numbers, flags, shares) == [[[1, -2], [1 << 40, count]], flags.tolist(), shares.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_ids_are_plain_but_for_near_ties(name: str, dtype: torch.dtype) -> None:
+    model = tiny_llama().to(DEVICE, dtype)
+    batch = {key: value.to(DEVICE) for key, value in ragged_batch((9, 5, 7), seed=5).items()}
+    plain = model.generate(**batch, max_new_tokens=60, do_sample=False)
+    ours = model.generate(**batch, max_new_tokens=60, do_sample=False, assistant=SPECS[name])
+    for difference in first_differences(model, plain, ours, batch["attention_mask"]):
+        assert difference.is_near_tie, difference
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_drawn_tokens_leave_the_device_usable(name: str) -> None:
+    """Indices out of range would end all that runs on a GPU afterwards."""
+    model = tiny_llama().to(DEVICE)
+    batch = {key: value.to(DEVICE) for key, value in ragged_batch().items()}
+    ids = model.generate(**batch, max_new_tokens=60, do_sample=True, top_p=0.9, assistant=SPECS[name])
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 97
+
+
+@contextmanager
+def sync_debug_mode(name: str) -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(name)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.fixture
+def _waits_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds, except the first two, raise where the host waits for the device outside ``transfer.read``."""
+    original_round, original_read = Decoder._round, transfer.read
+
+    def strict_round(decoder: Decoder) -> None:
+        with sync_debug_mode("error" if len(decoder.stats.timeline) >= 2 else "default"):
+            original_round(decoder)
+
+    def allowed_read(*tensors: torch.Tensor, **options: Any) -> list[Any]:
+        with sync_debug_mode("default"):
+            return original_read(*tensors, **options)
+
+    monkeypatch.setattr(Decoder, "_round", strict_round)
+    for module in [module for name, module in sys.modules.items() if name.startswith("hf_selfspec.")]:
+        if getattr(module, "read", None) is original_read:
+            monkeypatch.setattr(module, "read", allowed_read)
+
+
+@pytest.mark.usefixtures("_waits_are_errors")
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("name", ["line", "skips", "lookup"])
+def test_rounds_wait_only_where_numbers_are_read(name: str, do_sample: bool) -> None:
+    model = tiny_llama().to(DEVICE)
+    batch = {key: value.to(DEVICE) for key, value in ragged_batch().items()}
+    model.generate(**batch, max_new_tokens=40, do_sample=do_sample, assistant=SPECS[name])
+
+
+@pytest.mark.parametrize("name", ["plain", "ours"])
+def test_graphs_are_made_and_none_is_skipped(name: str) -> None:
+    from torch._dynamo.utils import counters
+
+    model = tiny_llama().to(DEVICE)
+    batch = {key: value.to(DEVICE) for key, value in ragged_batch((9,), seed=5).items()}
+    plain = model.generate(**batch, max_new_tokens=48, do_sample=False)
+    counters.clear()
+    given = {} if name == "plain" else {"assistant": SPECS["line"]}
+    ours = model.generate(**batch, max_new_tokens=48, do_sample=False, cache_implementation="static", **given)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert all(difference.is_near_tie for difference in first_differences(model, plain, ours))
+
+
+def trained(callbacks: list[TrainerCallback], bf16: bool, folder: Path) -> float:
+    """The mean loss of four steps of the stock ``Trainer`` on one GPU."""
+    ids = torch.randint(97, (16, 32), generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, bf16=bf16, report_to="none",
+        save_strategy="no", disable_tqdm=True, learning_rate=1e-5,
+    )  # fmt: skip
+    arguments._n_gpu = 1
+    data: Any = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=data, callbacks=callbacks)
+    return trainer.train().training_loss
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_with_both_callbacks(bf16: bool, tmp_path: Path) -> None:
+    assert math.isfinite(trained([EarlyExitLoss(), LayerDropout(0.5)], bf16, tmp_path))
+
+
+def test_callbacks_at_zero_change_no_loss(tmp_path: Path) -> None:
+    """But for the order in which two float32 kernels sum."""
+    ours = trained([EarlyExitLoss(0.0), LayerDropout(0.0)], False, tmp_path)
+    assert ours == pytest.approx(trained([], False, tmp_path), rel=1e-5)

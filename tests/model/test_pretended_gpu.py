@@ -1,0 +1,156 @@
+"""What a round makes the host of a GPU wait for, counted on a device in pure Python, where all drafts run, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.processes import TESTS
+from hf_selfspec.model.transfer import Pending, RowNumbers, read
+
+# (spec, call, rows), and what a draft step and the rest of a round may transfer at most: reads and uploads.
+BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
+    ("fixed", "greedy", 1): (0, 2),
+    ("fixed", "greedy", 4): (0, 2),
+    ("fixed", "drawn", 1): (0, 2),
+    ("fixed", "drawn", 4): (0, 2),
+    ("fixed", "eos", 1): (1, 2),
+    ("rule", "greedy", 1): (1, 2),
+    ("rule", "greedy", 4): (1, 2),
+    ("rule", "drawn", 1): (1, 2),
+    ("rule", "drawn", 4): (1, 2),
+    ("rule", "eos", 1): (1, 2),
+    ("rule", "eos", 4): (1, 2),
+    ("adaptive", "greedy", 1): (1, 2),
+    ("adaptive", "eos", 1): (1, 2),
+    ("adaptive", "drawn", 1): (1, 2),
+    ("adaptive", "greedy", 4): (1, 3),  # with the thresholds of all rows
+    ("adaptive", "drawn", 4): (1, 3),
+    ("tree", "greedy", 1): (2, 4),
+    ("tree", "greedy", 4): (2, 4),
+    ("skips", "greedy", 1): (0, 2),
+    ("lookup", "greedy", 1): (0, 4),
+    ("lookup", "greedy", 4): (0, 4),
+    ("lookup", "drawn", 4): (0, 4),
+    ("fixed", "streamed", 1): (0, 2),
+    ("fixed", "streamed", 4): (0, 2),
+    ("lookup", "streamed", 1): (0, 4),
+    ("lookup", "streamed", 4): (0, 4),
+}
+# Whatever they need, they run there.
+OTHERS = [
+    (spec, call, rows)
+    for spec in ("default", "layerskip", "swift", "closest", "cascade")
+    for call, rows in (("greedy", 1), ("drawn", 3))
+] + [("tree", "drawn", 3), ("rule", "penalty", 3)]
+# Spread over two devices: one row, and rows of different lengths.
+SPECS = (
+    "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "closest", "adapter", "lora", "probe",
+    "heads", "reduced", "cascade",
+)  # fmt: skip
+SPREAD = [
+    (spec, call, rows, "two devices")
+    for spec in SPECS
+    for call, rows in (("greedy", 1), ("greedy", 3), ("drawn", 1), ("drawn", 3))
+]
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict[tuple[Any, ...], dict[str, Any]]:
+    cases = [*BOUNDS, *OTHERS, *SPREAD]
+    run = subprocess.run(
+        [sys.executable, str(TESTS / "helpers" / "run_on_pretended_gpu.py"), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return dict(zip(cases, json.loads(run.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("case", BOUNDS, ids=str)
+def test_transfers(case: tuple[str, str, int]) -> None:
+    found, (step, rest) = measured()[case], BOUNDS[case]
+    assert found["same"]
+    # Rows that end leave the forwards, which takes two further uploads, now and then.
+    few = 0.0 if case[2] == 1 else 4 * case[2] / found["rounds"]
+    assert found["transfers"] <= step * found["steps"] + rest + few
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("call", ["greedy", "streamed"])
+@pytest.mark.parametrize("spec", ["fixed", "lookup"])
+def test_a_round_waits_once(spec: str, call: str, rows: int) -> None:
+    """What judges and what free drafts learn from is one read, and a streamer gets what the host knows already."""
+    assert measured()[spec, call, rows]["waits"] == 1
+
+
+@pytest.mark.parametrize("case", [("fixed", "greedy", 1), ("tree", "greedy", 4), ("lookup", "streamed", 4)], ids=str)
+def test_phases_take_the_time_of_the_device(case: tuple[str, str, int]) -> None:
+    """Each launch takes a millisecond of the device, however long the host needs for it."""
+    assert measured()[case]["seconds"] == pytest.approx(measured()[case]["of the device"])
+
+
+@pytest.mark.parametrize("case", [case for case in BOUNDS if case[1] == "greedy"], ids=str)
+def test_attention_gets_new_shapes_once_a_forward(case: tuple[str, str, int]) -> None:
+    """All layers of a forward have the same ones, so that a kernel makes one plan."""
+    found = measured()[case]
+    # What was drafted last goes through the exact prefix in a forward of its own.
+    most = found["steps"] + (1 if case[0] == "lookup" else 2)
+    assert found["attention keys"] <= most + 1e-9
+
+
+@pytest.mark.parametrize("spec", ["fixed", "rule", "adaptive"])
+@pytest.mark.parametrize("call", ["greedy", "eos"])
+def test_launches_outside_of_layers(spec: str, call: str) -> None:
+    found = measured()[spec, call, 1]
+    assert found["launches a step"] <= 22
+    assert found["launches a round"] <= 45
+
+
+@pytest.mark.parametrize("case", [*OTHERS, *SPREAD], ids=str)
+def test_all_drafts_run_on_a_device(case: tuple[str, str, int]) -> None:
+    """Nothing mixes tensors of two devices, and greedy ids are plain's."""
+    assert measured()[case]["same"]
+
+
+# The numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_read_together() -> None:
+    """Of all kinds, with their shapes and values."""
+    whole, flags = torch.tensor([[1, -2], [1 << 40, 3]]), torch.tensor([True, False])
+    shares = torch.tensor([0.1, -1.5, torch.inf])
+    assert read() == []
+    assert read(whole, flags, shares) == [whole.tolist(), flags.tolist(), shares.tolist()]
+
+
+def test_numbers_read_along() -> None:
+    """With others or alone, but once."""
+    first, second = torch.tensor([1, 2]), torch.tensor([[0.5]])
+    alone, along = Pending(first, second), Pending(first, second)
+    assert read(second, along=along) == [[[0.5]]]
+    first += 1
+    assert along.lists() == [[1, 2], [[0.5]]]
+    assert alone.lists() == [[2, 3], [[0.5]]]
+
+
+def test_numbers_of_rows() -> None:
+    cpu = torch.device("cpu")
+    uneven, even = RowNumbers([3, 5]), RowNumbers([4, 4])
+    assert uneven.on(cpu).tolist() == [[3], [5]]
+    assert even.on(cpu).tolist() == [[4]]
+    assert uneven.ahead(2) == (5, 7)
+    assert uneven.ahead(2).on(cpu).tolist() == [[5], [7]]
+    assert uneven.plus(even).on(cpu).tolist() == [[7], [9]]
+    assert uneven.plus(RowNumbers([2, 0])).on(cpu).tolist() == [[5]]
+    assert uneven.onwards(2, cpu).tolist() == [[3, 4], [5, 6]]
+    assert even.onwards(3, cpu).tolist() == [[4, 5, 6]]

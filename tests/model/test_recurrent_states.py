@@ -1,0 +1,393 @@
+"""Recurrent states: the log, the recurrences, generation, chats and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from helpers.architectures import EVERY_RUN, STATEFUL, build
+from helpers.calls import assert_mixed, check_lossless
+from helpers.models import BATCH, ROW, ragged_batch
+from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value, sample
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    OnTheFlySearch,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache import SpeculativeCache
+from hf_selfspec.model.given_cache import cache_for
+from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.recurrences import SERVED, kernels
+from hf_selfspec.model.recurrences.linear_attention import GatedDelta
+from hf_selfspec.model.recurrences.recurrence import BLOCK
+from hf_selfspec.model.recurrences.state_log import StateLog
+from hf_selfspec.model.target import Target
+
+# One type of each kind of state, and of each that is put together in its own way.
+FAMILIES = ("qwen3_next", "kimi_linear", "bamba", "mamba", "zamba", "lfm2")
+SPEC = SelfSpec(EarlyExit(2), FixedLength(3))
+
+
+@lru_cache(maxsize=2)
+def _model(name: str) -> PreTrainedModel:
+    return build(name)
+
+
+# The log -------------------------------------------------------------------------------------------------------------
+
+
+def add_up(state: torch.Tensor, entries: tuple[torch.Tensor, ...], kept: torch.Tensor | None) -> torch.Tensor:
+    """A state of decimal digits: each token shifts them and writes its own."""
+    for token in range(entries[0].shape[2]):
+        new = (state * 10 + entries[0][:, :, token]) % 10**9
+        state = new if kept is None else torch.where(kept[:, token, None], new, state)
+    return state
+
+
+def log_at(slots: list[int], digits: list[int]) -> StateLog:
+    log = StateLog(add_up)
+    log.restart(slots, torch.tensor(digits)[:, None])
+    return log
+
+
+def feed(log: StateLog, starts: list[int], rows: list[list[int]]) -> None:
+    log.add(starts, (torch.tensor(rows)[:, None],))
+
+
+def digits_at(log: StateLog, slots: list[int]) -> list[int]:
+    return log.state_at(slots)[:, 0].tolist()
+
+
+def test_log_takes_tokens_back_row_by_row() -> None:
+    log = log_at([4, 6], [1, 2])
+    feed(log, [4, 6], [[3, 4, 5], [6, 7, 8]])
+    assert digits_at(log, [6, 8]) == [134, 267]
+    log.commit([7, 7], history=0)
+    assert digits_at(log, [7, 7]) == [1345, 26]
+    feed(log, [7, 7], [[9], [9]])
+    assert digits_at(log, [8, 8]) == [13459, 269]
+    assert log.first_slots == [7, 7]
+
+
+def test_log_looks_back() -> None:
+    log = log_at([0, 0], [1, 1])
+    for start in range(0, 20, 2):
+        feed(log, [start, start], [[start % 10, 1], [start % 10, 1]])
+        log.commit([start + 2, start + 1 + (start == 18)], history=4)
+        if start < 18:
+            feed(log, [start + 2, start + 1], [[7], [1]])
+            log.commit([start + 2, start + 2], history=4)
+    # At least four slots before the roots are known, and not all.
+    assert 0 < log.first_slots[0] <= 16
+    before = [value % 1000 for value in digits_at(log, [16, 17])]
+    assert before == [141, 416]
+    # What is fed again there changes nothing that is in the text.
+    feed(log, [17, 17], [[1, 8, 1, 5], [1, 8, 1, 5]])
+    log.commit([21, 20], history=4)
+    assert [value % 100 for value in digits_at(log, [21, 20])] == [15, 81]
+
+
+def test_log_keeps_rows_and_paths() -> None:
+    log = log_at([0, 3, 5], [1, 2, 3])
+    feed(log, [0, 3, 5], [[4, 5, 6], [4, 5, 6], [4, 5, 6]])
+    log.keep_path([(0, 2, 1), (2, 6, 5)])
+    log.keep_rows([0, 2])
+    log.commit([2, 6], history=0)
+    assert digits_at(log, [2, 6]) == [146, 35]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# Generation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tree(name: str) -> None:
+    spec = SelfSpec(EarlyExit(1), FixedLength(3), TopKTree(((0.9999, 3), (1.0, 1))))
+    for stats in check_lossless(_model(name), spec):
+        assert 0 < stats.acceptance_rate < 1
+        assert max(size for size, _ in stats.round_sizes) > 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_end_and_leave(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(name)
+    plain = model.generate(**BATCH, max_new_tokens=30, do_sample=False)
+    eos = int(plain[1, 9 + 5])
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    expected = model.generate(**BATCH, **options)
+    kept: list[list[int]] = []
+    keep_rows = SpeculativeCache.keep_rows
+    monkeypatch.setattr(SpeculativeCache, "keep_rows", lambda self, rows: (kept.append(rows), keep_rows(self, rows))[1])
+    assert torch.equal(model.generate(**BATCH, **options, assistant=SPEC), expected)
+    assert bool(kept) == Anatomy.of(model).ragged
+
+
+def test_masked_columns_inside_a_prompt() -> None:
+    """They go into recurrent states, and into the inputs of convolutions, as zeros."""
+    mask = torch.ones_like(ROW["input_ids"])
+    mask[0, 3:5] = 0
+    with pytest.raises(UnsupportedOptionError, match="masked columns inside a prompt"):
+        _model("qwen3_next").generate(ROW["input_ids"], attention_mask=mask, max_new_tokens=8, assistant=SPEC)
+
+
+@pytest.mark.parametrize("history", [0, 4])
+def test_a_log_does_not_grow_where_a_row_has_ended(history: int) -> None:
+    """A state that is the sum of what was fed."""
+
+    def advance(state: torch.Tensor, entries: tuple[torch.Tensor, ...], kept: torch.Tensor | None) -> torch.Tensor:
+        fed = entries[0][:, 0]
+        return state + (fed if kept is None else fed * kept).sum(1)
+
+    log = StateLog(advance)
+    log.restart([0, 0], torch.zeros(2))
+    for slot in range(60):
+        starts = [slot, min(slot, 5)]
+        log.add(starts, (torch.tensor([[[1.0]], [[100.0]]]),))
+        log.commit([slot + 1, min(slot + 1, 5)], history)
+        assert log.state.tolist() == [slot + 1, 100.0 * min(slot + 1, 5)]
+        assert not history or log._entries[0].shape[2] <= 2 * history + 6
+    assert log.first_slots[0] >= 60 - 2 * history
+    assert log.state_at([60 - history, 5]).tolist() == [60 - history, 500.0]
+
+
+@pytest.mark.parametrize("name", ["zamba2", "nemotron_h"])
+def test_last_piece_of_one_token_is_not_clamped(name: str) -> None:
+    """Plain generate updates the state by its one-token rule there, which knows no limit of the time step."""
+    model = _model(name)
+    before = [(layer, layer.time_step_limit) for layer in model.modules() if hasattr(layer, "time_step_limit")]
+    assert before
+    try:
+        for layer, _ in before:
+            layer.time_step_limit = (0.5, float("inf"))
+        options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": 3}
+        prompt = ragged_batch((10,))
+        assert torch.equal(model.generate(**prompt, **options, assistant=SPEC), model.generate(**prompt, **options))
+    finally:
+        for layer, limit in before:
+            layer.time_step_limit = limit
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["row", "batch"])
+def test_prompt_in_chunks(name: str, inputs: dict[str, torch.Tensor]) -> None:
+    model = _model(name)
+    expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    found = model.generate(**inputs, max_new_tokens=12, do_sample=False, prefill_chunk_size=3, assistant=SPEC)
+    assert torch.equal(found, expected)
+    assert_mixed(SPEC)
+
+
+@pytest.mark.every_run(EVERY_RUN)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_found_drafts(name: str) -> None:
+    """The default, and a search that tries sets of blocks after each round."""
+    check_lossless(_model(name), SelfSpec(), new_tokens=40)
+    search = OnTheFlySearch(context_window=8, max_steps=8, budget=1.0)
+    check_lossless(_model(name), SelfSpec(SkipLayers(search=search, ratio=0.5), FixedLength(2)), new_tokens=30)
+
+
+@pytest.mark.every_run(EVERY_RUN)
+@pytest.mark.parametrize("name", [name for name in STATEFUL if name != "inkling2_text"])
+def test_probed_exit(name: str) -> None:
+    check_lossless(_model(name), SelfSpec.layerskip(), new_tokens=42)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_second_look(name: str) -> None:
+    """A window of text that runs again beside itself gives what it gave; siblings do not see each other."""
+    model = _model(name)
+    ids = ragged_batch((14, 14), seed=3)["input_ids"]
+    target = Target(model, Anatomy.of(model), cache_for(model, 2, 64))
+    target.cache.look_back(4)
+    with target.prepared():
+        target.prefill(ids[:, :6], [0, 0], [6, 5])
+        roots = [6, 5]
+        for count in (2, 3):
+            target.step(torch.stack([row[root : root + 4] for row, root in zip(ids, roots, strict=True)]), roots)
+            roots = [root + count - row for row, root in enumerate(roots)]
+            target.commit(roots)
+        # Text up to slots 11 and 8.
+        window = torch.stack([row[root - 3 : root] for row, root in zip(ids, roots, strict=True)])
+        last = torch.stack([row[root : root + 1] for row, root in zip(ids, roots, strict=True)])
+        found = target.step(window, roots, nodes=TreeLayout.replay(3)).logits
+        copies = target.step(last.expand(2, 3), roots, nodes=TreeLayout.independent(3)).logits
+        after = target.step(last, roots).logits
+        tokens = torch.cat([last, torch.tensor([[5, 6, 7], [8, 9, 10]])], 1)
+        nodes = target.step(tokens, roots, nodes=TreeLayout.of_tree([[0, 1, 0], [0, 0, 2]])).logits
+    for row, root in enumerate(roots):
+        logits = model(ids[row : row + 1, : root + 1]).logits[0]
+        close(found[row], logits[root - 3 : root])
+        close(copies[row], logits[root].expand(3, -1))
+        close(after[row, 0], logits[root])
+        for path in ([[0, 1, 2], [0, 3]], [[0, 1], [0, 2, 3]])[row]:
+            text = torch.cat([ids[row, :root], tokens[row, path]])
+            close(nodes[row, path], model(text[None]).logits[0, root:])
+
+
+# Sampling ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "mamba"])
+def test_sampling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helpers.architectures.VOCABULARY", 5)
+    monkeypatch.setitem(importlib.import_module("helpers.architectures")._COMMON, "vocab_size", 5)
+    model = build(name, factor=1.0)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2.0)
+    joint = exact_joint(model, [], NEW_TOKENS)
+    samples, rate = sample(SelfSpec(EarlyExit(1), FixedLength(3)), model)
+    assert 0.2 < rate < 0.95
+    assert p_value(samples, joint) > SIGNIFICANCE
+    assert samples.shape[1] == PROMPT.shape[1] + NEW_TOKENS
+
+
+# Chats: caches out and in --------------------------------------------------------------------------------------------
+
+_PURE = ("mamba", "mamba2", "falcon_mamba")
+
+
+def turn(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
+    # All are tokens, pad tokens too.
+    options |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+    return model.generate(ids, max_new_tokens=11, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in STATEFUL if name not in _PURE])
+def test_chat_goes_on(name: str) -> None:
+    """A cache of either goes on in the other, with the same states, over more tokens than one block has."""
+    model, more = _model(name), torch.arange(10, 12 + BLOCK)[None]
+    plain = turn(model, ROW["input_ids"])
+    ours = turn(model, ROW["input_ids"], assistant=SPEC)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for before, after in ((plain, ours), (ours, plain)):
+        for layer, other in zip(before.past_key_values.layers, after.past_key_values.layers, strict=True):
+            for states in ("conv_states", "recurrent_states"):
+                for index, state in getattr(layer, states, {}).items():
+                    if state is not None:
+                        close(getattr(other, states)[index], state)
+    text = torch.cat([plain.sequences, more], 1)
+    expected = turn(model, text).sequences
+    for before in (ours, plain):
+        cache = before.past_key_values
+        assert torch.equal(turn(model, text, past_key_values=cache, assistant=SPEC).sequences, expected)
+        # The cache that was taken in holds the whole text now.
+        assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+# What is refused, and what is put back -------------------------------------------------------------------------------
+
+
+def modeling(name: str) -> Any:
+    return importlib.import_module(type(_model(name)).__module__)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_functions_are_put_back(name: str) -> None:
+    module, model = modeling(name), _model(name)
+    names = [n for n in (kernels.CONVOLUTION, getattr(SERVED[name], "kernel", None)) if n]
+    before = [getattr(module, n) for n in names]
+    model.generate(**ROW, max_new_tokens=4, assistant=SPEC)
+    with pytest.raises(RuntimeError, match="stop"):
+        model.generate(**ROW, max_new_tokens=4, assistant=SPEC, logits_processor=[_raise])
+    assert [getattr(module, n) for n in names] == before
+
+
+def _raise(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise RuntimeError("stop")
+
+
+def test_plain_generate_in_another_thread() -> None:
+    model, found = _model("qwen3_next"), []
+    expected = model.generate(**ROW, max_new_tokens=20, do_sample=False)
+
+    def run(assistant: Any) -> None:
+        for _ in range(3):
+            found.append(model.generate(**ROW, max_new_tokens=20, do_sample=False, assistant=assistant))
+
+    threads = [threading.Thread(target=run, args=(assistant,)) for assistant in (SPEC, None, SPEC)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 9
+    assert all(torch.equal(ids, expected) for ids in found)
+
+
+def test_unknown_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(query: torch.Tensor, key: torch.Tensor, scale: float) -> None: ...
+
+    monkeypatch.setattr(modeling("qwen3_next"), GatedDelta.kernel, other)
+    with pytest.raises(UnsupportedModelError, match="Qwen3NextForCausalLM computes its recurrent states in a way"):
+        _model("qwen3_next").generate(**ROW, max_new_tokens=4, assistant=SPEC)
+
+
+def test_recurrence_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that replaces a layer's whole forward calls none of the functions."""
+    model = build("qwen3_next")
+    mixer = Anatomy.of(model).attention[0]
+    assert mixer is not None
+
+    def forward(hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> torch.Tensor:
+        cache_params.update_conv_state(hidden_states.transpose(1, 2), 0, conv_kernel_size=4)
+        cache_params.update_recurrent_state(hidden_states, 0)
+        return hidden_states
+
+    mixer.forward = forward
+    with pytest.raises(UnsupportedModelError, match="a kernel of its own"):
+        model.generate(**ROW, max_new_tokens=4, assistant=SPEC)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "xlstm"])
+def test_types_that_are_not_proven(name: str) -> None:
+    common = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    own: dict[str, dict[str, Any]] = {
+        "recurrent_gemma": {"num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 32, "head_dim": 8},
+        "xlstm": {"num_heads": 4},
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **common, **own[name])).eval()
+    with pytest.raises(UnsupportedModelError, match=type(model).__name__):
+        model.generate(**ROW, max_new_tokens=4, eos_token_id=None, pad_token_id=0, assistant=SPEC)
+
+
+def test_cache_without_a_length() -> None:
+    model = _model("mamba")
+    cache = DynamicCache(config=model.config)
+    model.generate(**ROW, max_new_tokens=4, cache_params=cache, assistant=SPEC)
+    assert all(layer.has_previous_state[0] for layer in cache.layers)
+    with pytest.raises(UnsupportedOptionError, match="does not know how many tokens it holds"):
+        model.generate(**ROW, max_new_tokens=4, cache_params=cache, assistant=SPEC)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_cache_that_the_config_leaves_off(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """Padded on the right, prompts are left to transformers' loop, which takes the cache under the model's own name."""
+    model = _model("mamba")
+    monkeypatch.setattr(model.generation_config, "use_cache", False)
+    inputs = BATCH if side == "left" else {name: values.flip(1) for name, values in BATCH.items()}
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*padded on the right")
+        found = model.generate(**inputs, max_new_tokens=6, do_sample=False, assistant=SPEC)
+    assert torch.equal(found, expected)
+
+
+def test_draft_of_its_own() -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent states, which other loops cannot restore"):
+        SelfSpec(EarlyExit(2), FixedLength(2)).candidate_generator(_model("qwen3_next"))

@@ -1,0 +1,114 @@
+"""Memory that a call reserves follows from what it can use."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from hf_selfspec import (
+    ClosestLayers,
+    CostTree,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.batch import Text
+from hf_selfspec.model import given_cache
+from hf_selfspec.model.cache import SpeculativeCache
+
+PROMPT, NEW, LAYERS = 9, 10, 6
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slots of caches and columns of texts, as they are made and when they grow."""
+    found: list[int] = []
+
+    class Watched(SpeculativeCache):
+        def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
+            found.append(capacity)
+            super().__init__(num_layers, batch_size, capacity)
+
+        def seek(self, *given: Any) -> None:
+            super().seek(*given)
+            found.append(self.capacity)
+
+    ensure = Text.ensure
+
+    def watched(self: Text, columns: int) -> None:
+        ensure(self, columns)
+        found.append(self.ids.shape[1])
+
+    monkeypatch.setattr(given_cache, "SpeculativeCache", Watched)
+    monkeypatch.setattr(Text, "ensure", watched)
+    return found
+
+
+SPECS: dict[str, tuple[SelfSpec, int]] = {
+    "line": (SelfSpec(EarlyExit(3), FixedLength(1024), max_draft=1024), NEW + 1),
+    "rule": (SelfSpec(EarlyExit(3), max_draft=1024), NEW + 1),
+    "tree": (SelfSpec(EarlyExit(3), FixedLength(4), TopKTree(((1.0, 256),))), 4 * VOCABULARY),
+    "priced tree": (SelfSpec(EarlyExit(3), FixedLength(4), CostTree(1.0, most=256)), 4 + VOCABULARY),
+    "window": (SelfSpec(SkipLayers(search=ClosestLayers(context_window=400))), 25 + 1),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_room_is_for_what_a_call_can_use(name: str, reserved: list[int], llama: LlamaForCausalLM) -> None:
+    spec, ahead = SPECS[name]
+    inputs, options = ragged_batch((PROMPT,)), {"max_new_tokens": NEW, "do_sample": False}
+    ids = llama.generate(**inputs, **options, assistant=spec)
+    assert ids.tolist() == llama.generate(**inputs, **options).tolist()
+    assert len(reserved) > 3
+    # The line of the draft and its siblings, or the layers' copies; a quarter more where a buffer had to grow. Caches
+    # have multiples of 256 slots.
+    assert max(reserved) <= 256 * math.ceil((1.25 * (PROMPT + NEW + max(ahead, LAYERS)) + 1) / 256)
+
+
+def test_room_for_a_text_that_ends_early(reserved: list[int]) -> None:
+    """What is reserved follows from the most that it may get."""
+    llama = tiny_llama()  # its drafts end early too
+    ends = llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=NEW, do_sample=False)[0, -1].item()
+    spec = SelfSpec(EarlyExit(3), FixedLength(1024), TopKTree(((1.0, 256),)), max_draft=1024)
+    llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=400, do_sample=False, eos_token_id=ends, assistant=spec)
+    assert reserved[0] <= PROMPT + 2 * 400 + VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda n: SelfSpec(max_draft=n), r"SelfSpec\(max_draft\) must be at most 1024"),
+        (lambda n: SelfSpec.layerskip(max_draft=n), r"layerskip\(max_draft\) must be at most 1024"),
+        (lambda n: FixedLength(n), r"FixedLength\(num_tokens\) must be at most 1024"),
+        (lambda n: TopKTree(((1.0, n),)), r"TopKTree\(widths\): k must be at most 256"),
+        (lambda n: CostTree(most=n), r"CostTree\(most\) must be at most 256"),
+    ],
+)
+@pytest.mark.parametrize("number", [1025, 10**5000], ids=["1025", "1e5000"])
+def test_numbers_that_nobody_can_use(make: Any, words: str, number: int) -> None:
+    with pytest.raises(SettingError, match=words):
+        make(number)
+
+
+def test_candidates_for_other_loops_fit_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a ``CandidateGenerator`` a draft has room for no more than the positions that are left."""
+    columns: list[int] = []
+    of = Text.of.__func__
+
+    def watched(cls: type[Text], ids: Any, base: list[int], room: int) -> Text:
+        columns.append(room)
+        return of(cls, ids, base, room)
+
+    monkeypatch.setattr(Text, "of", classmethod(watched))
+    model = tiny_gpt2(positions=512)
+    generator = SelfSpec(EarlyExit(3), FixedLength(1024), max_draft=1024).candidate_generator(model)
+    ids = ragged_batch((500,))["input_ids"]
+    assert generator.get_candidates(ids)[0].shape[1] <= 512
+    assert columns == [12]

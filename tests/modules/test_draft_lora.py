@@ -1,0 +1,282 @@
+"""LoRA that is active while the first layers draft and off in verification: drafts, the fit and the files."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
+
+from helpers.architectures import build
+from helpers.calls import check_lossless, unchanged
+from helpers.fitted import Recording, arguments, rows, weights
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import (
+    Cascade,
+    DraftLora,
+    EarlyExit,
+    EarlyExitLora,
+    FixedLength,
+    Lookup,
+    ReducedHead,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    fit_draft_lora,
+)
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.graphs import graphs_of
+from hf_selfspec.train import lora as lora_fit
+from hf_selfspec.train.frozen_model import FrozenModel
+
+EXIT = 2
+
+
+def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size: float = 0.3) -> DraftLora:
+    """One that changes what the layers say."""
+    torch.manual_seed(seed)
+    lora = DraftLora(exit_layer, 4, list(lora_fit.linear_layers(Anatomy.of(model), exit_layer)))
+    for up in lora.up:
+        torch.nn.init.normal_(up, std=size)
+    return lora.eval()
+
+
+def spec_of(lora: Any, stop: Any = None, **settings: Any) -> SelfSpec:
+    return SelfSpec(EarlyExitLora(lora), stop or FixedLength(3), **settings)
+
+
+# Drafts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3_moe", "falcon_h1", "opt"])
+def test_the_ids_are_plain(name: str) -> None:
+    model = build(name)
+    lora = lora_of(model, exit_layer=1, size=0.05)
+    for found in check_lossless(model, spec_of(lora)):
+        assert found.drafted > 0
+
+
+@pytest.mark.parametrize("size", [0.02, 30.0])
+def test_verification_never_starts_from_drafted_states(size: float, llama: LlamaForCausalLM) -> None:
+    """Keys, values and states of drafts are not the model's, in any layer."""
+    stats = check_lossless(llama, spec_of(lora_of(llama, exit_layer=4, size=size), FixedLength(6)))
+    assert all((found.acceptance_rate > 0.1) == (size < 1) for found in stats)
+
+
+def test_layers_below_the_first_addition_are_exact(llama: LlamaForCausalLM) -> None:
+    """Verification may start from their states."""
+    anatomy = Anatomy.of(llama)
+    shapes = [shape for shape in lora_fit.linear_layers(anatomy, 4) if shape[0].startswith(("2.", "3."))]
+    lora = DraftLora(4, 4, shapes)
+    for up in lora.up:
+        torch.nn.init.normal_(up, std=0.3)
+    assert lora.deltas(anatomy).first_layer == 2
+    check_lossless(llama, spec_of(lora.eval(), FixedLength(6)))
+
+
+def test_models_in_bfloat16() -> None:
+    """Drafts compute in the model's precision, and so does the fit; the LoRA itself stays in float32."""
+    model = tiny_llama(factor=0.5).to(torch.bfloat16)
+    lora = fit_draft_lora(model, None, rows(20), exit_layer=1, block_size=32)
+    assert {value.dtype for value in lora.parameters()} == {torch.float32}
+    assert any(bool(up.any()) for up in lora.up)
+    with torch.no_grad():
+        add = next(iter(lora.deltas(Anatomy.of(model)).of.values()))
+        assert add(torch.zeros(1, 1, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    spec = spec_of(lora)
+    model.generate(**ragged_batch((9,)), max_new_tokens=9, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    assert spec.stats.drafted > 0
+
+
+def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
+    lora, head = lora_of(llama, size=0.02), ReducedHead.of(range(0, VOCABULARY, 2), VOCABULARY)
+    for spec in (
+        spec_of(lora, tree=TopKTree()),
+        SelfSpec(EarlyExitLora(lora, head), FixedLength(2)),
+        SelfSpec(Cascade([Lookup(), EarlyExitLora(lora)]), FixedLength(3)),
+        spec_of(lora, compile=CompileConfig(backend="eager")),
+        SelfSpec(EarlyExitLora(lora)),
+    ):
+        assert all(found.drafted > 0 for found in check_lossless(llama, spec))
+
+
+@pytest.mark.usefixtures("always_graphs")
+def test_drafts_make_no_graphs() -> None:
+    """They would be made anew in each call; those of verification are made once."""
+    model, config = tiny_llama(), CompileConfig(backend="eager")
+    spec = spec_of(lora_of(model), FixedLength(2), compile=config)
+    counts = []
+    for _ in range(4):
+        model.generate(ragged_batch((9,))["input_ids"], max_new_tokens=30, do_sample=False, assistant=spec)
+        counts.append(graphs_of(model, config).count)
+    assert 0 < counts[1] == counts[3]
+
+
+def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:
+    spec = spec_of(lora_of(llama))
+    with unchanged(llama):
+        check_lossless(llama, spec)
+    bad = spec_of(lora_of(tiny_llama(layers=3), exit_layer=1))
+    broken = copy.deepcopy(bad)
+    broken.draft.module.shapes = (("0.mlp.nothing", 64, 128), *broken.draft.module.shapes[1:])
+    with unchanged(llama), pytest.raises(SettingError, match=r"a linear layer 'mlp\.nothing' of 64 to 128"):
+        llama.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=broken)
+
+
+def test_threads_have_additions_of_their_own(llama: LlamaForCausalLM) -> None:
+    """Several generations with one model, each with another LoRA or with none."""
+    inputs, options = ragged_batch((9,)), {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    specs = [spec_of(lora_of(llama, seed, size=0.1)) for seed in range(3)] + [SelfSpec(EarlyExit(EXIT), FixedLength(3))]
+    plain = llama.generate(**inputs, **options)
+
+    def accepted(spec: SelfSpec) -> int:
+        assert torch.equal(llama.generate(**inputs, **options, assistant=spec), plain)
+        assert spec.stats is not None
+        return spec.stats.accepted
+
+    alone = [accepted(spec) for spec in specs]
+    together: dict[int, list[int]] = {}
+    threads = [
+        threading.Thread(target=lambda at=at: together.__setitem__(at, [accepted(specs[at]) for _ in range(6)]))
+        for at in range(len(specs))
+    ]
+    with unchanged(llama):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert together == {at: [count] * 6 for at, count in enumerate(alone)}
+
+
+# The fit -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_the_fit_sees_what_drafts_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of windows in the fit are those of drafts that begin where the window does."""
+    model, rule = build(name), Recording()
+    lora = lora_of(model, exit_layer=1, size=0.1)
+    monkeypatch.setattr(Recording, "__call__", _never_ends)
+    spec = SelfSpec(EarlyExitLora(lora), rule, max_draft=4)
+    model.generate(**ragged_batch((12,)), max_new_tokens=24, do_sample=False, assistant=spec)
+    frozen, told = FrozenModel(model, (1,)), 0
+    with torch.no_grad(), frozen.frozen():
+        for at, (ids, logits, _) in enumerate(rule.calls[:8]):
+            row, found = ids[:, :-1], []
+            frozen.hidden_states(row)
+            for offset in range(lora_fit._WINDOW):
+                monkeypatch.setattr(lora_fit, "_offset", lambda offset=offset: offset)
+                found.append(frozen.own_head(lora_fit.drafted_states(frozen, lora, row))[:, -1])
+            # The window has to begin with the text's last token, at % 4 tokens before the last one.
+            right = (-(row.shape[1] - 1 - at % 4)) % lora_fit._WINDOW
+            torch.testing.assert_close(found[right], logits, rtol=1e-3, atol=1e-4)
+            told += sum(not torch.allclose(logits, other, rtol=1e-3, atol=1e-4) for other in found)
+    assert told > 8
+
+
+def _never_ends(
+    self: Recording, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor
+) -> torch.Tensor:
+    self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
+    return torch.zeros(len(logits), dtype=torch.bool)
+
+
+def test_a_fit_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = tiny_llama(factor=0.5)
+    before = {name: value.clone() for name, value in weights(model).items()}
+    args = arguments(tmp_path, num_train_epochs=4, learning_rate=1e-2)
+    with unchanged(model):
+        lora = fit_draft_lora(model, None, rows(), exit_layer=EXIT, rank=8, block_size=32, args=args)
+    figures = lora.about["figures"]
+    assert figures["agreement with the whole model"] > figures["agreement without LoRA"] + 0.1
+    assert figures["last loss"] < figures["first loss"]
+    assert figures["speed over plain generate"] > 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    check_lossless(model, spec_of(lora))
+
+
+def test_a_fit_begins_as_the_exit_itself(tmp_path: Path) -> None:
+    args = arguments(tmp_path, learning_rate=0.0)
+    lora = fit_draft_lora(tiny_llama(), None, rows(), block_size=32, args=args)
+    assert lora.exit_layer == 1
+    figures = lora.about["figures"]
+    assert figures["agreement with the whole model"] == figures["agreement without LoRA"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+def test_a_fit_around_adapters_of_peft() -> None:
+    """What PEFT has added is part of the model, not of what is fitted."""
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    lora = fit_draft_lora(model, None, rows(20), exit_layer=1, block_size=32)
+    names = [name for name, _, _ in lora.shapes]
+    assert "0.self_attn.q_proj.base_layer" in names
+    assert "0.mlp.up_proj" in names
+    assert len(names) == 7
+    check_lossless(model, spec_of(lora))
+
+
+def test_models_to_which_none_can_be_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("falcon_h1", "bloom"):
+        with pytest.raises(UnsupportedModelError, match="Fit an adapter instead"):
+            fit_draft_lora(build(name), None, [{"input_ids": [3] * 640}], exit_layer=1, block_size=32)
+    monkeypatch.setattr(lora_fit, "widths", lambda module: None)
+    with pytest.raises(UnsupportedModelError, match="no linear layer was found in the first 1 layers"):
+        fit_draft_lora(tiny_llama(), None, rows(20), exit_layer=1, block_size=32)
+
+
+# Files and mistakes --------------------------------------------------------------------------------------------------
+
+
+def test_files(tmp_path: Path, llama: LlamaForCausalLM) -> None:
+    lora = lora_of(llama)
+    lora.save_pretrained(tmp_path / "lora")
+    again = DraftLora.load(tmp_path / "lora")
+    assert again.shapes == lora.shapes
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in lora.state_dict().items())
+    spec = spec_of(tmp_path / "lora")
+    spec.save_pretrained(tmp_path / "spec")
+    assert SelfSpec.from_pretrained(tmp_path / "spec").draft == spec.draft
+    (found, _), (loaded, _) = check_lossless(llama, spec_of(lora)), check_lossless(llama, spec)
+    assert (found.drafted, found.accepted) == (loaded.drafted, loaded.accepted)
+    assert repr(lora) == f"DraftLora(exit_layer=2, rank=4, 14 linear layers, {lora.digest})"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "error", "words"),
+    [
+        ([], SettingError, "names no linear layer"),
+        ([["0.mlp", 4]], SettingTypeError, "must hold"),
+        ([["2.mlp", 4, 4]], SettingError, "a layer below 2"),
+        ([["0.mlp", 4, "x"]], SettingTypeError, "width of the output of '0.mlp'"),
+    ],
+)
+def test_wrong_shapes(shapes: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DraftLora(2, 4, shapes)
+
+
+def test_mistakes_are_told(tmp_path: Path, llama: LlamaForCausalLM) -> None:
+    ids = torch.tensor([[3]])
+    with pytest.raises(SettingTypeError, match=r"EarlyExitLora\(lora\) must be DraftLora or the path"):
+        EarlyExitLora(8)
+    with pytest.raises(SettingError, match="is for exit layer 6, but LlamaForCausalLM has 6 layers"):
+        llama.generate(ids, max_new_tokens=3, assistant=spec_of(lora_of(tiny_llama(8), exit_layer=6)))
+    fitted = fit_draft_lora(tiny_llama(seed=1), None, rows(20), exit_layer=1, block_size=32)
+    with pytest.raises(SettingError, match="this draft LoRA was fitted to a model with other weights"):
+        llama.generate(ids, max_new_tokens=3, assistant=spec_of(fitted))
+    with pytest.raises(UnsupportedOptionError, match="cannot be exported"):
+        spec_of(lora_of(llama)).export_draft(tmp_path / "export", llama)
+    with pytest.raises(SettingError, match="exit_layer"):
+        fit_draft_lora(llama, None, rows(20), exit_layer=6, block_size=32)
+    with pytest.raises(SettingError, match=r"fit_draft_lora\(rank\)"):
+        fit_draft_lora(llama, None, rows(20), exit_layer=1, rank=0, block_size=32)

@@ -1,0 +1,189 @@
+"""Parts that come from files, or are built, with settings that are none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.models import VOCABULARY, tiny_llama
+from hf_selfspec import (
+    Adapter,
+    Cascade,
+    EarlyExitAdapter,
+    ExitHeads,
+    LinearProbe,
+    Lookup,
+    SettingError,
+    SettingTypeError,
+)
+from hf_selfspec.modules.draft_module import DraftModule, about
+
+CALIBRATION = {
+    "metric": "entropy",
+    "epsilons": [0.5, 0.9],
+    "tokens": 40,
+    "thresholds": {"entropy": [[-1.0, None], [-2.5, -0.1]], "margin": [[0.1, 0.2], [0.3, None]]},
+    "acceptance": {"entropy": [0.6, None], "margin": [0.5, 0.95]},
+    "auc": {"entropy": [0.7, None], "margin": [0.8, 0.9]},
+}
+PARTS: dict[type[DraftModule], Callable[[], DraftModule]] = {
+    Adapter: lambda: Adapter(2, 64, 4, about=about(tiny_llama(), {"steps": 3}, {"last loss": 1.5})),
+    ExitHeads: lambda: ExitHeads([1, 3], 64, VOCABULARY, about={"calibration": CALIBRATION}),
+    LinearProbe: lambda: LinearProbe(2, 64, True, about={"figures": None}),
+}
+
+
+def changed(folder: Path, part: DraftModule, keys: tuple[Any, ...], value: Any) -> Path:
+    """A saved part with one value of its config.json replaced."""
+    part.save_pretrained(folder)
+    content = inner = json.loads((folder / "config.json").read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
+    (Adapter, ("about",), "junk", r"Adapter\(about\) must be a dict"),
+    (Adapter, ("about", "figures"), "good", r"Adapter\(about\)\['figures'\] must be a dict"),
+    (Adapter, ("about", "fingerprint"), {}, r"\['fingerprint'\] has no field 'model'"),
+    (Adapter, ("about", "fingerprint", "num_layers"), "6", r"\['fingerprint'\]\.num_layers must be a whole number"),
+    (Adapter, ("colour",), "red", "colour"),
+    (Adapter, ("hidden_size",), 128, r"do not match the weights .* should be \[.*128\] and is \[.*64\]"),
+    (Adapter, ("hidden_size",), 2**40, r"Adapter\(hidden_size\) must be at most 4194304"),
+    (Adapter, ("rope_theta",), math.nan, "config.json .*a number that is not finite"),
+    (Adapter, ("norm_eps",), -1e-6, r"Adapter\(norm_eps\) must lie between 0 and 1"),
+    (Adapter, ("blocks",), [["mlp"]], r"Adapter\(blocks\) takes some of"),
+    (Adapter, ("num_heads",), 5, "hidden_size must be a multiple of"),
+    (ExitHeads, ("layers",), 3, r"ExitHeads\(layers\) must be a list"),
+    (ExitHeads, ("layers",), [1, "3"], r"ExitHeads\(layers\): a layer must be a whole number"),
+    (ExitHeads, ("layers",), [3, 1], "exit layers from 1 on, in increasing order"),
+    (ExitHeads, ("layers",), [1, 2, 3], r"\['calibration'\] is not one .* for 3 heads"),
+    (ExitHeads, ("about", "calibration"), "high", r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "metric"), "luck", r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "epsilons"), [0.9, 0.5], r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "thresholds"), 3, r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "thresholds", "entropy", 1, 0), "x", r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "acceptance", "margin", 0), 1.5, r"\['calibration'\] is not one that"),
+    (LinearProbe, ("do_sample",), "yes", r"LinearProbe\(do_sample\) must be True or False, got 'yes'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "value", "words"), CASES)
+def test_junk_in_a_config(
+    kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
+) -> None:
+    """One error at load, with the file and the field."""
+    changed(tmp_path, PARTS[kind](), keys, value)
+    with pytest.raises(SettingError, match=words) as error:
+        kind.load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"exit_layer": 2,', "[" * 600])
+def test_configs_that_are_something_else(text: str, tmp_path: Path) -> None:
+    PARTS[Adapter]().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SettingError, match=r"config\.json is not a saved"):
+        Adapter.load(tmp_path)
+
+
+def test_nothing_large_is_made_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights tell how large a part is before there is memory for what its settings want."""
+    changed(tmp_path, PARTS[ExitHeads](), ("hidden_size",), 2**20)
+    made: list[torch.Tensor] = []
+    linear = torch.nn.Linear.__init__
+
+    def watched(self: torch.nn.Linear, *args: Any, **options: Any) -> None:
+        linear(self, *args, **options)
+        made.append(self.weight)
+
+    monkeypatch.setattr(torch.nn.Linear, "__init__", watched)
+    with pytest.raises(SettingError, match="do not match the weights"):
+        ExitHeads.load(tmp_path)
+    assert made
+    assert all(weight.is_meta for weight in made)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_come_back(kind: type[DraftModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = PARTS[kind]()
+    torch.nn.init.normal_(next(part.parameters()))
+    part.save_pretrained(tmp_path)
+    loaded = kind.from_pretrained(tmp_path)
+    assert loaded.about == part.about
+    assert not loaded.training
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in part.state_dict().items())
+    loaded.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors", "README.md"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert capsys.readouterr().out == ""
+
+
+def test_heads_of_an_earlier_version_can_be_calibrated_again(tmp_path: Path) -> None:
+    changed(tmp_path, PARTS[ExitHeads](), ("about", "calibration", "thresholds"), [[1.0], [2.0]])
+    with pytest.raises(SettingError, match="were not calibrated by 'entropy': calibrate them"):
+        ExitHeads.load(tmp_path).thresholds(0.9)
+
+
+def test_tables_of_all_kinds(tmp_path: Path) -> None:
+    heads = PARTS[ExitHeads]()
+    assert isinstance(heads, ExitHeads)
+    assert heads.thresholds(0.9) == [math.inf, -0.1]
+    assert heads.draft_thresholds(0.6) == [-1.0, -2.5]
+    assert heads.draft_thresholds(0.9, "margin") == [0.2, math.inf]
+    with pytest.raises(SettingTypeError, match=r"ExitHeads\(about\) must be a dict"):
+        heads.about = "junk"
+    assert heads.about == {"calibration": CALIBRATION}
+    heads.about = None
+    assert heads.about == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Adapter(2, 64, 4, about={3: 4}), r"Adapter\(about\) must be a dict with names as keys"),
+        (lambda: Adapter(2, 64, 4, rope_theta="10000"), r"rope_theta\) must be a number above 0, got '10000'"),
+        (lambda: Adapter(2, 64, 4, vocabulary=True), r"vocabulary\) must be a whole number"),
+        (lambda: ExitHeads([], 64, 97), "exit layers from 1 on, in increasing order"),
+        (lambda: ExitHeads([2], 64, 97, rank="4"), r"rank\) must be a whole number"),
+    ],
+)
+def test_parts_with_wrong_arguments(make: Callable[[], DraftModule], words: str) -> None:
+    with pytest.raises((SettingError, SettingTypeError), match=words):
+        make()
+
+
+def test_places_that_hold_no_part(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("a" * 300, str(tmp_path / "file"), "no/such-part", str(tmp_path / "none")):
+        with pytest.raises(SettingError, match="there is no saved adapter at"):
+            Adapter.load(place)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_names_tell_weights_apart(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        part = PARTS[Adapter]()
+        other = copy.deepcopy(part)
+        assert repr(other) == repr(part)
+        with torch.no_grad():
+            other.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
+        assert repr(other) != repr(part)
+        other.load_state_dict(part.state_dict())
+        assert repr(other) == repr(part)
+
+
+def test_a_cascade_of_parts_that_differ_in_weights() -> None:
+    one, other = (EarlyExitAdapter(Adapter(2, 64, 4)) for _ in range(2))
+    assert len(Cascade([Lookup(), one, other]).sources) == 3
+    with pytest.raises(SettingError, match="one Lookup and different others"):
+        Cascade([Lookup(), one, one])

@@ -1,0 +1,385 @@
+"""Exit heads: calibration, drafts that choose an exit for each token, fits."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from helpers.architectures import build
+from helpers.calls import check_lossless
+from helpers.fitted import LAYERS, arguments, calibrated, heads_of, rows, weights
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import (
+    DynamicExit,
+    ExitHeads,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    UnsupportedModelError,
+    attach,
+    calibrate_exit_heads,
+    fit_exit_heads,
+)
+from hf_selfspec.modules.calibration import drafts, threshold
+from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
+
+
+def unreached(name: str, words: str) -> Any:
+    """The warning that heads reach none of the accuracies."""
+    words = rf"{name}: these exit heads reach none of the accuracies from 0\.\d on .({words})"
+    return pytest.warns(UserWarning, match=words)
+
+
+# Calibration ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thresholds_are_the_loosest_that_are_right_often_enough(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sure = torch.randint(0, 12, (40,), generator=generator) / 4  # some are equally sure
+    right = (torch.rand(40, generator=generator) < 0.3 + sure / 5).float()
+    for epsilon in (0.3, 0.5, 0.8, 0.95):
+        enough = [value for value in sure.unique().tolist() if right[sure >= value].mean() >= epsilon]
+        assert threshold(sure, right, epsilon) == (min(enough) if enough else None)
+
+
+def predictions(sure: list[list[float]], right: list[list[int]]) -> HeadPredictions:
+    """The same by each metric."""
+    found = {name: torch.tensor(sure) for name in METRICS}
+    return HeadPredictions(found, torch.tensor(right).float())
+
+
+def test_calibrations() -> None:
+    texts = [
+        predictions([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]], [[0, 1, 1], [0, 0, 0]]),
+        predictions([[0.0, 1.0], [0.0, 1.0]], [[0, 0], [0, 0]]),
+    ]
+    texts[0].sure["entropy"] = -texts[0].sure["entropy"]
+    found = calibrate(texts, [0.4, 0.5, 0.9])
+    assert found["tokens"] == 5
+    assert found["thresholds"]["margin"] == [[0.0, 1.0, 2.0], [None, None, None]]
+    assert found["thresholds"]["entropy"] == [[-3.0, None, None], [None, None, None]]
+    assert found["auc"] == {"entropy": [0.0, None], "probability": [1.0, None], "margin": [1.0, None]}
+    # First tokens come with the prompts, so three are drafted, or two.
+    assert found["acceptance"] == {
+        "margin": [2 / 3, 2 / 3, 1.0],
+        "probability": [2 / 3, 2 / 3, 1.0],
+        "entropy": [2 / 3, None, None],
+    }
+    assert found["metric"] == "probability"  # the first of those that tell best
+    assert calibrate(texts, [0.5, 0.9], "margin")["metric"] == "margin"
+    heads = ExitHeads([1, 2], 8, 5, about={"calibration": found})
+    assert heads.thresholds(0.45) == heads.thresholds(0.5) == [1.0, math.inf]
+    assert heads.thresholds(0.6) == [2.0, math.inf]
+    assert heads.thresholds(0.4, "entropy") == [-3.0, math.inf]
+    assert heads.draft_thresholds(0.6) == [0.0, math.inf]
+    assert heads.draft_thresholds(0.7) == [2.0, math.inf]
+    with pytest.raises(SettingError, match=r"above all accuracies that were calibrated, up to 0\.9"):
+        heads.thresholds(0.95)
+    with pytest.raises(SettingError, match=r"epsilon=0\.7 is more than these exit heads reach: .* at best 0\.666 of"):
+        heads.draft_thresholds(0.7, "entropy")
+    with pytest.raises(SettingError, match="must be one of"):
+        heads.thresholds(0.5, "variance")
+    del found["thresholds"]["margin"]
+    with pytest.raises(SettingError, match="were not calibrated by 'margin'"):
+        heads.thresholds(0.5, "margin")
+    figures = figures_of(calibrate(texts, [0.4]))
+    assert figures == {"ROC AUC of probability": 1.0, "ROC AUC of margin": 1.0, "ROC AUC of entropy": 0.0} | {
+        "drafts accepted at best": 0.666
+    }
+
+
+def test_drafts_of_a_calibration() -> None:
+    """The first head that is sure speaks, and a draft has at most 32 tokens."""
+    text = predictions([[0.0, 5.0, 1.0], [0.0, 5.0, 5.0]], [[0, 1, 0], [0, 0, 1]])
+    found = calibrate([text], [0.5], "margin")
+    assert found["thresholds"]["margin"] == [[1.0], [5.0]]
+    assert found["acceptance"]["margin"] == [0.5]
+    right = [[1] * 41]
+    right[0][33] = 0  # behind a draft of 32 tokens the whole model speaks
+    assert calibrate([predictions([[1.0] * 41], right)], [0.9], "margin")["acceptance"]["margin"] == [1.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_texts_with_drafts_by_hand(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sure, right = (torch.rand(60, generator=generator) < share for share in (0.7, 0.8))
+    start, rounds = 1, []
+    while start < 60:
+        length = 0
+        while start + length < 60 and length < 5 and sure[start + length]:
+            length += 1
+        kept = 0
+        while kept < length and right[start + kept]:
+            kept += 1
+        rounds.append((length, kept))
+        start += kept + 1
+    assert drafts(sure.tolist(), right.tolist(), 5) == tuple(map(sum, zip(*rounds, strict=True)))
+
+
+def test_layers_of_heads() -> None:
+    assert default_layers(24, 4) == [4, 9, 14, 19]  # DSSD's own for 24 layers
+    assert default_layers(4, 4) == [1, 2, 3]
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.every_run(".*-0.5")
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))], ids=["line", "tree"])
+def test_heads_change_no_token(share: float, tree: TopKTree | None) -> None:
+    model = tiny_llama(8)
+    spec = SelfSpec(DynamicExit(heads_of(model, share)), FixedLength(8), tree)
+    for stats in check_lossless(model, spec, 40):
+        assert set(stats.exit_layers) <= set(LAYERS)
+        assert sum(stats.exit_layers.values()) >= stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt2", "phi", "opt", "mixtral", "gpt_oss", "bloom"])
+def test_heads_on_architectures(name: str) -> None:
+    model = build(name)
+    model.generation_config.eos_token_id = None
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    spec = SelfSpec(DynamicExit(heads_of(model, 0.6, tuple(range(1, min(4, layers))))), FixedLength(6))
+    assert all(stats.drafted for stats in check_lossless(model, spec))
+
+
+@pytest.mark.parametrize("metric", [None, "margin", "probability"])
+def test_each_token_is_taken_at_the_first_head_that_is_sure(metric: str | None) -> None:
+    """By hand, from the states of the whole text, for the first draft; it ends where no head is sure."""
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.35)
+    limits, confidence = heads.thresholds(0.9, metric), METRICS[metric or "entropy"]
+    inputs = ragged_batch((12,))
+    spec = SelfSpec.dssd(heads, metric=metric, max_draft=6)
+    model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=spec)
+    assert spec.stats is not None
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    expected, text, drafted = [], ids[:, :13], 0
+    rounds: list[int] = []
+    while text.shape[1] < 24:
+        draft = text
+        with torch.no_grad():
+            while drafted < min(6, 24 - text.shape[1] - 1):
+                states = model(draft, output_hidden_states=True).hidden_states
+                said = [heads.logits(k, states[layer][:, -1]).float() for k, layer in enumerate(LAYERS)]
+                sure = [k for k in range(3) if confidence(said[k]).item() >= limits[k]]
+                if not sure:
+                    break
+                expected.append(LAYERS[sure[0]])
+                draft = torch.cat([draft, said[sure[0]].argmax(-1, keepdim=True)], 1)
+                drafted += 1
+        rounds.append(drafted)
+        accepted = 0
+        while accepted < drafted and draft[0, text.shape[1] + accepted] == ids[0, text.shape[1] + accepted]:
+            accepted += 1
+        text, drafted = ids[:, : text.shape[1] + accepted + 1], 0
+    assert {layer: expected.count(layer) for layer in set(expected)} == dict(spec.stats.exit_layers)
+    assert (sum(rounds), len(rounds)) == (spec.stats.drafted, spec.stats.rounds)
+
+
+@pytest.mark.parametrize(("lengths", "do_sample"), [((12,), True), ((4, 9, 6), False)])
+def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...], do_sample: bool) -> None:
+    """By hand, row by row: the first head that is sure speaks, and the whole model where none is."""
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.5)
+    limits = heads.thresholds(0.9)
+    inputs, spec = ragged_batch(lengths), SelfSpec.early_exit_only(heads=heads, epsilon=0.9, max_draft=4)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 1} if do_sample else {"do_sample": False}
+    found = model.generate(**inputs, max_new_tokens=20, assistant=spec, **options)
+    width = max(lengths)
+    for row, length in enumerate(lengths):
+        text, early = inputs["input_ids"][row : row + 1, width - length :], 0
+        for index in range(20):
+            with torch.no_grad():
+                output = model(text, output_hidden_states=True)
+            said = [heads.logits(k, output.hidden_states[at][:, -1]).float() for k, at in enumerate(LAYERS)]
+            sure = [k for k in range(3) if METRICS["entropy"](said[k]).item() >= limits[k]]
+            # The first token is the prompt's; each round ends with one of the whole model, the last text too.
+            takes = bool(sure) and early < 4 and 0 < index < 19
+            early = early + 1 if takes else 0
+            logits = said[sure[0]] if takes else output.logits[:, -1]
+            text = torch.cat([text, logits.argmax(-1, keepdim=True)], 1)
+        assert found[row, width - length :].tolist() == text[0].tolist()
+    assert spec.stats is not None
+    assert spec.stats.acceptance_rate == 1.0
+    assert not torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+
+
+# Fits -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("labels", "rank"), [(0.0, None), (0.5, 8)])
+def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
+    model: LlamaForCausalLM = tiny_llama(factor=1.5)
+    before = weights(model)
+    args = arguments(tmp_path, num_train_epochs=10, learning_rate=1e-2)
+    # The text's next tokens are not what a model at random says.
+    with unreached("fit_exit_heads", "no head is sure enough") if labels else nullcontext():
+        heads = fit_exit_heads(
+            model, None, rows(80), num_heads=2, rank=rank, labels=labels, block_size=32, args=args, output_dir=tmp_path
+        )
+    figures = heads.about["figures"]
+    assert figures["last loss"] < figures["first loss"] - min(0.05, figures["first loss"] / 2)
+    assert heads.layers == (2, 4)
+    each = 64 + (64 * VOCABULARY if rank is None else rank * (64 + VOCABULARY))
+    assert heads.num_parameters == 2 * each
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    calibration = heads.about["calibration"]
+    assert figures_of(calibration).items() <= figures.items()
+    assert calibration["tokens"] == 4 * 24  # what the model writes after a quarter of each row
+    assert set(calibration["auc"]) == set(calibration["thresholds"]) == set(calibration["acceptance"]) == set(METRICS)
+    loaded = ExitHeads.load(tmp_path)
+    assert loaded.about == heads.about
+    reached = [rate for rate in calibration["acceptance"][heads.metric] if rate is not None]
+    assert bool(reached) == (labels == 0)
+    assert figures["drafts accepted at best"] == pytest.approx(max(reached, default=0.0), abs=1e-3)
+    if not reached:
+        return
+    found = []
+    for spec in (SelfSpec.dssd(heads, max(reached)), SelfSpec.dssd(tmp_path, max(reached))):
+        ids = model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
+        assert torch.equal(ids, model.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False))
+        assert spec.stats is not None
+        found.append((spec.stats.from_draft, spec.stats.exit_layers))
+    assert found[0] == found[1]
+
+
+def test_copies_begin_as_the_models_own_exits(tmp_path: Path) -> None:
+    model: LlamaForCausalLM = tiny_llama(factor=1.5)
+    args = arguments(tmp_path, max_steps=1, learning_rate=1e-9)
+    options: dict[str, Any] = {"block_size": 32, "args": args}
+    fits = []
+    for copied in (True, False):
+        with unreached("fit_exit_heads", "at best 0|no head"):
+            fits.append(fit_exit_heads(model, None, rows(80), copied=copied, **options))
+    with torch.no_grad():
+        output = model(torch.tensor([rows(1)[0]["input_ids"]]), output_hidden_states=True)
+        for head, layer in enumerate(fits[0].layers):
+            state = output.hidden_states[layer]
+            own = model.lm_head(model.model.norm(state))
+            torch.testing.assert_close(fits[0].logits(head, state), own, rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(fits[1].logits(head, state), own, atol=0.1)
+
+
+def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
+    """By hand; a text that ends counts up to its end."""
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.5)
+    given = rows(6)
+    prompts = torch.tensor([row["input_ids"][:8] for row in given])
+    written = model.generate(prompts, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    end = [int(written[0, 15]), 96]
+    ends = [next((at for at in range(8, 32) if row[at] in end), 31) for row in written.tolist()]
+    assert min(ends) < 31
+    # What the model usually does when it writes plays no part.
+    usual = {"num_return_sequences": 2, "return_dict_in_generate": True, "repetition_penalty": 3.0, "max_time": 1e-6}
+    for name, value in (usual | {"eos_token_id": end}).items():
+        setattr(model.generation_config, name, value)
+    before = model.generation_config
+    with attach(model, SelfSpec.early_exit_only(2)) as attached:
+        found = calibrate_exit_heads(
+            heads, model, None, given, metric="entropy", epsilons=[0.2, 0.9], block_size=32, output_dir=tmp_path
+        )
+    assert attached.stats is None
+    sure: list[list[torch.Tensor]] = [[], [], []]
+    right: list[list[torch.Tensor]] = [[], [], []]
+    for row, at in zip(written, ends, strict=True):
+        with torch.no_grad():
+            output = model(row[None, : at + 1], output_hidden_states=True)
+        for head, layer in enumerate(LAYERS):
+            logits = heads.logits(head, output.hidden_states[layer][0, 7:-1])
+            sure[head].append(METRICS["entropy"](logits))
+            right[head].append((logits.argmax(-1) == output.logits[0, 7:-1].argmax(-1)).float())
+    assert model.generation_config is before
+    calibration = found.about["calibration"]
+    assert calibration["tokens"] == sum(at - 7 for at in ends)
+    for head in range(3):
+        pair = torch.cat(sure[head]), torch.cat(right[head])
+        expected = [threshold(*pair, epsilon) for epsilon in (0.2, 0.9)]
+        assert calibration["thresholds"]["entropy"][head] == pytest.approx(expected, abs=1e-5)
+    assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
+    assert ExitHeads.load(tmp_path).about == found.about
+    model.generation_config.eos_token_id = None
+    for given_rows, used in ((40, 40), (70, 64)):
+        with unreached("calibrate_exit_heads", "at best 0.0"):
+            again = calibrate_exit_heads(tmp_path, model, None, rows(given_rows), epsilons=[0.2], block_size=32)
+        assert again.about["calibration"]["tokens"] == used * 24
+    figures = {name: value for name, value in again.about["figures"].items() if "speed" not in name}
+    assert figures == figures_of(again.about["calibration"])
+    assert figures != {name: found.about["figures"].get(name) for name in figures}
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    model = tiny_llama(8)
+    heads = heads_of(model, 0.5)
+    with pytest.raises(SettingError, match="have no thresholds"):
+        SelfSpec.dssd(ExitHeads([2], 64, 97))
+    heads.about = {"calibration": calibrated(heads.about["calibration"]["thresholds"], 0.8979)}
+    with pytest.raises(SettingError, match=r"epsilon=0\.9 is more than these exit heads reach: .* at best 0\.897 of"):
+        SelfSpec.dssd(heads)
+    earlier = ExitHeads(
+        [2], 64, 97, about={"calibration": {"metric": "entropy", "epsilons": [0.9], "thresholds": [[1]]}}
+    )
+    for make in (SelfSpec.dssd, lambda heads: SelfSpec.early_exit_only(heads=heads)):
+        with pytest.raises(SettingError, match="were not calibrated by 'entropy': calibrate them"):
+            make(earlier)
+    with pytest.raises(SettingError, match=r"epsilon=0\.95 is above"):
+        SelfSpec.early_exit_only(heads=heads, epsilon=0.95)
+    with pytest.raises(SettingError, match="must be one of"):
+        SelfSpec.dssd(heads, 0.9, "variance")
+    with pytest.raises(SettingError, match=r"DynamicExit\(epsilon\) must lie between"):
+        SelfSpec.dssd(heads, 0.0)
+    with pytest.raises(SettingTypeError, match="must be ExitHeads or the path of a saved one"):
+        SelfSpec.dssd(3)
+    with pytest.raises(SettingTypeError, match="must be True or False"):
+        DynamicExit(heads, lossless="no")
+    for both_or_none in ({}, {"layer": 2, "heads": heads}):
+        with pytest.raises(SettingError, match="give one of the two"):
+            SelfSpec.early_exit_only(**both_or_none)
+    with pytest.raises(SettingError, match="exit layers from 1 on, in increasing order"):
+        ExitHeads([4, 2], 64, 97)
+    with pytest.raises(SettingError, match="but LlamaForCausalLM has 6 layers"):
+        tiny_llama(6).generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads, 0.8))
+    shared = build("gemma3n_text")
+    with pytest.raises(UnsupportedModelError, match="exit heads cannot draft"):
+        shared.generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads_of(model, 0.5, (1,))))
+    with unreached("fit_exit_heads", "no head"):
+        other = fit_exit_heads(model, None, rows(), num_heads=1, block_size=32, args=arguments(tmp_path, max_steps=1))
+    for options, words in (
+        ({"model": tiny_llama(8, factor=2.0)}, "was fitted to"),
+        ({"dataset": []}, "was given no text"),
+        ({"block_size": 1}, "leaves the model nothing to write"),
+        ({"heads": tmp_path / "none"}, "there is no saved set of exit heads"),
+    ):
+        asked: dict[str, Any] = {"heads": other, "model": model, "dataset": rows(), "block_size": 32} | options
+        with pytest.raises(SettingError, match=words):
+            calibrate_exit_heads(tokenizer=None, **asked)
+    for change, words in (
+        ({"metric": "variance"}, "must be one of"),
+        ({"epsilons": [0.9, 0.5]}, "must be in increasing order"),
+        ({"labels": 2.0}, "must lie between"),
+        ({"metric": ["entropy"]}, "must be one of"),
+        ({"layers": [9]}, "between 1 and 7"),
+        ({"layers": []}, "needs at least one exit layer"),
+        ({"num_heads": 0}, "num_heads. must be at least 1"),
+        ({"rank": 0}, "rank. must be at least 1"),
+        ({"block_size": 1}, "leaves the model nothing to write"),
+        ({"copied": True, "rank": 4}, "leave rank out"),
+        ({"dataset": rows(3)}, "none can be held out"),
+    ):
+        given: dict[str, Any] = {"dataset": rows(), "block_size": 32, "args": arguments(tmp_path)} | change
+        with pytest.raises(SettingError, match=words):
+            fit_exit_heads(model, None, given.pop("dataset"), **given)

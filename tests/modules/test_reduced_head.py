@@ -1,0 +1,275 @@
+"""Drafts of some tokens alone: exact all the same, whatever the model does behind its head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CompileConfig, LlamaForCausalLM
+
+from helpers.architectures import build
+from helpers.calls import check_lossless
+from helpers.fitted import adapter_of
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.sampling import SAMPLES, check_exact, exact_joint, llama, sample
+from hf_selfspec import (
+    Adapter,
+    EarlyExit,
+    EarlyExitAdapter,
+    FixedLength,
+    ReducedHead,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    UnsupportedModelError,
+    fit_reduced_head,
+)
+from hf_selfspec.cli.spec_text import read_spec
+from hf_selfspec.hooks.choosing import _check_parts
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.head import NOTHING, HeadRows
+from hf_selfspec.model.partial import ForwardPass
+from hf_selfspec.model.target import Target
+
+# Drafts are seen in these tests.
+KEPT = list(range(0, VOCABULARY, 3))
+
+
+def head_of(tokens: list[int], vocabulary: int = VOCABULARY) -> ReducedHead:
+    return ReducedHead.of(tokens, vocabulary)
+
+
+def drafted_by(model: LlamaForCausalLM, spec: SelfSpec, monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[int]:
+    """Tokens that were drafted in a call."""
+    found: set[int] = set()
+    source = type(spec.draft)
+    start = source.start
+
+    def watched(self: Any, session: Any) -> Any:
+        drafter = start(self, session)
+        propose = drafter.propose
+
+        def proposed(*given: Any) -> Any:
+            draft = propose(*given)
+            found.update(draft.tokens.flatten().tolist())
+            return draft
+
+        drafter.propose = proposed
+        return drafter
+
+    monkeypatch.setattr(source, "start", watched)
+    model.generate(**ragged_batch((9, 5)), max_new_tokens=24, pad_token_id=0, assistant=spec, **options)
+    return found
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_only_these_tokens_are_drafted(
+    do_sample: bool, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(3))
+    found = drafted_by(llama, spec, monkeypatch, do_sample=do_sample)
+    assert len(found) > 2
+    assert found <= set(KEPT)
+
+
+@pytest.mark.parametrize("tree", [None, TopKTree()])
+def test_the_ids_are_plain(tree: TopKTree | None, llama: LlamaForCausalLM) -> None:
+    stats = check_lossless(llama, SelfSpec(EarlyExit(4, head_of(list(range(60)))), FixedLength(3), tree))
+    assert all(0 < found.accepted < found.drafted for found in stats)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "falcon_h1", "opt", "phi"])
+def test_scales_caps_biases_and_ties(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes before and behind the head is the model's own code."""
+    model = build(name)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    kept = list(range(0, vocabulary, 2))
+    spec = SelfSpec(EarlyExit(1, head_of(kept, vocabulary)), FixedLength(2))
+    check_lossless(model, spec)
+    assert drafted_by(model, spec, monkeypatch, do_sample=False) <= set(kept)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi"])
+def test_logits_are_those_of_the_whole_head(name: str) -> None:
+    model = build(name)
+    tokens = torch.arange(0, model.get_output_embeddings().weight.shape[0], 3)
+    anatomy = Anatomy.of(model)
+    ids = ragged_batch((7,))["input_ids"]
+    rows = HeadRows(model, tokens)
+    whole, reduced = _logits(model, anatomy, ids, None), _logits(model, anatomy, ids, rows)
+    assert torch.allclose(reduced[..., tokens], whole[..., tokens], atol=1e-5)
+    others = torch.ones(whole.shape[-1], dtype=torch.bool)
+    others[tokens] = False
+    if name == "gemma2":  # whose soft-cap is above the least logit
+        assert reduced[..., others].max() <= reduced[..., tokens].min()
+    else:
+        assert reduced.softmax(-1)[..., others].max() == 0
+    assert torch.equal(rows.only(whole)[..., tokens], whole[..., tokens])
+    assert bool((rows.only(whole)[..., others] == NOTHING).all())
+
+
+@torch.no_grad()
+def _logits(model: Any, anatomy: Anatomy, ids: torch.Tensor, rows: HeadRows | None) -> torch.Tensor:
+    from hf_selfspec.model.cache import SpeculativeCache
+
+    target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, 32))
+    with target.prepared():
+        target.prefill(ids[:, :-2], [0], [ids.shape[1] - 2])
+        target.commit([ids.shape[1] - 3])
+        found = target.step(ids[:, -2:], [ids.shape[1] - 2], ForwardPass(target.full_plan, head_rows=rows)).logits
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kept", [[0, 2, 4], [1, 4]])
+def test_drawn_tokens_have_the_models_distribution(kept: list[int]) -> None:
+    spec = SelfSpec(EarlyExit(2, head_of(kept, 5)), FixedLength(3))
+    check_exact(sample(spec, rows=SAMPLES, top_k=0), exact_joint(llama(), []))
+
+
+def test_an_adapter_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(factor=0.5)
+    spec = SelfSpec(EarlyExitAdapter(adapter_of(model), head_of(KEPT)), FixedLength(3))
+    check_lossless(model, spec)
+    assert drafted_by(model, spec, monkeypatch, do_sample=False) <= set(KEPT)
+    own = Adapter(2, 64, 4, vocabulary=VOCABULARY)
+    with pytest.raises(SettingError, match="has a head of its own"):
+        EarlyExitAdapter(own, head_of(KEPT))
+
+
+@pytest.mark.usefixtures("drafts_pay")
+def test_a_probe_knows_of_it() -> None:
+    """Exits are compared by what they would draft: nothing pays where tokens are never right."""
+    llama = tiny_llama(factor=0.01)
+    greedy = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    inputs = ragged_batch((9,))
+    text = llama.generate(**inputs, **greedy)
+    wrong = sorted(set(range(VOCABULARY)) - set(text[0, 9:].tolist()))
+    spec = SelfSpec(EarlyExit(head=head_of(wrong)))
+    assert torch.equal(llama.generate(**inputs, **greedy, assistant=spec), text)
+    assert spec.stats.accepted == 0
+    usual = SelfSpec(EarlyExit())
+    for _ in range(2):
+        llama.generate(**inputs, **greedy, assistant=spec)
+        llama.generate(**inputs, **greedy, assistant=usual)
+    assert spec.stats.drafted == 0 < usual.stats.accepted
+
+
+@pytest.mark.usefixtures("always_graphs")
+def test_compiled_calls_draft_without_graphs(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2), compile=CompileConfig(backend="eager"))
+    check_lossless(llama, compiled)
+    assert drafted_by(llama, compiled, monkeypatch, do_sample=False) <= set(KEPT)
+
+
+def test_models_that_do_not_tell_their_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+
+    def none(*_: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(model), "get_output_embeddings", none)
+    check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(2)))
+    with pytest.raises(UnsupportedModelError, match="leave `head` out"):
+        model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of(KEPT))))
+    with pytest.raises(UnsupportedModelError, match="has no output head"):
+        fit_reduced_head(model, None, [{"input_ids": [3]}])
+
+
+# Fits and files ------------------------------------------------------------------------------------------------------
+
+
+def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.generation_config.eos_token_id = [90, 91, 200, -1]
+    texts = [{"input_ids": [5] * 9 + [8] * 7 + [3] * 7 + [60] * 2}] * 40
+    head = fit_reduced_head(model, None, texts, size=5, output_dir=tmp_path / "head")
+    assert head.tokens.tolist() == [3, 5, 8, 90, 91]
+    assert head.about["figures"]["share of held-out tokens"] == pytest.approx(0.92, abs=0.04)
+    again = ReducedHead.load(tmp_path / "head")
+    assert again.tokens.tolist() == head.tokens.tolist()
+    assert again.vocabulary == VOCABULARY
+    assert fit_reduced_head(model, None, texts, size=10**5).tokens.tolist() == list(range(VOCABULARY))
+    assert fit_reduced_head(model, None, texts, size=7).tokens.tolist() == [0, 3, 5, 8, 60, 90, 91]
+    spec = SelfSpec(EarlyExit(3, tmp_path / "head"), FixedLength(2))
+    spec.save_pretrained(tmp_path / "spec")
+    assert SelfSpec.from_pretrained(tmp_path / "spec").draft == spec.draft
+    check_lossless(model, spec)
+
+
+def test_a_config_names_a_folder_that_is_there(tmp_path: Path) -> None:
+    """Nobody asked to download anything."""
+    for place in ("someone/else", str(tmp_path / "nowhere")):
+        with pytest.raises(SettingError, match="there is no such folder"):
+            _check_parts({"draft": {"class": "EarlyExit", "layer": 2, "head": place}})
+    _check_parts({"draft": {"class": "EarlyExit", "layer": 2, "head": None}})
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with pytest.raises(SettingTypeError, match=r"EarlyExit\(head\) must be ReducedHead or the path"):
+        EarlyExit(2, 8192)
+    with pytest.raises(SettingError, match="there is no saved reduced head"):
+        EarlyExit(2, tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(SettingError, match="Export the same draft"):
+        SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2)).export_draft(tmp_path / "export", model)
+    with pytest.raises(SettingError, match="own tokenizer"):
+        fit_reduced_head(model, None, [{"input_ids": [VOCABULARY]}])
+    with pytest.raises(SettingError, match=r"ReducedHead\(size\)"):
+        ReducedHead(98, VOCABULARY)
+    with pytest.raises(UnsupportedModelError, match="names token 97"):
+        model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of([1, 97], 98))))
+    with pytest.raises(SettingError, match="must have distinct ids"):
+        ReducedHead.of([3, 3], VOCABULARY)
+    assert repr(head_of([2, 5])) != repr(head_of([2, 6]))
+    head_of([2, 5]).save_pretrained(tmp_path)
+    with pytest.raises(SettingError, match=r"write SelfSpec\(EarlyExit\(8, "):
+        read_spec(str(tmp_path))
+    file = tmp_path / "model.safetensors"
+    for tokens in ([5, 2], [2, 97]):
+        save_file(load_file(file) | {"tokens": torch.tensor(tokens)}, file)
+        with pytest.raises(SettingError, match="must have distinct ids"):
+            ReducedHead.load(tmp_path)
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_a_model_that_does_not_call_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(factor=0.5)
+
+    class Products(torch.nn.Linear):
+        """As some models of the Hub multiply: with the weight, past the module."""
+
+    original = type(model).forward
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        head, self.lm_head = self.lm_head, Products(64, VOCABULARY, bias=False)
+        self.lm_head.weight = head.weight
+        try:
+            return original(self, *args, **options)
+        finally:
+            self.lm_head = head
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
+    ids = ragged_batch((9,))["input_ids"]
+    with pytest.warns(UserWarning, match="without a call of its output head"):
+        found = model.generate(ids, max_new_tokens=9, do_sample=False, assistant=spec)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=9, do_sample=False))
+
+
+def test_heads_that_are_no_plain_layer_are_refused() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    model = tiny_llama()
+    other = Other(64, VOCABULARY, bias=False)
+    other.weight = model.lm_head.weight
+    model.lm_head = other
+    spec = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2))
+    with pytest.raises(UnsupportedModelError, match="no output head that is a plain linear layer"):
+        model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=spec)

@@ -1,0 +1,429 @@
+"""Loss, accuracy and agreement of every exit, against forwards that know nothing of exits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from tokenizers.processors import TemplateProcessing
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from helpers.architectures import STATEFUL, build
+from helpers.calls import unchanged
+from helpers.models import VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
+from helpers.processes import peft_calls_old_name
+from hf_selfspec import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
+from hf_selfspec.model.plan import LayerPlan
+from hf_selfspec.reports import exits as report_module
+from hf_selfspec.reports.exits import ExitReport, exit_report
+
+pytestmark = peft_calls_old_name
+
+TEXTS = ["Layers that matter less", "ab", "the deeper they are, 0123456789."]
+TOKENS = sum(len(text) - 1 for text in TEXTS)
+Logits = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def tied_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, initializer_range=0.25, pad_token_id=0
+    )
+    model = GPT2LMHeadModel(config).eval()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    return model
+
+
+def lora() -> peft.PeftModel:
+    torch.manual_seed(4)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["v_proj", "lm_head"], init_lora_weights=False
+    )
+    return peft.get_peft_model(tiny_llama(), config).eval()
+
+
+@torch.no_grad()
+def by_hand(tokenizer: PreTrainedTokenizerFast, logits_of: Logits) -> list[list[float]]:
+    """Losses, accuracies and agreements from the logits ``[s, v]`` of every exit on each text."""
+    rows: list[list[torch.Tensor]] = []
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        logits = torch.stack([found.float() for found in logits_of(ids)])[:, :-1]
+        right = ids[0, 1:]
+        losses = [F.cross_entropy(found, right, reduction="none") for found in logits]
+        choices = logits.argmax(-1)
+        rows.append([torch.stack(losses), choices == right, choices == choices[-1]])
+    return [torch.cat([row[index].double() for row in rows], dim=1).mean(1).tolist() for index in range(3)]
+
+
+def assert_is(report: ExitReport, expected: list[list[float]], tolerance: float = 1e-5) -> None:
+    assert list(report.loss) == pytest.approx(expected[0], rel=tolerance)
+    assert list(report.accuracy) == pytest.approx(expected[1], abs=tolerance)
+    assert list(report.agreement) == pytest.approx(expected[2], abs=tolerance)
+    # Nothing above is about numbers that are all the same.
+    assert len(set(report.loss)) == len(report.loss)
+    assert 0 < min(report.agreement) < max(report.agreement) == report.agreement[-1] == 1
+
+
+def through_norm_and_head(model: LlamaForCausalLM) -> Logits:
+    def logits_of(ids: torch.Tensor) -> Sequence[torch.Tensor]:
+        output = model(ids, output_hidden_states=True)
+        earlier = output.hidden_states[1:-1]
+        return [*(model.lm_head(model.model.norm(hidden))[0] for hidden in earlier), output.logits[0]]
+
+    return logits_of
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+def test_llama_by_hand(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    report = exit_report(llama, tokenizer, TEXTS)
+    assert_is(report, by_hand(tokenizer, through_norm_and_head(llama)))
+    assert report.tokens == TOKENS
+    assert report.model_name == "LlamaForCausalLM"
+    assert len(report.loss) == 6
+
+
+def test_bfloat16(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Losses are added up in higher precision, from the very logits that the head gives."""
+    model = tiny_llama().to(torch.bfloat16)
+    seen: list[torch.Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    report = exit_report(model, tokenizer, TEXTS)
+    handle.remove()
+    # For each text the last exit and then the others.
+    total = torch.zeros(6, dtype=torch.float64)
+    for index, logits in enumerate(seen):
+        text = tokenizer(TEXTS[index // 6], return_tensors="pt")["input_ids"][0]
+        assert logits.dtype == torch.bfloat16
+        total[index % 6 - 1] += F.cross_entropy(logits.double(), text[1:], reduction="sum")
+    assert list(report.loss) == pytest.approx((total / TOKENS).tolist(), rel=1e-6)
+    # Kernels may round differently where they see another number of rows.
+    expected = by_hand(tokenizer, through_norm_and_head(model))
+    assert list(report.loss) == pytest.approx(expected[0], rel=5e-3)
+    assert list(report.agreement) == pytest.approx(expected[2], abs=2 / TOKENS)
+    assert report.agreement[-1] == 1
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2, tied": tied_gpt2,
+    "gemma2, soft-cap": lambda: build("gemma2"),
+    "cohere, scale": lambda: build("cohere"),
+    "granite, scale": lambda: build("granite"),
+    "opt": lambda: build("opt"),
+    "opt, projection": lambda: build("opt-350m"),
+    "llama4, decoder under another name": lambda: build("llama4_text"),
+    "gemma3n, streams": lambda: build("gemma3n_text"),
+    **{f"{name}, recurrent": partial(build, name) for name in STATEFUL if name != "inkling2_text"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_architectures(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Forwards of the causal LM itself that leave later layers out."""
+    model = MODELS[name]()
+    report = exit_report(model, tokenizer, TEXTS)
+    anatomy = Anatomy.of(model)
+
+    def logits_of(ids: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = []
+        with partial_forwards(model, anatomy):
+            for layer in range(1, anatomy.num_layers):
+                with obeying(ForwardPass(LayerPlan.early_exit(anatomy.num_layers, layer))):
+                    found.append(model(ids, use_cache=False).logits[0])
+        return [*found, model(ids).logits[0]]
+
+    assert_is(report, by_hand(tokenizer, logits_of))
+
+
+@pytest.mark.parametrize("name", ["gpt2, tied", "gemma2, soft-cap", "cohere, scale", "opt"])
+def test_last_layer_has_the_models_own_loss(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A text weighs by its predictions."""
+    model = MODELS[name]()
+    report = exit_report(model, tokenizer, TEXTS)
+    total = 0.0
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        total += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+    assert report.loss[-1] == pytest.approx(total / TOKENS, rel=1e-5)
+    assert report.agreement[-1] == 1
+
+
+def test_peft(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The adapters count, also one on the head, and also that they are switched off."""
+    model = lora()
+    base = model.get_base_model()
+    report = exit_report(model, tokenizer, TEXTS)
+    assert_is(report, by_hand(tokenizer, through_norm_and_head(base)))
+    with model.disable_adapter():
+        without = exit_report(model, tokenizer, TEXTS)
+    plain = exit_report(tiny_llama(), tokenizer, TEXTS)
+    assert without.loss == pytest.approx(plain.loss)
+    assert abs(report.loss[-1] - plain.loss[-1]) > 1e-2
+
+
+def test_models_that_return_tuples(
+    llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    fresh_llama.config.return_dict = False
+    assert exit_report(fresh_llama, tokenizer, TEXTS) == exit_report(llama, tokenizer, TEXTS)
+
+
+# Chunks and lengths --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("elements", "most"), [(3 * VOCABULARY, 3), (4 * VOCABULARY - 1, 3), (1, 1), (2**25, 31)])
+def test_chunks(
+    llama: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    elements: int,
+    most: int,
+) -> None:
+    """The numbers are the same, and there are never logits of more tokens."""
+    whole = exit_report(llama, tokenizer, TEXTS)
+    monkeypatch.setattr(report_module, "LOGIT_ELEMENTS", elements)
+    rows: list[int] = []
+    handle = llama.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel() // VOCABULARY))
+    try:
+        report = exit_report(llama, tokenizer, TEXTS)
+    finally:
+        handle.remove()
+    assert max(rows) == most
+    assert sum(rows) == 6 * TOKENS
+    assert report.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert (report.accuracy, report.agreement) == (whole.accuracy, whole.agreement)
+
+
+def test_no_logits_of_a_whole_text(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the part without the head is not called as the model says."""
+    monkeypatch.setattr(report_module, "LOGIT_ELEMENTS", VOCABULARY)
+    model = build("llama4_text")
+    assert Anatomy.of(model).decoder is model
+    rows: set[int] = set()
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.add(output.numel() // VOCABULARY))
+    exit_report(model, tokenizer, TEXTS)
+    assert rows == {1}
+
+
+def rows_seen(model: PreTrainedModel, *args: Any, **options: Any) -> list[list[int]]:
+    """Token ids of each forward of a report."""
+    seen: list[list[int]] = []
+    embeddings = model.get_input_embeddings()
+    handle = embeddings.register_forward_pre_hook(lambda module, args: seen.append(args[0][0].tolist()))
+    try:
+        report = exit_report(model, *args, **options)
+    finally:
+        handle.remove()
+    assert report.tokens == sum(len(row) - 1 for row in seen)
+    return seen
+
+
+def test_texts_are_cut_at_max_length(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
+    assert rows_seen(llama, tokenizer, TEXTS) == rows
+    assert rows_seen(llama, tokenizer, iter(TEXTS), max_length=5) == [row[:5] for row in rows]
+    cut = [text[:5] for text in TEXTS]
+    assert exit_report(llama, tokenizer, TEXTS, max_length=5) == exit_report(llama, tokenizer, cut)
+
+
+def test_default_max_length_is_the_models_positions(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert [len(row) for row in rows_seen(tiny_gpt2(positions=32), tokenizer, ["abc" * 20, "ab"])] == [32, 2]
+    unknown = tiny_llama(layers=2)
+    unknown.config.max_position_embeddings = 0
+    assert [len(row) for row in rows_seen(unknown, tokenizer, ["abc" * 1000])] == [2048]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_special_tokens(llama: LlamaForCausalLM, side: str) -> None:
+    """The first token of the template is a context, and a cut text does not end in its last one."""
+    tokenizer = character_tokenizer()
+    tokenizer.truncation_side = side
+    template = TemplateProcessing("<s> $A <pad>", special_tokens=[("<s>", 1), ("<pad>", 0)])
+    tokenizer.backend_tokenizer.post_processor = template
+    a = ord("a") - 30
+    assert rows_seen(llama, tokenizer, ["abcd", ""], max_length=4) == [[1, a, a + 1, a + 2], [1, 0]]
+
+
+# Nothing stays -------------------------------------------------------------------------------------------------------
+
+
+def test_training_modes_come_back(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Module by module; and nothing is dropped out, no gradient recorded meanwhile."""
+    model = tiny_gpt2(positions=64).train()
+    model.transformer.h[2].eval()
+    modes = [module.training for module in model.modules()]
+    assert len(set(modes)) == 2
+    meanwhile: list[bool] = []
+    model.transformer.h[1].register_forward_hook(
+        lambda module, args, output: meanwhile.extend([module.training, torch.is_grad_enabled()])
+    )
+    with unchanged(model):
+        report = exit_report(model, tokenizer, TEXTS)
+    assert [module.training for module in model.modules()] == modes
+    assert set(meanwhile) == {False}
+    assert report == exit_report(model.eval(), tokenizer, TEXTS)
+
+
+def test_training_after_a_report(tokenizer: PreTrainedTokenizerFast) -> None:
+    """What a module keeps from its first forward can be trained with."""
+    model = tiny_llama(layers=2).train()
+    kept: list[torch.Tensor] = []
+
+    def scale(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(torch.ones(output.shape[-1]))
+        return output * kept[0]
+
+    model.model.layers[0].register_forward_hook(scale)
+    exit_report(model, tokenizer, TEXTS)
+    ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
+    model(ids, labels=ids).loss.backward()
+    assert model.model.embed_tokens.weight.grad is not None
+
+
+class BoomError(Exception):
+    """Raised where a test wants a report to fail."""
+
+
+@pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt])
+@pytest.mark.parametrize(("place", "fuse"), [("model.layers.2", 2), ("model.norm", 1), ("lm_head", 1), ("lm_head", 9)])
+def test_after_an_exception(
+    tokenizer: PreTrainedTokenizerFast, place: str, fuse: int, error: type[BaseException]
+) -> None:
+    model = tiny_llama().train()
+    calls: list[int] = []
+
+    def explode(module: torch.nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == fuse:
+            raise error
+
+    handle = model.get_submodule(place).register_forward_pre_hook(explode)
+    with unchanged(model), pytest.raises(error):
+        exit_report(model, tokenizer, TEXTS)
+    handle.remove()
+    assert len(calls) == fuse
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert exit_report(model, tokenizer, TEXTS) == exit_report(tiny_llama(), tokenizer, TEXTS)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "error", "message"),
+    [
+        (["abc", "a"], {}, SettingError, r"text 1 is 'a', of 1 tokens, but it takes at least 2"),
+        (["abc", 3], {}, SettingTypeError, r"must be a list of strings, .* got \['abc', 3\]"),
+        (["abc"], {"max_length": 1}, SettingError, r"max_length=1\): a text of one token"),
+        (["abc"], {"max_length": 0}, SettingError, r"max_length\) must be at least 1, got 0"),
+        (["abc"], {"max_length": 2.5}, SettingTypeError, r"max_length\) must be a whole number .* got 2\.5"),
+        (["abc"], {"max_length": 513}, SettingError, r"max_length=513\) is more than the 512 positions"),
+    ],
+)
+def test_settings(
+    llama: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Any,
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    """Before the first forward."""
+    forwards: list[int] = []
+    handle = llama.model.register_forward_pre_hook(lambda module, args: forwards.append(1))
+    with pytest.raises(error, match=message):
+        exit_report(llama, tokenizer, texts, **options)
+    handle.remove()
+    assert not forwards
+
+
+def test_models_that_are_refused(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(SettingTypeError, match=r"got SimpleNamespace\. Unwrap it first, .* model\.module"):
+        exit_report(SimpleNamespace(module=llama), tokenizer, TEXTS)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedModelError, match="PROMPT_TUNING puts virtual tokens in front"):
+        exit_report(peft.get_peft_model(tiny_llama(), config), tokenizer, TEXTS)
+    big_code = build("gpt_bigcode").train()
+    with unchanged(big_code), pytest.raises(UnsupportedModelError, match="fixes the batch after its last layer"):
+        exit_report(big_code, tokenizer, TEXTS)
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+REPORT = ExitReport((10.25, 4.0, 2.5), (0.0, 0.25, 0.5), (0.125, 0.75, 1.0), 4321, "org/model")
+
+
+def test_table() -> None:
+    assert str(REPORT).splitlines() == [
+        "org/model, 4321 tokens",
+        "exit    loss  above last  accuracy  agreement",
+        "   1  10.250      +7.750     0.000      0.125",
+        "   2   4.000      +1.500     0.250      0.750",
+        "   3   2.500      +0.000     0.500      1.000",
+    ]
+
+
+def test_name_is_where_the_model_came_from(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tiny_llama(layers=2).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert exit_report(model, tokenizer, TEXTS).model_name == str(tmp_path)
+
+
+def drawn(figure: Figure) -> list[list[tuple[Any, list[float], list[float]]]]:
+    """Label and data of each line, for each of the axes."""
+    return [
+        [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+        for axes in figure.axes
+    ]
+
+
+def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    figure = REPORT.plot()
+    assert isinstance(figure, Figure)
+    assert drawn(figure) == [
+        [("org/model", [1, 2, 3], [10.25, 4.0, 2.5])],
+        [("org/model", [1, 2, 3], [0.125, 0.75, 1.0])],
+    ]
+    assert figure.axes[0].get_legend() is None
+    assert figure.get_suptitle() == "org/model"
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats per token)", "agreement with the last layer"]
+    for path in (tmp_path / "exits.png", str(tmp_path / "exits.svg")):
+        REPORT.plot(path)
+        assert Path(path).stat().st_size > 1000
+
+
+def test_plot_of_several_models(tmp_path: Path) -> None:
+    """Also of different depth."""
+    twin = ExitReport((3.0, 2.0), (0.1, 0.2), (0.5, 1.0), 10, "other")
+    figure = REPORT.plot(tmp_path / "both.png", others={"twin": twin})
+    assert [line[1:] for axes in drawn(figure) for line in axes] == [
+        ([1, 2, 3], [10.25, 4.0, 2.5]),
+        ([1, 2], [3.0, 2.0]),
+        ([1, 2, 3], [0.125, 0.75, 1.0]),
+        ([1, 2], [0.5, 1.0]),
+    ]
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["org/model", "twin"]
+    assert (tmp_path / "both.png").stat().st_size > 1000
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SettingError, match="pip install matplotlib"):
+        REPORT.plot()

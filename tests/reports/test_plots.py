@@ -1,0 +1,189 @@
+"""Pictures of what a ``SelfSpec`` did."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
+
+from helpers.models import tiny_llama
+from hf_selfspec import (
+    ClosestLayers,
+    EarlyExit,
+    FixedLength,
+    GenerationStats,
+    OnTheFlySearch,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    SkipLayers,
+)
+from hf_selfspec.model.plan import LayerPlan
+from hf_selfspec.reports import plots as pictures
+from hf_selfspec.search.replay import Trace
+from hf_selfspec.search.skip_search import SkipSearch
+from hf_selfspec.search.skip_space import SkipSpace
+
+LAYERS = 8
+
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def generate(model: PreTrainedModel, spec: SelfSpec, tokens: int = 40) -> None:
+    ids = torch.tensor([[3, 5, 2]])
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0, assistant=spec
+    )
+
+
+def searching(**settings: Any) -> SelfSpec:
+    return SelfSpec(SkipLayers(search=ClosestLayers(8, budget=1.0, **settings), ratio=0.4))
+
+
+def spans(axes: Axes) -> dict[tuple[int, str], list[tuple[float, float]]]:
+    """For each layer and block the spans of steps in which it is drawn as skipped."""
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for bars in axes.collections:
+        for path in bars.get_paths():
+            (left, low), (right, high) = path.vertices.min(0), path.vertices.max(0)
+            layer = int(low)
+            name = "attention" if low - layer < 0.2 else "mlp"
+            assert high - low == pytest.approx(0.4)
+            assert high < layer + 1
+            found.setdefault((layer, name), []).append((float(left), float(right)))
+    return found
+
+
+def traces(matchness: float) -> list[Trace]:
+    accept = np.zeros((1, 10))
+    accept[:, : round(10 * matchness)] = 1.0
+    return [Trace(accept, np.full((1, 10), 0.5))]
+
+
+def test_sets_are_drawn_at_their_steps() -> None:
+    """From the step at which a set was found to the next one's, or the last step."""
+    space = SkipSpace(LAYERS, tuple((layer, name) for layer in range(1, 7) for name in ("attention", "mlp")))
+    start = LayerPlan(LAYERS, frozenset([1]), frozenset([1, 2]))
+    better = LayerPlan(LAYERS, frozenset([3]), frozenset([2]))
+    search = SkipSearch(OnTheFlySearch(), space, 0.2, start)
+    for plan, matchness in ((start, 0.3), (start, 0.3), (better, 0.9), (start, 0.2), (better, 0.8)):
+        search.register(plan, traces(matchness))
+    assert list(search.found) == [(0, start), (3, better)]
+    figure = pictures.plot([GenerationStats(tokens=5, total_seconds=1.0, timeline=[(5, 1.0)])], search)
+    axes = figure.axes[0]
+    assert spans(axes) == {
+        (1, "attention"): [(0.0, 3.0)],
+        (1, "mlp"): [(0.0, 3.0)],
+        (2, "mlp"): [(0.0, 3.0), (3.0, 5.0)],
+        (3, "attention"): [(3.0, 5.0)],
+    }
+    assert axes.get_ylim() == (0, LAYERS)
+    assert axes.get_xlim() == (0, 5)
+
+
+def test_a_search_is_drawn(tmp_path: Path) -> None:
+    model, spec = tiny_llama(LAYERS, factor=0.6), searching()
+    for _ in range(3):
+        generate(model, spec)
+    search = spec._knowledge.latest(model)
+    figure = spec.plot(tmp_path / "search.png")
+    assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
+    sets, speed, time, matchness = figure.axes
+    assert (sets.get_ylabel(), speed.get_ylabel(), time.get_xlabel()) == ("layer", "tokens per second", "share of time")
+    # The set that drafts now is skipped up to the last step, and no other block is.
+    to_the_end = {block for block, found in spans(sets).items() if found[-1][1] == len(search.trials)}
+    plan = search.best
+    assert to_the_end == {(layer, "attention") for layer in plan.skipped_attention} | {
+        (layer, "mlp") for layer in plan.skipped_mlp
+    }
+    (points,) = matchness.lines
+    assert list(points.get_ydata()) == search.history
+    assert list(points.get_xdata()) == [trial.generated for trial in search.trials]
+
+
+def test_speed_and_time_by_hand() -> None:
+    """Tokens per second over 64 tokens or what is left of a call, and the shares of the parts of all calls."""
+    first = GenerationStats(
+        tokens=100, prefill_seconds=1.0, draft_seconds=2.0, verify_seconds=4.0, search_seconds=1.0, total_seconds=10.0
+    )
+    first.timeline = [(30, 3.0), (70, 7.0), (99, 9.5)]
+    second = GenerationStats(tokens=10, verify_seconds=2.0, total_seconds=10.0, timeline=[(10, 9.0)])
+    speed, time = pictures.plot([first, second], None).axes
+    (line,) = speed.lines
+    assert list(line.get_xdata()) == [70, 100, 110]
+    assert list(line.get_ydata()) == pytest.approx([10.0, 10.0, 1.0])
+    assert [label.get_text() for label in time.get_yticklabels()] == ["prefill", "draft", "verify", "search", "other"]
+    assert [bar.get_width() for bar in time.patches] == pytest.approx([0.05, 0.1, 0.3, 0.05, 0.5])
+
+
+@pytest.mark.parametrize("suffix", ["pdf", "svg"])
+def test_without_a_search_there_are_two_panels(suffix: str, tmp_path: Path) -> None:
+    model, spec = tiny_llama(6), SelfSpec(EarlyExit(3), FixedLength(3))
+    generate(model, spec, 10)
+    figure = spec.plot(str(tmp_path / f"speed.{suffix}"))
+    assert isinstance(figure, Figure)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["generated tokens", "share of time"]
+    assert (tmp_path / f"speed.{suffix}").stat().st_size > 1000
+
+
+def test_calls_of_one_token() -> None:
+    model, spec = tiny_llama(LAYERS), searching()
+    for _ in range(2):
+        generate(model, spec, 1)
+    assert len(spec.plot().axes) >= 2
+
+
+def test_a_search_that_was_loaded_is_drawn(tmp_path: Path) -> None:
+    model, spec = tiny_llama(LAYERS, factor=0.6), searching(max_steps=3)
+    generate(model, spec)
+    spec.save_pretrained(tmp_path)
+    loaded = SelfSpec.from_pretrained(tmp_path)
+    generate(model, loaded, 4)
+    drawn = spans(loaded.plot().axes[0])
+    plan = spec.choice(model).plan
+    assert {block for block, found in drawn.items() if found[-1][1] >= 3} == {
+        (layer, name)
+        for name, layers in (("attention", plan.skipped_attention), ("mlp", plan.skipped_mlp))
+        for layer in layers
+    }
+
+
+def test_several_models(tmp_path: Path) -> None:
+    models, spec = [tiny_llama(LAYERS), tiny_llama(6)], searching()
+    for model in models:
+        generate(model, spec, 12)
+    with pytest.raises(SettingError, match=r"SelfSpec\.plot: this SelfSpec has drafted for 2 models.*`model`"):
+        spec.plot()
+    assert spec.plot(model=models[1]).axes[0].get_ylim() == (0, 6)
+    with pytest.raises(SettingTypeError, match=r"SelfSpec\.plot takes a causal LM"):
+        spec.plot(model="llama")
+
+
+def test_before_the_first_call(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="nothing to draw yet: generate something"):
+        SelfSpec().plot(tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = tiny_llama(6), SelfSpec(EarlyExit(3), FixedLength(3))
+    generate(model, spec, 5)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SettingError, match=r"SelfSpec\.plot draws with matplotlib.*pip install matplotlib"):
+        spec.plot()
+
+
+def test_pyplot_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window, and nothing that would have to be closed."""
+    model, spec = tiny_llama(6), SelfSpec(EarlyExit(3), FixedLength(3))
+    generate(model, spec, 5)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    assert spec.plot() is not spec.plot()

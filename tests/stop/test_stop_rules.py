@@ -1,0 +1,437 @@
+"""Stop rules: the shipped ones by hand, a user's own inside ``generate``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import (
+    AdaptiveThreshold,
+    CalibratedEntropy,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    ProductThreshold,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+)
+from hf_selfspec.stop import StopRule
+from hf_selfspec.stop.rules import Memory, RunningBound, RunningRule, start
+
+EXIT = 2
+
+
+def ask(rule: StopRule, logits: torch.Tensor) -> list[bool]:
+    rows = logits.shape[0]
+    return rule(torch.zeros(rows, 5, dtype=torch.long), logits, torch.zeros(rows, 8)).tolist()
+
+
+# Shipped rules by hand ---------------------------------------------------------------------------------------------
+
+
+def test_fixed_length_never_stops_by_what_it_sees() -> None:
+    assert ask(FixedLength(4), torch.tensor([[0.0, 0.0], [50.0, 0.0]])) == [False, False]
+    assert FixedLength(4).max_draft == 4
+
+
+def test_confidence_threshold_stops_below_the_top_probability() -> None:
+    # Top-1 probabilities 0.25, 0.6 and 0.9.
+    logits = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.6, 0.2, 0.1, 0.1], [0.05, 0.9, 0.05, 0.0]]).log()
+    assert ask(ConfidenceThreshold(0.5), logits) == [True, False, False]
+    assert ask(ConfidenceThreshold(0.7), logits) == [True, True, False]
+    assert ask(ConfidenceThreshold(0.95), logits) == [True, True, True]
+    assert ask(ConfidenceThreshold(), logits) == ask(ConfidenceThreshold(0.8), logits)
+
+
+def test_confidence_is_computed_in_full_precision() -> None:
+    # Softmax over many tokens: 4096 of e^0 beside one of e^9 leave 0.66 for the top.
+    logits = torch.zeros(1, 4097)
+    logits[0, 7] = 9.0
+    assert math.exp(9) / (math.exp(9) + 4096) == pytest.approx(0.664, abs=1e-3)
+    assert ask(ConfidenceThreshold(0.66), logits.bfloat16()) == [False]
+    assert ask(ConfidenceThreshold(0.67), logits.bfloat16()) == [True]
+
+
+def with_top(*shares: float) -> torch.Tensor:
+    """``[b, 3]`` logits whose top-1 probabilities are these, each above a half."""
+    return torch.tensor([[share, 1 - share, 1e-30] for share in shares]).log()
+
+
+def asked(rule: RunningRule, *shares: float) -> list[bool]:
+    """What a rule answers to one drafted token in each row."""
+    rows = len(shares)
+    return rule(torch.zeros(rows, 5, dtype=torch.long), with_top(*shares), torch.zeros(rows, 8)).tolist()
+
+
+def test_product_by_hand() -> None:
+    """0.9 0.9 0.9 0.9 0.9 is below 0.6 with the fifth factor (0.590); 0.8 0.8 0.8 with the third (0.512)."""
+    rule = start(ProductThreshold(0.6), 2, 25, Memory())
+    for _ in range(2):  # a new draft begins anew
+        rule.begin()
+        answers = [asked(rule, 0.9, 0.8) for _ in range(5)]
+        assert answers == [[False, False], [False, False], [False, True], [False, True], [True, True]]
+
+
+def test_confidence_of_ones_own() -> None:
+    """From the state behind the token; it takes the place of the top-1 probability in both rules."""
+
+    def sure(logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states[:, 0].double()
+
+    ids, logits, states = torch.zeros(2, 5, dtype=torch.long), with_top(0.99, 0.51), torch.tensor([[0.7, 9], [0.8, 9]])
+    assert ConfidenceThreshold(0.75, sure)(ids, logits, states).tolist() == [True, False]
+    product = start(ProductThreshold(0.6, sure), 2, 25, Memory())
+    assert [product(ids, logits, states).tolist() for _ in range(3)] == [[False, False], [True, False], [True, True]]
+    with pytest.raises(SettingTypeError, match=r"must return a tensor \[2\], one probability per row, got None"):
+        ConfidenceThreshold(0.75, lambda logits, states: None)(ids, logits, states)
+
+
+class _Contrary(ConfidenceThreshold):
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return ~super().__call__(input_ids, logits, hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("rule", "ended"),
+    [
+        (FixedLength(3), [False, False]),
+        (ConfidenceThreshold(0.7), [True, False]),
+        (ProductThreshold(0.7), [True, False]),
+        (AdaptiveThreshold(ProductThreshold(0.7)), [True, False]),
+        (ConfidenceThreshold(0.7, lambda logits, states: logits[:, 0].exp()), None),
+        (_Contrary(0.7), None),
+        (CalibratedEntropy(), None),
+        (lambda ids, logits, states: ids[:, -1] == 3, None),
+    ],
+)
+def test_shipped_rules_compare_one_number_with_a_bound(rule: StopRule, ended: list[bool] | None) -> None:
+    """What would decide by something else is called."""
+    running = start(rule, 2, 5, Memory())
+    assert (isinstance(running, RunningBound) and running.needs_logits_alone) == (ended is not None)
+    if ended is not None:
+        values = running.values(with_top(0.6, 0.9), torch.zeros(2, 8)).tolist()
+        assert [value < least for value, least in zip(values, running.thresholds, strict=True)] == ended
+
+
+def thresholds(rule: RunningRule) -> list[float]:
+    return list(rule.thresholds)
+
+
+def test_adaptive_threshold_by_hand() -> None:
+    """β1 = 0.5, β2 = 0.9, ε = 0.01, α = 0.9: a round moves the threshold by 0.001."""
+    rule = start(AdaptiveThreshold(ProductThreshold(0.8)), 3, 6, Memory())
+    # AR begins at α: 0.9 -> 0.95, 0.65, 0.9 (which is not above α); a row that drafts nothing takes no part.
+    rule.update([4, 5, 0], [4, 2, 0])
+    assert thresholds(rule) == pytest.approx([0.799, 0.801, 0.8])
+    rule.update([4, 5, 1], [4, 5, 0])  # AR 0.975, 0.825, 0.45
+    assert thresholds(rule) == pytest.approx([0.798, 0.802, 0.801])
+    rule.update([6, 6, 6], [6, 6, 3])  # the longest drafts: AR 0.9875, 0.9125, 0.475
+    assert thresholds(rule) == pytest.approx([0.798, 0.802, 0.802])
+    assert asked(rule, 0.8, 0.8, 0.8) == [False, True, True]
+    assert asked(rule, 0.999, 0.999, 0.999) == [False, True, True] == asked(rule, 1.0, 1.0, 1.0)
+    rule.begin()
+    assert asked(rule, 0.805, 0.805, 0.8) == [False, False, True]
+
+
+def test_adaptive_threshold_has_the_settings_it_was_given() -> None:
+    settings = AdaptiveThreshold(ConfidenceThreshold(0.5), target=0.5, step=0.1, rate_memory=0.0, threshold_memory=0.0)
+    rule = start(settings, 2, 6, Memory())
+    rule.update([4, 4], [3, 2])  # above the target, and not
+    assert thresholds(rule) == pytest.approx([0.4, 0.6])
+    for _ in range(12):
+        rule.update([4, 4], [4, 0])
+    assert thresholds(rule) == [0.0, 1.0]  # a probability stays one
+    assert asked(rule, 0.55, 0.99) == [False, True]
+
+
+def test_adaptive_threshold_goes_on_where_the_last_call_ended() -> None:
+    memory = Memory()
+    rule = start(AdaptiveThreshold(ConfidenceThreshold(0.5)), 2, 6, memory)
+    rule.update([4, 4], [0, 0])
+    rule.update([4, 0], [0, 0])
+    assert thresholds(start(AdaptiveThreshold(), 3, 6, memory)) == pytest.approx([0.5015] * 3)
+    assert thresholds(start(AdaptiveThreshold(), 1, 6, Memory())) == pytest.approx([0.8])
+
+
+def entropies(rule: RunningRule, *shares: float) -> list[bool]:
+    """One drafted token in each row whose entropy grows with its share of the second choice."""
+    return asked(rule, *(1 - share for share in shares))
+
+
+def test_calibrated_entropy_by_hand() -> None:
+    """Surer tokens are right, less sure ones are not: drafts end at those, once 32 are known."""
+    memory = Memory()
+    rule = start(CalibratedEntropy(0.9), 2, 25, memory)
+    for known in range(0, 32, 4):
+        rule.begin()
+        # 0.1 is right and 0.3 wrong in both rows; of what comes behind the wrong one nothing is known.
+        assert [entropies(rule, *([share] * 2)) for share in (0.1, 0.3, 0.2)] == [[False] * 2] * 3, known
+        rule.update([3, 3], [1, 1])
+    assert len(memory.value) == 32
+    rule.begin()
+    assert entropies(rule, 0.1, 0.3) == [False, True]
+    assert entropies(rule, 0.11, 0.09) == [True, False]
+    # Four of five: below nine tenths, unless the wrong ones are told apart, and enough where less is asked for.
+    for epsilon, ends in ((0.9, True), (0.4, False)):
+        assert entropies(start(CalibratedEntropy(epsilon), 1, 25, memory), 0.3) == [ends]
+    wrong = Memory()
+    rule = start(CalibratedEntropy(0.9), 1, 25, wrong)
+    for _ in range(32):
+        rule.begin()
+        entropies(rule, 0.2)
+        rule.update([1], [0])
+    assert entropies(rule, 0.0) == [True]  # nothing is right often enough
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: CalibratedEntropy(1.0), SettingError, "CalibratedEntropy(epsilon) must lie between 0 and 1"),
+        (lambda: ProductThreshold(0.0), SettingError, "ProductThreshold(threshold) must lie between 0 and 1"),
+        (lambda: ProductThreshold(confidence=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
+        (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, "AdaptiveThreshold(rule) must be"),
+        (lambda: AdaptiveThreshold(target=1.0), SettingError, "AdaptiveThreshold(target) must lie"),
+        (lambda: AdaptiveThreshold(rate_memory=-0.1), SettingError, "AdaptiveThreshold(rate_memory) must lie"),
+        (lambda: AdaptiveThreshold(threshold_memory=1.0), SettingError, "AdaptiveThreshold(threshold_memory) must"),
+        (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, "ProductThreshold(confidence) must be a function"),
+    ],
+)
+def test_wrong_rules(make: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert words in str(raised.value)
+
+
+# Settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 0.0, 1.0, -0.2, 1.5, math.nan, math.inf])
+def test_threshold_must_lie_between_0_and_1(threshold: float) -> None:
+    with pytest.raises(SettingError) as error:
+        ConfidenceThreshold(threshold)
+    assert f"ConfidenceThreshold(threshold) must lie between 0 and 1 (both excluded), got {threshold!r}" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize("threshold", [True, "0.5", None, [0.5], torch.tensor(0.5)], ids=repr)
+def test_threshold_must_be_a_number(threshold: object) -> None:
+    with pytest.raises(SettingTypeError) as error:
+        ConfidenceThreshold(threshold)
+    assert f"ConfidenceThreshold(threshold) must be a number between 0 and 1, got {threshold!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("FixedLength(num_tokens)", FixedLength),
+        ("SelfSpec(max_draft)", lambda count: SelfSpec(max_draft=count)),
+        ("EarlyExit(layer)", EarlyExit),
+    ],
+)
+def test_counts_start_at_1(name: str, make: Callable[[int], object], count: int) -> None:
+    with pytest.raises(SettingError) as error:
+        make(count)
+    assert f"{name} must be at least 1, got {count}" in str(error.value)
+
+
+@pytest.mark.parametrize("count", [True, 2.0, "2", None])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("FixedLength(num_tokens)", FixedLength),
+        ("SelfSpec(max_draft)", lambda count: SelfSpec(max_draft=count)),
+    ],
+)
+def test_counts_are_whole_numbers(name: str, make: Callable[[object], object], count: object) -> None:
+    with pytest.raises(SettingTypeError) as error:
+        make(count)
+    assert f"{name} must be a whole number of at least 1, got {count!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("stop", [0.8, "fixed", FixedLength])
+def test_selfspec_refuses_what_is_no_rule(stop: object) -> None:
+    with pytest.raises(SettingTypeError) as error:
+        SelfSpec(stop=stop)
+    assert "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p)" in str(error.value)
+    assert f"got {stop!r}" in str(error.value)
+
+
+# Rules inside generate ---------------------------------------------------------------------------------------------
+
+
+def always(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    return torch.ones(logits.shape[0], dtype=torch.bool)
+
+
+def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(logits.shape[0], dtype=torch.bool)
+
+
+def drafts_well() -> LlamaForCausalLM:
+    """A model whose layers from the exit on add nothing, so that every drafted token is kept."""
+    model = tiny_llama(layers=4)
+    with torch.no_grad():
+        for layer in model.model.layers[EXIT:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def generate(model: LlamaForCausalLM, stop: StopRule, new_tokens: int, max_draft: int = 25, **inputs: torch.Tensor):
+    spec = SelfSpec(draft=EarlyExit(EXIT), stop=stop, max_draft=max_draft)
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, assistant=spec)
+    assert spec.stats is not None
+    return ids, spec.stats
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_rule_never_drops_the_token_it_looked_at(rows: int) -> None:
+    # One token from the prompt, then two in each round: one drafted, one from verification.
+    inputs = ragged_batch((5, 9, 7)[:rows])
+    stats = generate(drafts_well(), always, new_tokens=1 + 2 * 4, **inputs)[1]
+    assert stats.rounds == 4 * rows
+    assert stats.drafted == stats.rounds
+    assert stats.accepted_lengths == Counter({1: 4 * rows})
+
+
+@pytest.mark.parametrize(
+    ("stop", "max_draft", "length"),
+    [(FixedLength(3), 25, 3), (FixedLength(5), 3, 3), (never, 3, 3), (never, 25, 11)],
+    ids=["fixed", "max_draft is shorter", "max_draft alone", "room alone"],
+)
+def test_length_of_drafts_that_no_token_ends(stop: StopRule, max_draft: int, length: int) -> None:
+    # 12 tokens after the first: three rounds of 3 + 1, or one round of 11 + 1.
+    stats = generate(drafts_well(), stop, new_tokens=13, max_draft=max_draft, **ragged_batch((5, 9)))[1]
+    assert stats.accepted_lengths == Counter({length: 2 * 12 // (length + 1)})
+    assert stats.drafted == 2 * 12 // (length + 1) * length
+
+
+def test_each_row_stops_by_itself() -> None:
+    def first_row_only(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([True, False])
+
+    stats = generate(drafts_well(), first_row_only, new_tokens=1 + 2 * 3, max_draft=2, **ragged_batch((5, 9)))[1]
+    assert stats.accepted_lengths == Counter({1: 3, 2: 2})
+    assert stats.drafted == 3 * 1 + 2 * 2
+
+
+class Recording:
+    """A user's own rule that keeps what it is shown."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.calls.append((input_ids.clone(), logits.clone(), hidden_states.clone()))
+        return torch.full((logits.shape[0],), self.answer)
+
+
+@pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
+def test_a_users_rule_sees_the_drafted_token_and_its_logits(llama: LlamaForCausalLM, lengths: tuple[int, ...]) -> None:
+    rule = Recording(answer=False)
+    stats = generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch(lengths))[1]
+    assert len(rule.calls) == stats.draft_steps
+    for input_ids, logits, hidden_states in rule.calls:
+        assert logits.shape == (len(lengths), VOCABULARY)
+        assert hidden_states.shape == (len(lengths), llama.config.hidden_size)
+        assert torch.equal(input_ids[:, -1], logits.argmax(-1))
+
+
+def test_a_users_rule_sees_the_state_of_the_exit_layer(llama: LlamaForCausalLM) -> None:
+    rule = Recording(answer=False)
+    generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch((6,)))
+    for input_ids, logits, hidden_states in rule.calls:
+        with torch.no_grad():
+            state = llama(input_ids[:, :-1], output_hidden_states=True).hidden_states[EXIT][:, -1]
+            torch.testing.assert_close(hidden_states, state, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits, llama.lm_head(llama.model.norm(state)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_users_rule_sees_the_text_of_rows_at_different_lengths(llama: LlamaForCausalLM) -> None:
+    rule, inputs = Recording(answer=True), ragged_batch((4, 9, 6))
+    ids, stats = generate(llama, rule, new_tokens=12, **inputs)
+    assert stats.accepted_lengths[0]
+    assert stats.accepted_lengths[1]
+    width = inputs["input_ids"].shape[1]
+    for input_ids, _, _ in rule.calls:
+        for row, output in enumerate(ids):
+            committed = input_ids[row, -1 - width : -1]
+            assert any(torch.equal(committed, piece) for piece in output.unfold(0, width, 1))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(True, None, torch.tensor(True), torch.ones(2, 1, dtype=torch.bool)),
+        *(torch.tensor([0.9, 0.0]), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.complex64)),
+    ],
+    ids=repr,
+)
+def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM, answer: object) -> None:
+    with pytest.raises(SettingTypeError, match=r"must return a BoolTensor \[2\], one value per row, got "):
+        generate(llama, lambda input_ids, logits, hidden_states: answer, new_tokens=4, **ragged_batch((4, 6)))
+
+
+def test_a_users_rule_may_answer_with_whole_numbers(llama: LlamaForCausalLM) -> None:
+    def ones(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(logits), dtype=torch.long)
+
+    assert max(generate(llama, ones, new_tokens=8, **ragged_batch((4, 6)))[1].accepted_lengths) <= 1
+
+
+# Rules that remember, inside generate ---------------------------------------------------------------------------------
+
+
+REMEMBERING = {
+    "product": ProductThreshold(0.001),
+    "calibrated": CalibratedEntropy(0.3),
+    "draft and verify": AdaptiveThreshold(ConfidenceThreshold(0.005), step=0.001, threshold_memory=0.0),
+    "adaspeed": AdaptiveThreshold(ProductThreshold(0.001), step=0.001, threshold_memory=0.0),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rules_that_remember_change_no_token(
+    llama: LlamaForCausalLM, name: str, lengths: tuple[int, ...], do_sample: bool
+) -> None:
+    inputs, spec = ragged_batch(lengths), SelfSpec(EarlyExit(EXIT), REMEMBERING[name], max_draft=4)
+    if do_sample:
+        ids = llama.generate(**inputs, do_sample=True, top_k=1, max_new_tokens=20, assistant=spec)
+    else:
+        ids = llama.generate(**inputs, do_sample=False, max_new_tokens=20, assistant=spec)
+    assert torch.equal(ids, llama.generate(**inputs, do_sample=False, max_new_tokens=20))
+    assert spec.stats is not None
+    assert spec.stats.drafted > spec.stats.rounds  # some drafts have more than one token
+
+
+def test_each_row_has_a_product_of_its_own() -> None:
+    """0.9 to the fifth is the first below 0.6, and 0.7 squared."""
+    rule = ProductThreshold(0.6, lambda logits, hidden_states: torch.tensor([0.9, 0.7]))
+    stats = generate(drafts_well(), rule, new_tokens=13, **ragged_batch((5, 9)))[1]
+    assert stats.accepted_lengths == Counter({5: 2, 2: 4})
+    assert stats.drafted == 2 * 5 + 4 * 2
+
+
+def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:
+    model, spec = drafts_well(), SelfSpec(EarlyExit(EXIT), AdaptiveThreshold(ConfidenceThreshold(0.5)), max_draft=4)
+    model.generate(**ragged_batch((5,)), do_sample=False, max_new_tokens=12, assistant=spec)
+    assert spec.stats is not None
+    shorter = sum(count for length, count in spec.stats.accepted_lengths.items() if 0 < length < 4)
+    memory = spec._knowledge.record(model).memories[False, False]
+    # Everything is accepted: each draft that could have been longer lowers the threshold.
+    assert memory.value[0] == pytest.approx(0.5 - 0.001 * shorter)
+    assert memory.value[0] < 0.5
+    assert spec._knowledge.record(model).memories[False, True].value is None
+    assert SelfSpec.adaspeed(2).stop == AdaptiveThreshold(ProductThreshold(0.8))

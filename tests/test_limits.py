@@ -1,0 +1,390 @@
+"""Where texts, models and processes end: positions, lengths, numbers, threads, registrations."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.generation import stopping_criteria
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from helpers.architectures import build
+from helpers.calls import Recorder, check_lossless, new_spec
+from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from hf_selfspec import (
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    TopKTree,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    errors,
+)
+from hf_selfspec.model import partial, patching
+from hf_selfspec.model.attention import grouped_attention
+
+SPEC = new_spec()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafts_end_at_the_last_learned_position(rows: int) -> None:
+    """The text may end in time by itself, so ``max_new_tokens`` beyond the positions is no mistake."""
+    model = tiny_gpt2()
+    batch = {name: value[-rows:] for name, value in ragged_batch().items()}
+    width = batch["input_ids"].shape[1]
+    text = model.generate(**batch, do_sample=False, max_length=32)
+    ends = text[:, -2].unique().tolist()
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": ends, "pad_token_id": 0}
+    expected = model.generate(**batch, **options)
+    assert 8 < expected.shape[1] - width < 60
+    assert torch.equal(model.generate(**batch, **options, assistant=SPEC), expected)
+
+
+def test_candidates_end_at_the_last_learned_position() -> None:
+    model = tiny_gpt2()
+    ids = ragged_batch()["input_ids"][1:2].repeat(1, 4)[:, :30]
+    generator = SPEC.candidate_generator(model)
+    assert generator.get_candidates(ids)[0].shape[1] == 32
+    full = torch.cat([ids, ids[:, :2]], dim=1)
+    assert torch.equal(generator.get_candidates(full)[0], full)
+
+
+def test_candidates_do_not_depend_on_those_before() -> None:
+    """A generator that has seen part of a text knows what a fresh one finds; junk behind its draft is forgotten."""
+    model, fed = tiny_gpt2(), []
+    generator = SPEC.candidate_generator(model)
+    step = generator.target.step
+    generator.target.step = lambda tokens, *given, **named: fed.append(tokens.shape[1]) or step(tokens, *given, **named)
+    for ids in torch.randint(1, 90, (6, 1, 12), generator=torch.Generator().manual_seed(0)):
+        drafted, _ = generator.get_candidates(ids)
+        for text in (drafted[:, :14], torch.cat([ids, torch.zeros_like(ids[:, :2])], dim=1)):
+            generator.get_candidates(ids)
+            found, _ = generator.get_candidates(text)
+            assert torch.equal(found, SPEC.candidate_generator(model).get_candidates(text)[0])
+        generator.get_candidates(ids)
+        fed.clear()
+        generator.get_candidates(drafted[:, :14])
+        assert sum(fed) == generator.limits.longest  # what was drafted is not fed again
+
+
+@pytest.mark.parametrize(
+    ("rope", "prompt", "refused"),
+    [("dynamic", 9, True), ("longrope", 9, True), ("longrope", 40, False), ("default", 9, False)],
+)
+def test_changing_rotary_frequencies_are_refused(rope: str, prompt: int, refused: bool) -> None:
+    model = tiny_llama()
+    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    if rope == "dynamic":
+        parameters["factor"] = 2.0
+    if rope == "longrope":
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 16.0}
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = parameters
+    changed = LlamaForCausalLM(config).eval()
+    changed.load_state_dict(model.state_dict())
+    ids = torch.randint(2, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(3))
+    options = {"do_sample": False, "max_new_tokens": 40}
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=rf"rotary frequencies \({rope}\) beyond 32 tokens.*49"):
+            changed.generate(ids, **options, assistant=SPEC)
+        options["max_new_tokens"] = 20
+    assert torch.equal(changed.generate(ids, **options, assistant=SPEC), changed.generate(ids, **options))
+
+
+class Flipped(LlamaForCausalLM):
+    """A model with an argument of its own in its forward."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        position_ids: Any = None,
+        logits_to_keep: Any = 0,
+        flip: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().forward(input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
+        if flip:
+            output.logits = -output.logits
+        return output
+
+
+def test_own_forward_argument_reaches_every_forward() -> None:
+    llama = tiny_llama()
+    model = Flipped(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    batch = ragged_batch()
+    expected = model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True)
+    assert not torch.equal(expected, model.generate(**batch, max_new_tokens=20, do_sample=False))
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True, assistant=SPEC), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gpt_neo"])
+def test_right_padding_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain generate goes on from the padding, at positions of its own; the tokens are the same."""
+    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    left = ragged_batch()
+    batch = {key: torch.cat([value[:1], value[1:].flip(1)]) for key, value in left.items()}
+    expected = model.generate(**batch, max_new_tokens=12, do_sample=False)
+    monkeypatch.setattr(errors, "_warned", set())
+    with pytest.warns(UserWarning, match=r"padded on the right.*='left'"):
+        ids = model.generate(**batch, max_new_tokens=12, do_sample=False, assistant=spec)
+    assert torch.equal(ids, expected)
+    assert spec.stats is not None
+    assert (spec.stats.tokens, spec.stats.drafted, spec.stats.drafts) == (36, 0, False)
+
+
+# Texts longer than the model was made for -----------------------------------------------------------------------------
+
+LONG = ["llama", "mistral", "gpt_neox", "falcon-alibi", "bloom", "xglm"]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("lengths", [(140, 132, 150), (120, 100, 118)], ids=["prompt", "grown"])
+@pytest.mark.parametrize("name", LONG)
+def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, ...], rows: int) -> None:
+    """The models have ``max_position_embeddings=128``; drafts go on beyond."""
+    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    batch = ragged_batch(lengths[:rows])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**batch, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*cannot take")
+        assert torch.equal(model.generate(**batch, **options, assistant=spec), expected)
+    assert spec.stats is not None
+    assert spec.stats.drafted >= 2 * spec.stats.rounds
+
+
+def test_reminder_of_texts_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
+    model, spec = build("llama"), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    for new_tokens, times in ((8, 0), (9, 0), (10, 1)):
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+        model.generate(**ragged_batch((120,)), **options)
+        assert len(told) == times
+        told.clear()
+        model.generate(**ragged_batch((120,)), **options, assistant=spec)
+        assert len(told) == times
+
+
+def test_padding_does_not_count_as_prompt() -> None:
+    model = tiny_gpt2()
+    batch = {name: torch.nn.functional.pad(value, (30, 0)) for name, value in ragged_batch().items()}
+    expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
+
+
+def test_a_draft_that_overflows_has_nothing_to_say() -> None:
+    model = tiny_llama()
+    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
+    head = model.lm_head.forward
+
+    def overflowing(hidden: torch.Tensor) -> torch.Tensor:
+        run = partial._current.now
+        drafts = run is not None and run.plan.skipped_layers
+        return head(hidden) * (float("nan") if drafts else 1.0)
+
+    model.lm_head.forward = overflowing
+    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    assert torch.equal(model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=spec), expected)
+    assert spec.stats is not None
+    assert spec.stats.drafted == 0
+
+
+def test_the_tightest_of_several_length_criteria_counts(llama: LlamaForCausalLM) -> None:
+    batch = ragged_batch()
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "stopping_criteria": [MaxLengthCriteria(17), MaxLengthCriteria(14)],
+    }
+    expected = llama.generate(**batch, **options)
+    ours = llama.generate(**batch, **options, assistant=SPEC)
+    assert expected.shape[1] == 14
+    assert torch.equal(ours, expected)
+
+
+def test_unknown_attention_is_refused_and_registrations_stay() -> None:
+    model = tiny_llama()
+    ALL_ATTENTION_FUNCTIONS["mine"] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        model.generate(**ragged_batch(), max_new_tokens=4, do_sample=False, assistant=SPEC)
+        assert ALL_ATTENTION_FUNCTIONS._local_mapping.keys() == {"mine"}
+        model.config._attn_implementation = "mine"
+        with pytest.raises(UnsupportedOptionError, match=r"attention implementation 'mine'.*sdpa"):
+            model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["mine"]
+
+
+FLASH = "kernels-community/flash-attn2"
+
+
+def flash_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """Takes no mask but that of padding, as flash kernels do."""
+    s, n = query.shape[2], key.shape[2]
+    seen = torch.ones(1, 1, s, n, dtype=torch.bool).tril(n - s)
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None, :n].bool()
+    return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, query, key, value, seen, **kwargs)
+
+
+def flash_model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """A model with a kernel of the hub, which is registered as transformers registers it."""
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, FLASH, flash_attention)
+    monkeypatch.setitem(masks, FLASH, masks["flash_attention_2"])
+    model = tiny_llama()
+    model.config._attn_implementation = FLASH
+    return model
+
+
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))])
+def test_flash_kernels_of_the_hub(tree: TopKTree | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = flash_model(monkeypatch)
+    check_lossless(model, SelfSpec(EarlyExit(3), FixedLength(4), tree))
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    model.config._attn_implementation = "paged|" + FLASH
+    with pytest.raises(UnsupportedOptionError, match=rf"'paged.{FLASH}'.*eager.*, {FLASH}"):
+        model.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+
+
+def test_a_kernel_that_comes_while_another_model_generates(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Beside(Recorder):
+        def end(self) -> None:
+            check_lossless(flash_model(monkeypatch), SPEC)
+            super().end()
+
+    recorder = Beside()
+    llama.generate(**ragged_batch((12,)), max_new_tokens=4, do_sample=False, streamer=recorder, assistant=SPEC)
+    assert recorder.calls[-1] == "end"
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+
+
+def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def failing(self: Any, index: int, layer: torch.nn.Module) -> Any:
+        calls.append(index)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(partial._Installation, "_layer_forward", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        llama.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
+    assert calls
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+
+
+def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
+    def stance() -> str:
+        return torch._dynamo.eval_frame._stance.stance
+
+    before = stance()
+    first, second = patching.eagerly(), patching.eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    second.__exit__(None, None, None)
+    assert stance() == before
+
+
+def test_settings_can_be_copied_without_their_statistics(llama: LlamaForCausalLM) -> None:
+    spec = SelfSpec(draft=EarlyExit(3), stop=FixedLength(4))
+    shorter, same = dataclasses.replace(spec, max_draft=2), copy.deepcopy(spec)
+    llama.generate(**ragged_batch(), max_new_tokens=4, assistant=shorter)
+    assert spec.stats is None
+    assert same.stats is None
+    assert same == spec
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, torch.tensor([0.5, -1.0, 2.0, 0.0])), (None, None)])
+def test_attention_with_soft_cap_and_sinks(softcap: float | None, sinks: torch.Tensor | None) -> None:
+    query, key, value = (torch.randn(2, heads, n, 16) for heads, n in ((4, 3), (2, 9), (2, 9)))
+    mask = torch.rand(2, 1, 3, 9) < 0.7
+    mask[..., 0] = True
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 3, 1)], dim=-1)
+    expected = (scores.softmax(-1)[..., :9] @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    output, _ = grouped_attention(
+        lambda m, group, dtype: m.repeat(1, 1, group, 1),
+        module,
+        query,
+        key,
+        value,
+        mask,
+        scaling=0.3,
+        softcap=softcap,
+        s_aux=sinks,
+    )
+    torch.testing.assert_close(output, expected)
+
+
+def test_attention_with_sinks_drops_weights_as_it_is_told() -> None:
+    query, key, value = (torch.randn(2, heads, n, 16) for heads, n in ((4, 3), (2, 9), (2, 9)))
+    options: dict[str, Any] = {"scaling": 0.3, "s_aux": torch.zeros(4)}
+    mask = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+    output, _ = grouped_attention(
+        lambda m, group: m.repeat(1, 1, group, 1), torch.nn.Module(), query, key, value, mask, dropout=1.0, **options
+    )
+    assert not output.any()
+
+
+class Told(CandidateGenerator):
+    """Drafts what it was told, with logits of the shape that it was told."""
+
+    def __init__(self, token: int, shape: tuple[int, ...] | None) -> None:
+        self.token, self.shape = token, shape
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        drafted = torch.cat([input_ids, torch.full((1, 2), self.token)], dim=1)
+        return drafted, None if self.shape is None else torch.zeros(self.shape)
+
+
+@pytest.mark.parametrize(
+    ("token", "shape", "message"),
+    [
+        (VOCABULARY, None, rf"token ids from {VOCABULARY} to {VOCABULARY}.*0 to {VOCABULARY - 1}"),
+        (5, (1, 1, VOCABULARY), r"logits of shape \[1, 1, 97\] for 2 drafted tokens. Return \[1, 2, 97\]"),
+        (5, (1, 2, 3), r"logits of shape \[1, 2, 3\]"),
+    ],
+)
+def test_wrong_candidates_are_named(token: int, shape: tuple[int, ...] | None, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        tiny_llama().generate(
+            **ragged_batch(), max_new_tokens=8, do_sample=True, assistant=SelfSpec(draft=Told(token, shape))
+        )
+
+
+@pytest.mark.parametrize("edge", ["a", None, True])
+def test_tree_confidences_are_numbers(edge: Any) -> None:
+    with pytest.raises(SettingTypeError, match="must be a number"):
+        TopKTree(((edge, 3), (1.0, 1)))
+
+
+def test_remove_invalid_values_repairs_the_models_logits() -> None:
+    model = tiny_llama()
+    model.lm_head.weight.data[7] = float("nan")
+    options = {"max_new_tokens": 12, "do_sample": False, "remove_invalid_values": True}
+    expected = model.generate(**ragged_batch(), **options)
+    assert torch.equal(model.generate(**ragged_batch(), **options, assistant=SPEC), expected)

@@ -1,0 +1,253 @@
+"""How fast a model is with a part that is being fitted: when fits end, and what is told of parts that do not pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, trainer
+from transformers.trainer import DEFAULT_CALLBACKS
+
+from helpers.fitted import EXIT, arguments, rows
+from helpers.models import tiny_llama
+from hf_selfspec import (
+    Adapter,
+    EarlyExitAdapter,
+    LinearProbe,
+    SelfSpec,
+    SettingError,
+    SettingTypeError,
+    UnsupportedModelError,
+    attach,
+    fit_adapter,
+    fit_draft_lora,
+    fit_exit_heads,
+    fit_probe,
+)
+from hf_selfspec.batch import Text
+from hf_selfspec.draft.free import FreeDrafts
+from hf_selfspec.modules.draft_module import DraftModule
+from hf_selfspec.train import speedup
+from hf_selfspec.train.speedup import SpeedupEvaluator, speed_figures
+
+
+def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
+    """Has measurements in training give these, then the last one again; returns the weights that each was of."""
+    coming, seen, original = iter(found), list[dict[str, torch.Tensor]](), SpeedupEvaluator.metrics
+
+    def metrics(self: SpeedupEvaluator, module: Any, in_training: bool = False) -> dict[str, float]:
+        if not in_training:
+            return original(self, module)
+        seen.append({name: value.clone() for name, value in module.state_dict().items()})
+        return {"speedup": next(coming, found[-1])}
+
+    monkeypatch.setattr(SpeedupEvaluator, "metrics", metrics)
+    return seen
+
+
+def is_like(part: Any, weights: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, weights[name]) for name, value in part.state_dict().items())
+
+
+def test_a_fit_ends_when_it_gets_no_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest weights are kept; a gain of a hundredth does not count."""
+    seen = speeds(monkeypatch, 1.0, 1.2, 1.21, 1.1, 9.0)
+    args = arguments(tmp_path, max_steps=40, eval_steps=3)
+    adapter = fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=2)
+    assert adapter.about["recipe"]["steps"] == 12
+    assert [is_like(adapter, weights) for weights in seen] == [False, False, True, False]
+
+
+def test_a_fit_that_gets_faster_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps behind the last measurement are measured at the end."""
+    seen = speeds(monkeypatch, 1.0, 1.1, 1.2, 1.3)
+    args = arguments(tmp_path, max_steps=7, eval_steps=2)
+    probe = fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=1)
+    assert probe.about["recipe"]["steps"] == 7
+    assert len(seen) == 4
+    assert is_like(probe, seen[-1])
+
+
+@pytest.mark.parametrize("eval_steps", [None, 0.1])
+def test_short_fits_are_measured_ten_times(
+    eval_steps: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = speeds(monkeypatch, *(1.0 + step for step in range(30)))
+    args = arguments(tmp_path, max_steps=20, eval_steps=eval_steps)
+    fit_probe(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=1)
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize("killed_at", [7, 12])
+def test_a_fit_that_resumes_knows_the_fastest_weights(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And how often it has not become faster."""
+    seen = speeds(monkeypatch, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+    kept = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2, "max_steps": 20}
+
+    def fit() -> Adapter:
+        args = arguments(tmp_path / "checkpoints", **kept)
+        return fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=4)
+
+    class Killed(TrainerCallback):
+        def on_step_begin(self, args: Any, state: TrainerState, control: Any, **options: Any) -> None:
+            if state.global_step == killed_at:
+                raise KeyboardInterrupt
+
+        def on_train_end(self, *given: Any, **options: Any) -> None:
+            if killed_at == 12:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        usual = DEFAULT_CALLBACKS[:]
+        patch.setattr(trainer, "DEFAULT_CALLBACKS", [*usual, Killed])
+        with pytest.raises(KeyboardInterrupt):
+            fit()
+    adapter = fit()
+    assert is_like(adapter, seen[1])
+    assert adapter.about["recipe"]["steps"] == 12
+
+
+def test_all_kinds_of_parts_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by generation with them, in the middle of a fit, too; they are written once, with all figures."""
+    model, written, save = tiny_llama(factor=0.05), list[Path](), DraftModule.save_pretrained
+    monkeypatch.setattr(
+        DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
+    )
+    options: dict[str, Any] = {"block_size": 32, "patience": 1}
+    for fit, chosen in (
+        (fit_adapter, {"exit_layer": EXIT}),
+        (fit_probe, {"exit_layer": EXIT}),
+        (fit_exit_heads, {"layers": [EXIT], "copied": True, "epsilons": (0.1, 0.9)}),
+        (fit_draft_lora, {"exit_layer": EXIT}),
+    ):
+        args, out = arguments(tmp_path, max_steps=4, eval_steps=2), tmp_path / fit.__name__
+        part = fit(model, None, rows(), args=args, output_dir=out, **options, **chosen)
+        assert part.about["figures"]["speed over plain generate"] > 0
+        assert written.count(out) == 1
+        assert type(part).load(out).about == part.about
+    assert not any(module.training for module in model.modules())
+
+
+class Clock:
+    """Seconds that only calls of ``generate`` take: 2 without an assistant, and 1 with one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, with_free: float = 1.0) -> None:
+        self.now = 0.0
+        original = type(model).generate
+
+        def generate(model: Any, *args: Any, **options: Any) -> Any:
+            spec = options.get("assistant")
+            self.now += 2.0 if spec is False else 1.0 if isinstance(spec.draft, EarlyExitAdapter) else with_free
+            return original(model, *args, **options)
+
+        monkeypatch.setattr(type(model), "generate", generate)
+        monkeypatch.setattr(speedup, "perf_counter", lambda: self.now)
+
+
+TEXT = torch.tensor([row["input_ids"] for row in rows(6)])
+
+
+def test_speed_is_that_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    Clock(monkeypatch, model)
+    part, usual = Adapter(EXIT, 64, 4).train(), model.generation_config
+    part.__dict__["_copies"] = {"device": "stale"}
+    assert SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(part, True) == {"speedup": pytest.approx(2.0)}
+    assert part.training
+    assert "_copies" not in part.__dict__
+    assert model.generation_config is usual
+
+
+@pytest.mark.parametrize("error", [TypeError("of its own")])
+def test_a_part_that_cannot_draft_has_no_speed(error: Exception) -> None:
+    def refuse(part: Any) -> SelfSpec:
+        raise error
+
+    known = SpeedupEvaluator(tiny_llama(), TEXT, refuse)
+    assert known.metrics(LinearProbe(EXIT, 64), in_training=True) == {"speedup": 0.0}
+    with pytest.warns(UserWarning, match="probe: its speed could not be measured"):
+        assert known.metrics(LinearProbe(EXIT, 64)) == {}
+
+
+def test_parts_are_compared_to_the_model_alone() -> None:
+    """Not to what is attached to it."""
+    model = tiny_llama()
+    with attach(model, SelfSpec.early_exit_only(2)) as spec:
+        SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(Adapter(EXIT, 64, 4))
+        assert spec.stats is None
+        model.generate(TEXT[:1], max_new_tokens=2)
+        assert spec.stats is not None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("with_free", "pays"), [(0.5, False), (1.5, True)])
+def test_parts_that_add_nothing_to_free_drafts_are_told(
+    with_free: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free drafts, and both together, take so many seconds; the part alone 1 and plain generate 2."""
+    model = tiny_llama()
+    Clock(monkeypatch, model, with_free)
+    part, original = Adapter(EXIT, 64, 4), SpeedupEvaluator.measured
+
+    def slower_together(self: SpeedupEvaluator, specs: list[SelfSpec]) -> list[float]:
+        alone, free, both = original(self, specs)
+        return [alone, free, both / 2]
+
+    monkeypatch.setattr(SpeedupEvaluator, "measured", slower_together)
+    metrics = SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(part)
+    if pays:
+        found = speed_figures(part, metrics)
+    else:
+        with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
+            found = speed_figures(part, metrics)
+    assert found["speed over plain generate"] == 2.0
+    assert found["speed of free drafts alone"] == round(2 / with_free, 2)
+    assert SpeedupEvaluator(model, TEXT[:0], SelfSpec.kangaroo).metrics(part) == speed_figures(part, {}) == {}
+
+
+@pytest.mark.parametrize("error", [UnsupportedModelError("no cache"), IndexError()])
+def test_a_fit_is_not_lost_to_its_measurement(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: SpeedupEvaluator, specs: list[SelfSpec]) -> list[float]:
+        raise error
+
+    monkeypatch.setattr(SpeedupEvaluator, "measured", fail)
+    options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": arguments(tmp_path, max_steps=2)}
+    with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
+        adapter = fit_adapter(tiny_llama(), None, rows(), **options, output_dir=tmp_path / "out")
+    assert is_like(Adapter.load(tmp_path / "out"), adapter.state_dict())
+
+
+def test_free_drafts_do_not_know_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What warms up is not the beginning of a measured text."""
+    model, texts = tiny_llama(), list[list[int]]()
+    Clock(monkeypatch, model)
+    finish = FreeDrafts.finish
+
+    def noted(self: FreeDrafts, text: Text) -> None:
+        texts.append(text.ids[0, : text.lengths[0]].tolist())
+        finish(self, text)
+
+    monkeypatch.setattr(FreeDrafts, "finish", noted)
+    SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(Adapter(EXIT, 64, 4))
+    prompts, warm = [row[:16].tolist() for row in TEXT[:4]], [text for text in texts if len(text) == 24]
+    assert len(warm) == 2
+    assert sum(text[:16] in prompts for text in texts) == len(texts) - 2
+    assert all(text[:16] not in prompts for text in warm)
+
+
+def test_wrong_patience(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"exit_layer": EXIT, "block_size": 32, "args": arguments(tmp_path, max_steps=1)}
+    with pytest.raises(SettingError, match=r"fit_adapter\(patience\) must be at least 1, got 0"):
+        fit_adapter(tiny_llama(), None, rows(), **options, patience=0)
+    with pytest.raises(SettingTypeError, match=r"fit_adapter\(patience\)"):
+        fit_adapter(tiny_llama(), None, rows(), **options, patience="often")
+    with pytest.raises(SettingError, match="no held-out text"):
+        fit_adapter(tiny_llama(), None, rows(4), **options, patience=1)
+    with pytest.raises(SettingError, match="speed is measured on greedy text"):
+        fit_probe(tiny_llama(), None, rows(), **options, do_sample=True, patience=1)

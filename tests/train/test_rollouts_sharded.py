@@ -1,0 +1,123 @@
+"""Generation during training with sharded weights: as many forwards on every process, and plain generate's ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from helpers.architectures import build
+from helpers.distributed_rollouts import CALLS, OPTIONS, train_once
+from helpers.models import ragged_batch, tiny_llama
+from helpers.processes import in_two_processes
+from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, UnsupportedOptionError
+from hf_selfspec import call as one_call
+from hf_selfspec.model.anatomy import Anatomy
+
+
+def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
+    model = tiny_llama(layers=4, factor=0.5)
+    model.save_pretrained(tmp_path / "model")
+    done = in_two_processes("distributed_rollouts.py", tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for moment in ("before", "after"):
+        for (lengths, new), of_rank in zip(CALLS, found, strict=True):
+            plain = model.generate(**ragged_batch(lengths), **OPTIONS, max_new_tokens=new).tolist()
+            assert [of_rank[f"{name}, {moment}"][0] for name in ("lookup", "default", "mixed")] == [plain] * 3
+            options = {**ragged_batch(lengths), **OPTIONS, "max_new_tokens": new, "eos_token_id": list(range(40, 60))}
+            assert of_rank[f"uneven, {moment}"][0] == model.generate(**options).tolist()
+        train_once(model)
+    assert any(of_rank[f"lookup, {moment}"][1] for of_rank in found for moment in ("before", "after"))
+
+
+def alone_for(questions: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Answers so many questions with yes, and notes what this process says; 0 for as long as it has to go on itself."""
+    asked: list[bool] = []
+
+    def others(device: torch.device) -> Callable[[bool], bool]:
+        def ask(is_unfinished: bool) -> bool:
+            asked.append(is_unfinished)
+            return is_unfinished or len(asked) < questions
+
+        return ask
+
+    monkeypatch.setattr(one_call, "_others_are_unfinished", others)
+    return asked
+
+
+@contextmanager
+def counted(module: torch.nn.Module) -> Iterator[list[int]]:
+    """Forwards of a module."""
+    found: list[int] = []
+    handle = module.register_forward_pre_hook(lambda module, args: found.append(1))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def test_a_finished_process_runs_along(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks as often as it runs a forward, and once more."""
+    asked = alone_for(30, monkeypatch)
+    options = {**ragged_batch((9,)), "max_new_tokens": 12, "do_sample": False}
+    with counted(llama) as forwards:
+        ids = llama.generate(**options, synced_gpus=True, assistant=SelfSpec.lookup())
+    assert torch.equal(ids, llama.generate(**options))
+    assert len(asked) == 30
+    assert len(forwards) == 29  # the prefill, and one after each question but for the first and the last
+    assert asked == [True] * asked.count(True) + [False] * asked.count(False)
+    assert asked.count(False) > 10
+
+
+@pytest.mark.parametrize("questions", [0, 30])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of a row that ends early takes a forward, which others run along with; chats continue from it."""
+    model = build(name)
+    prompts: dict[str, Any] = {**ragged_batch((9, 9), seed=3), "do_sample": False, "pad_token_id": 0}
+    first = model.generate(**prompts, max_new_tokens=14)
+    end = next(token for token in first[0, 12:16].tolist() if token not in first[1].tolist())
+    options = prompts | {"max_new_tokens": 14, "eos_token_id": end, "return_dict_in_generate": True}
+    plain = model.generate(**options)
+    asked = alone_for(questions, monkeypatch)
+    with counted(Anatomy.of(model).layers[0]) as forwards:
+        ours = model.generate(**options, synced_gpus=True, assistant=SelfSpec.lookup())
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert len(forwards) == len(asked) - 1
+    more = torch.cat([plain.sequences, torch.tensor([[11, 12], [13, 14]])], dim=1)
+    mask = torch.ones_like(more)
+    mask[0, plain.sequences[0].tolist().index(end, 9) + 1 : plain.sequences.shape[1]] = 0
+    options |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
+    found = [model.generate(**options, past_key_values=one.past_key_values).sequences for one in (plain, ours)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("verification_is_free")
+def test_no_forward_for_a_cache_that_nobody_gets(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: dict[str, Any] = {**ragged_batch((9, 9), seed=3), "do_sample": False, "pad_token_id": 0}
+    first = llama.generate(**prompts, max_new_tokens=14)
+    end = next(token for token in first[0, 12:16].tolist() if token not in first[1].tolist())
+    options = prompts | {"max_new_tokens": 14, "eos_token_id": end}
+    found = []
+    for synced in (False, True):
+        alone_for(0, monkeypatch)
+        with counted(Anatomy.of(llama).layers[0]) as forwards:
+            llama.generate(**options, synced_gpus=synced, assistant=SelfSpec.lookup())
+        found.append(len(forwards))
+    assert found[0] == found[1]
+
+
+def test_only_drafts_without_forwards(llama: LlamaForCausalLM) -> None:
+    options = {**ragged_batch((9,)), "max_new_tokens": 12, "do_sample": False, "synced_gpus": True}
+    with pytest.raises(UnsupportedOptionError, match=r"synced_gpus .* EarlyExit\(.*SelfSpec\.lookup\(\)"):
+        llama.generate(**options, assistant=SelfSpec(EarlyExit(2)))
+    spec = SelfSpec(Cascade([Lookup(), EarlyExit(2)]))
+    with pytest.warns(UserWarning, match=r"EarlyExit.* is left out"), pytest.raises(ValueError, match="process group"):
+        llama.generate(**options, assistant=spec)

@@ -1,0 +1,171 @@
+"""Early-exit loss and layer dropout on every architecture, against the model's own forwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from helpers.architectures import ARCHITECTURES, build
+from helpers.distributed_training import rows_put_back
+from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
+from hf_selfspec.model.plan import LayerPlan
+
+# As many rows as heads, so that nothing can tell a dimension of heads from the batch by its length.
+ROWS, WIDTH, HEADS = 4, 7, 4
+SEED, STEPS = 5, 100
+
+
+@lru_cache(maxsize=1)
+def _model(name: str) -> PreTrainedModel:
+    """The model in training mode, without dropout of its own."""
+    model = build(name).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for option, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in option or "jitter" in option):
+                setattr(module, option, 0.0)
+    return model
+
+
+def batch() -> dict[str, Any]:
+    """Rows of which the first tokens, different numbers of them, are no targets, and the last ones are padding."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (ROWS, WIDTH), generator=generator)
+    labels = ids.clone()
+    for row in range(ROWS):
+        labels[row, : row % 2 + 1] = -100
+    mask = torch.ones_like(ids)
+    for row in range(1, ROWS):
+        mask[row, -row:] = 0
+    labels[mask == 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+
+
+def run(model: PreTrainedModel) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss on :func:`batch` and its gradients, by parameter name."""
+    model.zero_grad()
+    loss = model(**batch()).loss  # without the number of tokens of the whole step, a mean over the batch
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def assert_same(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+    """Equal in float32; what has no gradient in one of the two has one of zeros in the other."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    largest = max(gradient.abs().max().item() for gradient in expected[1].values())
+    assert largest > 1e-3
+    for name in found[1].keys() | expected[1].keys():
+        there = expected[1].get(name, torch.zeros(()))
+        here = found[1].get(name, torch.zeros(()))
+        torch.testing.assert_close(
+            here.expand_as(there), there.expand_as(here), rtol=1e-4, atol=2e-6 * largest, msg=name
+        )
+
+
+@contextmanager
+def training_step(callback: Any, model: PreTrainedModel, step: int = 0) -> Iterator[None]:
+    """What the Trainer does with a callback around one step."""
+    args, state = SimpleNamespace(seed=SEED), SimpleNamespace(global_step=step, max_steps=STEPS)
+    callback.attach(model, args, state)
+    try:
+        callback.on_step_begin(args, state, None)
+        yield
+        callback.on_pre_optimizer_step(args, state, None)
+    finally:
+        callback.detach()
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("gpt_bigcode", "inkling2_text")])
+def test_early_exit_loss(name: str) -> None:
+    """Losses of models that run their first layers alone, added up by hand."""
+    model = _model(name)
+    anatomy = Anatomy.of(model)
+    last = anatomy.num_layers
+    callback = EarlyExitLoss(1.0, curriculum=None, layers=[2, 3])
+    # e(l) is the sum of the numbers up to l, and one more L-1 for the last layer.
+    scales = {2: 1.0, 3: 3.0, last: (last - 1) + sum(range(last - 1))}
+    weights = {exit_layer: scale / sum(scales.values()) for exit_layer, scale in scales.items()}
+
+    model.zero_grad()
+    total = torch.zeros(())
+    with partial_forwards(model, anatomy):
+        for exit_layer, weight in weights.items():
+            with obeying(ForwardPass(LayerPlan.early_exit(last, exit_layer))):
+                total = total + weight * model(**batch()).loss
+    total.backward()
+    expected = total.item(), gradients(model)
+
+    with training_step(callback, model):
+        found = run(model)
+    assert_same(found, expected)
+    plain = run(model)[1]
+    assert any(not torch.allclose(found[1][name], gradient, atol=1e-4) for name, gradient in plain.items())
+
+
+@pytest.mark.parametrize("name", ["gpt_bigcode", "inkling2_text"])
+def test_early_exit_loss_refused(name: str) -> None:
+    model = _model(name)
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} fixes the batch after its last layer"):
+        EarlyExitLoss().attach(model, SimpleNamespace(seed=0), SimpleNamespace())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def stays(step: int, rates: list[float]) -> np.ndarray:
+    """``[b, L]`` which rows stay in which layers: drawn from the seed and the step, row by row."""
+    return np.random.default_rng([SEED, step]).random((ROWS, len(rates))) >= np.array(rates)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "gemma3n_text"])
+def test_layer_dropout(name: str) -> None:
+    """A step in which rows leave layers one by one, and one in which all leave a layer between others."""
+    model = _model(name)
+    anatomy = Anatomy.of(model)
+    last = anatomy.num_layers - 1
+    callback = LayerDropout(0.7)
+    rates = [0.7 * (2 ** (layer / last) - 1) for layer in range(last + 1)]
+    parted = next(step for step in range(STEPS) if _all_parted(stays(step, rates)[:, 1:]))
+    emptied = next(step for step in range(STEPS) if _is_emptied(stays(step, rates)))
+    plain = run(model)[0]
+    for step in (parted, emptied):
+        kept = stays(step, rates)
+        with rows_put_back(anatomy.layers, kept):
+            expected = run(model)
+        with training_step(callback, model, step):
+            found = run(model)
+        assert_same(found, expected)
+        assert abs(found[0] - plain) > 1e-5
+
+
+def _all_parted(kept: np.ndarray) -> bool:
+    """Every layer keeps some rows and drops others."""
+    return bool((kept.any(0) & ~kept.all(0)).all())
+
+
+def _is_emptied(kept: np.ndarray) -> bool:
+    """The layer before the last runs for no row, and the last one for some."""
+    return not kept[:, -2].any() and bool(kept[:, -1].any())
+
+
+def test_layer_dropout_refused() -> None:
+    model = _model("gemma3n_text")
+    before = copy.copy(model.__dict__)
+    with pytest.raises(UnsupportedModelError, match="Gemma3nForCausalLM read keys and values of earlier ones"):
+        LayerDropout().attach(model, SimpleNamespace(seed=0), SimpleNamespace())
+    assert model.__dict__.keys() == before.keys()
+    assert not any("forward" in module.__dict__ for module in model.modules())

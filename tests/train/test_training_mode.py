@@ -1,0 +1,184 @@
+"""Models as trainers leave them: training mode, gradient checkpointing, the cache switched off in the config."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import CompileConfig, MptConfig, MptForCausalLM, PreTrainedModel
+
+from helpers.architectures import build
+from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_llama
+from hf_selfspec import (
+    ClosestLayers,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+    first_differences,
+)
+from hf_selfspec.model.patching import without_checkpointing
+
+# Older versions of transformers and PEFT go by these names.
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+SPECS = {
+    "exit": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3)),
+    "skip": SelfSpec(draft=SkipLayers(attention=[1], mlp=[2]), stop=FixedLength(3)),
+    "tree": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3), tree=TopKTree(((0.9999, 3), (1.0, 1)))),
+    "search": SelfSpec(draft=SkipLayers(search=ClosestLayers())),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """What a user is told of checkpointing once is the matter of one test alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*in training mode with gradient checkpointing")
+        warnings.filterwarnings("ignore", message=".*(cannot take|are padded on the right)")
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        yield
+
+
+def in_training(model: PreTrainedModel, reentrant: bool = False, dropout: float = 0.0) -> PreTrainedModel:
+    """The model as a trainer leaves it."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+        for name in ("attention_dropout", "dropout", "activation_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, dropout)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.config.use_cache = False
+    return model
+
+
+def flags(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What a call must leave as it was."""
+    names = ("training", "gradient_checkpointing", "_gradient_checkpointing_func", "forward")
+    return {path: tuple(module.__dict__.get(name) for name in names) for path, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "mistral", "bloom", "gpt_neo", "mixtral"])
+def test_checkpointing_is_suspended(name: str, kind: str) -> None:
+    """The tokens are those of generate without a cache, which is how checkpointing leaves plain generate right."""
+    model = in_training(build(name), reentrant=kind == "skip")
+    before = flags(model)
+    expected = model.generate(**BATCH, **OPTIONS, use_cache=False)
+    assert torch.equal(model.generate(**BATCH, **OPTIONS, assistant=SPECS[kind]), expected)
+    assert flags(model) == before
+
+
+def test_calls_left_to_transformers_do_not_checkpoint() -> None:
+    """Right-padded prompts are such calls."""
+    model = in_training(tiny_llama())
+    batch = {name: value.flip(1) for name, value in BATCH.items()}
+    expected = model.generate(**batch, **OPTIONS, use_cache=False)
+    before = flags(model)
+    assert torch.equal(model.generate(**batch, **OPTIONS, assistant=SPECS["exit"]), expected)
+    assert flags(model) == before
+
+
+def test_checkpointing_with_lora() -> None:
+    model = in_training(tiny_llama(factor=0.5))
+    torch.manual_seed(3)
+    config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = peft.get_peft_model(model, config)
+    lora.train()
+    lora.enable_input_require_grads()
+    before = flags(lora)
+    expected = lora.generate(**BATCH, **OPTIONS, use_cache=False)
+    assert torch.equal(lora.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"]), expected)
+    assert flags(lora) == before
+    lora(**BATCH, labels=BATCH["input_ids"]).loss.backward()
+    assert all(p.grad is not None for p in lora.parameters() if p.requires_grad)
+
+
+def test_checkpointing_of_some_layers_comes_back_after_an_error() -> None:
+    model = in_training(tiny_llama())
+    model.model.layers[1].gradient_checkpointing = False
+    before = flags(model)
+    model.model.layers[4].register_forward_pre_hook(lambda *args: (_ for _ in ()).throw(RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        model.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"])
+    assert flags(model) == before
+
+
+def test_checkpointing_stays_suspended_until_the_last_thread_leaves() -> None:
+    model = in_training(tiny_llama())
+    before = flags(model)
+    first, second = without_checkpointing(model), without_checkpointing(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not model.model.layers[0].gradient_checkpointing
+    second.__exit__(None, None, None)
+    assert flags(model) == before
+
+
+def test_dropout_stays_on() -> None:
+    """Plain generate does not leave training mode, so dropout is part of the model that is sampled from."""
+    model = in_training(build("gpt2"), dropout=0.3)
+    seen: set[tuple[bool, bool]] = set()
+    for layer in model.transformer.h:
+        layer.register_forward_pre_hook(lambda module, _: seen.add((module.training, module.gradient_checkpointing)))
+    ids = model.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"])
+    assert seen == {(True, False)}
+    assert ids.shape == (3, 9 + 16)
+
+
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_the_user_is_told_once() -> None:
+    model = in_training(tiny_llama())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"])
+    told = [str(warning.message) for warning in caught if "gradient checkpointing" in str(warning.message)]
+    assert len(told) == 1
+    assert "generate(use_cache=False)" in told[0]
+    assert "model.eval()" in told[0]
+
+
+def test_cache_switched_off_by_the_model() -> None:
+    """As in MPT's default configuration; the tokens are the same with a cache."""
+    settings: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": VOCABULARY, "max_seq_len": 64}
+    torch.manual_seed(0)
+    model = MptForCausalLM(MptConfig(**settings)).eval()
+    assert model.generation_config.use_cache is False
+    batch, spec = ragged_batch(), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(**batch, **options, return_dict_in_generate=True)
+    for argument in ("assistant", "custom_generate"):
+        output = model.generate(**batch, **options, return_dict_in_generate=True, **{argument: spec})
+        assert torch.equal(output.sequences, expected.sequences)
+        assert output.past_key_values is expected.past_key_values is None
+    assert model.generation_config.use_cache is False
+
+
+def in_mixed_precision(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as accelerate leaves it for ``bf16=True``: autocast is around the forward of the instance."""
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
+    return model
+
+
+@pytest.mark.every_run("(exit|search|skip|tree)-.*")
+@pytest.mark.parametrize("inputs", [ragged_batch((12,)), BATCH], ids=["one row", "ragged batch"])
+@pytest.mark.parametrize("kind", [*SPECS, "compiled"])
+def test_parts_run_in_the_mixed_precision_of_the_whole(kind: str, inputs: dict[str, torch.Tensor]) -> None:
+    model = in_mixed_precision(tiny_llama(factor=0.5))
+    eager = CompileConfig(backend="eager", mode=None)
+    spec = SPECS[kind] if kind in SPECS else SelfSpec(EarlyExit(2), FixedLength(3), compile=eager)
+    expected = model.generate(**inputs, **OPTIONS)
+    ids = model.generate(**inputs, **OPTIONS, assistant=spec)
+    for difference in first_differences(model, expected, ids, inputs["attention_mask"]):
+        assert difference.margin < 8 * torch.finfo(torch.bfloat16).eps

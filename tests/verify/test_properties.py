@@ -1,0 +1,346 @@
+"""Any tree, any text, any mask, any settings: properties that hold whatever hypothesis draws."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from helpers.verification import exact_marginal, orders
+from hf_selfspec import (
+    AdaptiveThreshold,
+    Cascade,
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    EarlyExit,
+    FixedLength,
+    Lookup,
+    OnTheFlySearch,
+    ProductThreshold,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
+from hf_selfspec.model.prompt import Prompt
+from hf_selfspec.model.transfer import RowNumbers, _together
+from hf_selfspec.verify.sampling import accept_line, choose_sampled
+from hf_selfspec.verify.scoring import Scorer
+from hf_selfspec.verify.stopping import Stopper
+from hf_selfspec.verify.walk import verify
+
+CPU = torch.device("cpu")
+
+
+def quick(examples: int) -> Any:
+    """The same examples in each run, as long as each takes."""
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+
+
+# Sampling ------------------------------------------------------------------------------------------------------------
+
+# Some tokens without a probability.
+LOGITS = st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.0, 0.5, 2.0]), min_size=4, max_size=4).filter(
+    lambda logits: max(logits) > -math.inf
+)
+
+
+@quick(20)
+@given(p=LOGITS, q=LOGITS, count=st.integers(0, 3))
+def test_tree_sampling_has_the_distribution_p(p: list[float], q: list[float], count: int) -> None:
+    """Siblings drawn without replacement from any ``q`` leave any ``p`` as it is."""
+    target, drawn_from = torch.tensor(p).softmax(-1), torch.tensor(q).softmax(-1)
+    drafts = list(orders(drawn_from, min(count, int((drawn_from > 0).sum()))))
+    with pytest.MonkeyPatch.context() as patch:
+        marginal = exact_marginal(target, drawn_from, drafts, patch)
+    torch.testing.assert_close(marginal, target, rtol=0, atol=2e-5)
+
+
+@quick(60)
+@given(p=LOGITS, q=LOGITS, seed=st.integers(0, 99), drawn=st.integers(0, 3), named=st.integers(0, 4))
+def test_an_index_is_that_of_the_token(p: list[float], q: list[float], seed: int, drawn: int, named: int) -> None:
+    """Drawn siblings come first, named ones behind them."""
+    torch.manual_seed(seed)
+    drawn_from = torch.tensor(q).softmax(-1)
+    order = torch.randperm(4).tolist()
+    drafted = [token for token in order if drawn_from[token] > 0][:drawn]
+    count = len(drafted)
+    drafted += [token for token in order if token not in drafted][:named]
+    token, index = choose_sampled(torch.tensor(p), drafted, drawn_from if count else None, count)
+    assert p[token] > -math.inf
+    assert (token not in drafted[count:]) if index is None else drafted[index] == token
+
+
+@quick(12)
+@given(p=LOGITS, q=LOGITS)
+def test_a_line_has_the_distribution_p(p: list[float], q: list[float]) -> None:
+    """All rows at once; within 5 standard deviations for each token."""
+    torch.manual_seed(0)
+    rows = 20_000
+    target, drawn_from = torch.tensor(p).softmax(-1), torch.tensor(q).softmax(-1)
+    drafted = torch.multinomial(drawn_from, rows, replacement=True)[:, None]
+    accepted, instead = accept_line(target.expand(rows, 1, 4), drawn_from.expand(rows, 1, 4), drafted)
+    found = torch.where(accepted, drafted, instead).flatten().bincount(minlength=4) / rows
+    assert ((found - target).abs() <= 5 * (target * (1 - target) / rows).sqrt() + 1e-9).all()
+
+
+@st.composite
+def trees(draw: Any) -> tuple[list[int], list[int]]:
+    """Parents and tokens of up to nine nodes, some of which do not count; siblings differ."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    for node in range(1, draw(st.integers(1, 9)) + 1):
+        usable = [0, *(n for n in range(1, node) if parents[n - 1] >= 0)]
+        parents.append(draw(st.sampled_from([*usable, -1])))
+        taken = {token for parent, token in zip(parents, tokens, strict=False) if parent == parents[-1] >= 0}
+        tokens.append(draw(st.sampled_from(sorted(set(range(12)) - taken))))
+    return parents, tokens
+
+
+@quick(80)
+@given(tree=trees(), seed=st.integers(0, 999))
+def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], list[int]], seed: int) -> None:
+    parents, tokens = tree
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, len(tokens) + 1, 12, generator=generator)
+    for node, token in enumerate(tokens, start=1):  # some parents agree with a child
+        if torch.rand((), generator=generator) < 0.7 and parents[node - 1] >= 0:
+            logits[0, parents[node - 1], token] = 9.0 + node
+    text = Text.of(torch.zeros(1, 3, dtype=torch.long), [0], 20)
+    draft = Draft(torch.tensor([tokens]), [9], [parents])
+    stopper = Stopper(StoppingCriteriaList())
+    (verdict,) = verify(text, draft, logits, Scorer(LogitsProcessorList(), 1, False), stopper, [False], None)
+    node, expected, path = 0, [], []
+    while node >= 0:
+        expected.append(int(logits[0, node].argmax()))
+        node = next((n for n, t in enumerate(tokens, start=1) if parents[n - 1] == node and t == expected[-1]), -1)
+        path.append(node)
+    assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def growths(draw: Any) -> tuple[list[int], list[list[list[int]]]]:
+    """Padded columns of each row, and what rows get in several rounds."""
+    b = draw(st.integers(1, 3))
+    row = st.lists(st.integers(2, 90), max_size=4)
+    return draw(st.lists(st.integers(0, 3), min_size=b, max_size=b)), draw(
+        st.lists(st.lists(row, min_size=b, max_size=b), max_size=6)
+    )
+
+
+@quick(60)
+@given(growth=growths(), room=st.integers(0, 30))
+def test_rows_hold_what_was_appended(growth: tuple[list[int], list[list[list[int]]]], room: int) -> None:
+    """Whatever lengths rows have, and whatever scratch was written in between."""
+    padded, rounds = growth
+    prompts = torch.arange(2, 2 + 5 * len(padded)).view(len(padded), 5)
+    text = Text.of(prompts, [-count for count in padded], room)
+    known = prompts.tolist()
+    for tokens in rounds:
+        text.write_draft(torch.full((len(known),), 99), 1)  # scratch
+        text.append(tokens)
+        known = [row + new for row, new in zip(known, tokens, strict=True)]
+        assert text.lengths == [len(row) for row in known]
+        assert [text.prefix(index)[0].tolist() for index in range(len(known))] == known
+        assert text.last_tokens().tolist() == [[row[-1]] for row in known]
+        assert list(text.last_slots()) == [len(row) - 1 - count for row, count in zip(known, padded, strict=True)]
+        longest = max(map(len, known))
+        for row, aligned in zip(known, text.with_draft(0).tolist(), strict=True):
+            assert aligned == [row[0]] * (longest - len(row)) + row
+        starts, before = text.tokens_before(list(text.last_slots()), 3, [0] * len(known))
+        for row, count, start, found in zip(known, padded, starts, before.tolist(), strict=True):
+            end = len(row) - 1
+            assert start == max(0, end - count - 3)
+            assert found[: end - count - start] == row[start + count : end]
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def masks(draw: Any) -> list[list[bool]]:
+    """Masks of any shape that end with a token, for one to three rows."""
+    width = draw(st.integers(1, 8))
+    row = st.lists(st.booleans(), min_size=width, max_size=width)
+    found = draw(st.lists(row, min_size=1, max_size=3))
+    return [[*values[:-1], True] for values in found]
+
+
+@quick(80)
+@given(rows=masks(), seen=st.integers(0, 3), generated=st.lists(st.integers(0, 4), min_size=3, max_size=3))
+def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, generated: list[int]) -> None:
+    """Tokens, positions of columns and holes, by hand."""
+    width = len(rows[0])
+    seen = min(seen, width - 1)
+    ids = torch.arange(10, 10 + len(rows) * width).view(len(rows), width)
+    mask = torch.tensor(rows)
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    given = {"attention_mask": mask.long(), "position_ids": positions}
+    prompt = Prompt.of(ids, given, seen, None, ragged=True)
+    generated = generated[: len(rows)]
+    slots = prompt.slots(width + max(generated), generated)
+    assert slots is not None
+    assert (prompt.width, prompt.own_positions) == (width, False)
+    assert prompt.tokens_of_rows() == prompt.ends() == [sum(row) for row in rows]
+    aligned = prompt.aligned(ids[:, seen:, None].float())[..., 0]
+    for index, row in enumerate(rows):
+        columns = [column for column in range(width) if row[column]]
+        new = [column for column in columns if column >= seen]
+        assert (prompt.cursors[index], prompt.lengths[index]) == (len(columns) - len(new), len(new))
+        assert prompt.tokens[index, : len(new)].tolist() == ids[index, new].tolist()
+        assert aligned[index, : len(new)].tolist() == ids[index, new].tolist()
+        expected = [columns.index(column) if row[column] else -1 for column in range(width)]
+        expected += [len(columns) + n if n < generated[index] else -1 for n in range(max(generated))]
+        assert slots[index].tolist() == expected
+        assert prompt.base[index] == len(columns) - width
+    has_holes = any(False in row[row.index(True) :] for row in rows)
+    assert (prompt.holes is not None) == has_holes
+    if prompt.holes is not None:
+        found = prompt.holes.at(torch.arange(width + 3)[None]).tolist()
+        for row, coordinates in zip(rows, found, strict=True):
+            columns = [
+                column for column in [*range(width), *range(width, 2 * width + 3)] if column >= width or row[column]
+            ]
+            assert coordinates == [column - columns[0] for column in columns[: width + 3]]
+
+
+# Numbers of rows -----------------------------------------------------------------------------------------------------
+
+NUMBERS = st.lists(st.integers(-5, 50), min_size=2, max_size=2)
+
+
+@quick(50)
+@given(numbers=NUMBERS, others=NUMBERS, count=st.integers(0, 4))
+def test_numbers_on_a_device_are_those_of_the_host(numbers: list[int], others: list[int], count: int) -> None:
+    one, other = RowNumbers.of(numbers), RowNumbers(others)
+    assert RowNumbers.of(one) is one
+    assert one.are_equal == (numbers[0] == numbers[1])
+    for found, expected in (
+        (one, numbers),
+        (one.ahead(count), [n + count for n in numbers]),
+        (one.plus(other), [a + b for a, b in zip(numbers, others, strict=True)]),
+        (one.plus(other).ahead(count), [a + b + count for a, b in zip(numbers, others, strict=True)]),
+    ):
+        assert list(found) == expected
+        assert found.on(CPU).expand(2, 1).flatten().tolist() == expected
+        assert found.on(CPU).shape[0] == (1 if found.are_equal else 2)
+    assert one.onwards(count, CPU).expand(2, count).tolist() == [list(range(n, n + count)) for n in numbers]
+
+
+TENSORS = st.one_of(
+    st.lists(st.integers(-(2**62), 2**62), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.long)),
+    st.lists(st.integers(-9, 9), max_size=6).map(lambda values: torch.tensor([values], dtype=torch.int32)),
+    st.lists(st.booleans(), max_size=6).map(lambda values: torch.tensor(values, dtype=torch.bool)),
+    st.lists(st.floats(width=32), max_size=6).map(lambda values: torch.tensor([[values]], dtype=torch.float32)),
+)
+
+
+@quick(80)
+@given(tensors=st.lists(TENSORS, min_size=1, max_size=4))
+def test_numbers_that_are_brought_together_are_the_same(tensors: list[torch.Tensor]) -> None:
+    """Bit for bit, with their kinds and shapes."""
+    for found, before in zip(_together(tensors), tensors, strict=True):
+        torch.testing.assert_close(found, before, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit(), before.signbit())
+
+
+# Matches -------------------------------------------------------------------------------------------------------------
+
+
+@quick(150)
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=40),
+    tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    shortest=st.integers(1, 4),
+)
+def test_a_match_is_one_by_brute_force(tokens: list[int], tail: list[int], shortest: int) -> None:
+    """The same tokens lie before it, as many as it tells, and not one more; short ones are the latest."""
+    index = SuffixIndex()
+    index.extend(tokens[:17])
+    index.extend(tokens[17:])
+
+    def length_at(position: int) -> int:
+        pairs = zip(reversed(tokens[:position]), reversed(tail), strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(position, len(tail), LONGEST_MATCH))
+
+    lengths = [length_at(position) for position in range(len(tokens))]
+    longest, found = max(lengths, default=0), index.match(tail, shortest)
+    if found is None:
+        assert longest < shortest
+        return
+    assert found.length == lengths[found.position] >= shortest
+    if longest < 3:
+        latest = max(position for position, length in enumerate(lengths) if length >= found.length)
+        assert (found.length, found.position) == (longest, latest)
+
+
+@quick(60)
+@given(pieces=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=8), most=st.integers(2, 9))
+def test_a_full_index_is_that_of_its_younger_half(pieces: list[list[int]], most: int) -> None:
+    index, kept = SuffixIndex(most), []
+    for piece in pieces:
+        index.extend(piece)
+        kept += piece
+        if len(kept) > most:
+            kept = kept[-(most // 2) :]
+        assert index.tokens == kept
+        fresh = SuffixIndex()
+        fresh.extend(kept)
+        assert index.match(piece) == fresh.match(piece)
+
+
+@quick(60)
+@given(texts=st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6))
+def test_texts_stand_between_separators(texts: list[list[int]]) -> None:
+    joined = [token for text in texts for token in (*text, SEPARATOR)]
+    assert texts_of(joined) == texts_of(joined[:-1]) == [text for text in texts if text]
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+SHARES = st.floats(0.01, 0.99)
+COUNTS = st.integers(1, 50)
+BLOCKS = st.lists(st.integers(1, 30), min_size=1, max_size=5, unique=True).map(sorted).map(tuple)
+SEARCHES = st.one_of(
+    st.builds(OnTheFlySearch, COUNTS, COUNTS, COUNTS, COUNTS, SHARES, SHARES, COUNTS),
+    st.builds(ClosestLayers, COUNTS, COUNTS, COUNTS, SHARES, SHARES),
+)
+SOURCES = st.one_of(
+    st.builds(EarlyExit, st.none() | COUNTS),
+    st.builds(SkipLayers, BLOCKS, BLOCKS),
+    st.builds(lambda search, ratio: SkipLayers(search=search, ratio=ratio), SEARCHES, SHARES | st.just("auto")),
+)
+FREE = st.builds(Lookup, st.integers(0, 1000))
+RULES = st.one_of(st.builds(ConfidenceThreshold, SHARES), st.builds(ProductThreshold, SHARES))
+STOPS = st.one_of(st.none(), st.builds(FixedLength, COUNTS), RULES, st.builds(AdaptiveThreshold, RULES, SHARES))
+TREES = st.one_of(
+    st.none(),
+    st.builds(CostTree, st.none() | SHARES, COUNTS),
+    st.builds(lambda edge, wide, narrow: TopKTree(((edge, wide), (1.0, narrow))), SHARES, COUNTS, COUNTS),
+)
+SPECS = st.one_of(
+    st.builds(SelfSpec, SOURCES, STOPS, TREES, COUNTS),
+    st.builds(SelfSpec, FREE),
+    st.builds(lambda free, source: SelfSpec(Cascade([free, source])), FREE, SOURCES),
+)
+
+
+@quick(60)
+@given(spec=SPECS)
+def test_any_settings_come_back(spec: SelfSpec) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save_pretrained(folder)
+        loaded = SelfSpec.from_pretrained(folder)
+    assert loaded == spec
+    assert repr(loaded) == repr(spec)

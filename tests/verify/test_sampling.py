@@ -1,0 +1,174 @@
+"""Sampling is lossless: joint distributions of generated tokens against exact enumeration with the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CompileConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+)
+from transformers.generation import (
+    CandidateGenerator,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from helpers.sampling import (
+    OPTIONS,
+    PROMPT,
+    SAMPLES,
+    SIGNIFICANCE,
+    SPECS,
+    VOCABULARY,
+    Choice,
+    accepts_everything,
+    check_exact,
+    does_not_take_siblings_out_of_q,
+    draws_from_p_after_a_rejection,
+    exact_joint,
+    llama,
+    p_value,
+    peak,
+    sample,
+)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.model import graphs
+from hf_selfspec.model.graphs import Graph
+from hf_selfspec.verify import walk
+
+# Processors that do not look at the text are one mechanism, so each is tested with one draft.
+CASES = [
+    *((spec, options) for spec in SPECS for options in ("plain", "repetition_penalty")),
+    ("early exit", "top_k"),
+    ("tree", "top_p"),
+    ("skipped layers", "temperature"),
+]
+
+
+@pytest.mark.parametrize(("spec", "options"), CASES)
+def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -> None:
+    named, processors = OPTIONS[options]
+    rows = SAMPLES // 2 if options == "repetition_penalty" else SAMPLES  # it is called for each row and node
+    check_exact(sample(SPECS[spec], rows=rows, **named), exact_joint(llama(), processors))
+
+
+@pytest.mark.parametrize("spec", ["early exit", "tree"])
+def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
+    sampled = sample(SPECS[spec], rows=1, calls=100, top_k=2)
+    check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(2)]))
+
+
+@pytest.mark.every_run("early exit")
+@pytest.mark.parametrize("spec", SPECS)
+def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = []
+
+    def by_graph(graph: Graph, count: int, by_graph: Callable[[], Any], eager: Callable[[], Any]) -> Any:
+        served.append(count)
+        return by_graph()
+
+    monkeypatch.setattr(graphs, "_USES", 2)
+    monkeypatch.setattr(Graph, "faster_of", by_graph)
+    compiled = replace(SPECS[spec], compile=CompileConfig(backend="eager", mode="default"))
+    sampled = sample(compiled, rows=SAMPLES // 4, calls=4, top_k=3)
+    assert 1 in served  # steps of drafts
+    assert max(served) > 1  # verifications
+    check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))
+
+
+@pytest.mark.filterwarnings("ignore:GPTNeoForCausalLM cannot take rows:UserWarning")
+def test_joint_distribution_where_rows_advance_together() -> None:
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_layers=4,
+        num_heads=2,
+        attention_types=[[["global", "local"], 2]],
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    model = GPTNeoForCausalLM(config).eval()
+    peak(model.transformer.ln_f)
+    spec = SelfSpec(draft=EarlyExit(1), stop=FixedLength(3))
+    sampled = sample(spec, model, rows=2, calls=100, top_k=3)
+    check_exact(sampled, exact_joint(model, [TopKLogitsWarper(3)]))
+
+
+# A user's own draft ------------------------------------------------------------------------------------------------
+
+
+class Bigrams(CandidateGenerator):
+    """Draws two tokens from a table; ``says_q(call)`` tells whether a call returns the distributions too."""
+
+    def __init__(self, says_q: Callable[[int], bool]) -> None:
+        self.says_q = says_q
+        self.calls = 0
+        self.table = 1.5 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = []
+        for _ in range(2):
+            logits.append(self.table[input_ids[:, -1]])
+            input_ids = torch.cat([input_ids, torch.multinomial(logits[-1].softmax(-1), 1)], dim=1)
+        self.calls += 1
+        return input_ids, torch.stack(logits, dim=1) if self.says_q(self.calls) else None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "says_q",
+    [lambda call: True, lambda call: False, lambda call: call % 2 == 0],
+    ids=["always", "never", "every second call"],
+)
+def test_joint_distribution_with_a_candidate_generator(says_q: Callable[[int], bool]) -> None:
+    sampled = sample(SelfSpec(draft=Bigrams(says_q)), rows=SAMPLES // 2, top_p=0.9)
+    check_exact(sampled, exact_joint(llama(), [TopPLogitsWarper(0.9)]))
+
+
+def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
+    knowing, guessing = (SelfSpec(draft=Bigrams(lambda call, says_q=says_q: says_q)) for says_q in (True, False))
+    assert sample(knowing, rows=1000)[1] > sample(guessing, rows=1000)[1] + 0.02
+
+
+# The test itself ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "biased"),
+    [
+        ("early exit", accepts_everything),
+        ("early exit", draws_from_p_after_a_rejection),
+        ("tree", does_not_take_siblings_out_of_q),
+    ],
+)
+def test_a_biased_acceptance_rule_is_detected(
+    spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walk, "choose_sampled", biased)
+    sequences, _ = sample(SPECS[spec])
+    assert p_value(sequences, exact_joint(llama(), [])) < SIGNIFICANCE / 1000
+
+
+# Seeds -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_seed_fixes_the_output(spec: str) -> None:
+    def draw(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return llama().generate(
+            PROMPT, do_sample=True, max_new_tokens=12, num_return_sequences=4, assistant=SPECS[spec]
+        )
+
+    first = draw(7)
+    assert torch.equal(first, draw(7))
+    assert not torch.equal(first, draw(8))
