@@ -30,11 +30,6 @@ def controlled(drafter: Drafter, session: Session, name: str) -> Drafter:
     """The drafter under a controller if it tells what it expects of itself; otherwise it always drafts.
 
     In the processes of a parallel model, whose times differ, its own expectation alone decides.
-
-    Args:
-        drafter: the drafter of a generation.
-        session: the generation.
-        name: name of its source.
     """
     is_told = isinstance(drafter, ControlledDrafter) or not hasattr(drafter, "expected_speedup")
     if is_told or session.is_tensor_parallel:
@@ -43,14 +38,7 @@ def controlled(drafter: Drafter, session: Session, name: str) -> Drafter:
 
 
 class ControlledDrafter:
-    """Drafts with the source that is the fastest at present, with free drafts, or not at all.
-
-    Args:
-        session: the generation.
-        controller: decides.
-        free: free drafts, ``None`` for none.
-        others: drafters of other sources by name.
-    """
+    """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
     def __init__(
         self,
