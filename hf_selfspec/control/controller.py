@@ -15,6 +15,8 @@ MATCHES = "matches"
 class Controller:
     """Chooses in each round of a call between its sources and nothing.
 
+    Where it ``is_frozen``, nothing is timed, so that all processes of a model decide alike.
+    """
 
     def __init__(self, found: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
         self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
@@ -23,7 +25,7 @@ class Controller:
         found.begin_text()
 
     def begin(self, rows: int, running: int, context: int) -> None:
-        """Begins a round in which ``rows`` may draft, forwards run over ``running``, and texts have ``context`` tokens."""
+        """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
         self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
 

@@ -31,8 +31,7 @@ class Seed:
 
 
 class FreeDrafts:
-    """The texts of all rows, and the trees that are drafted from them.
-
+    """The texts of all rows, and the trees that are drafted from them."""
 
     def __init__(self, findings: LookupFindings, session: Session, controller: Controller, max_nodes: int) -> None:
         self.findings, self.controller = findings, controller

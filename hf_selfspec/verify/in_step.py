@@ -28,7 +28,7 @@ def verify_in_step(
     Processors and criteria are called exactly as plain ``generate`` calls them: once for each emitted token, in order,
     for the whole batch, with the whole text so far. The walk ends with the first token that a row's draft does not
     contain, so every row gets the same number of tokens.
-
+    """
     choose = choose_sampled if scorer.do_sample else choose_greedy
     drafted, rows = draft.tokens.tolist(), range(text.batch_size)
     verdicts = [Verdict([], [], False, []) for _ in rows]

@@ -44,8 +44,7 @@ _ROW_BLIND = (
 
 
 class Scorer:
-    """Turns logits into the scores from which a token is chosen, as plain ``generate`` would.
-
+    """Turns logits into the scores from which a token is chosen, as plain ``generate`` would."""
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
@@ -140,8 +139,7 @@ def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
 
 
 def check_highest(highest: Iterable[float], whose: str) -> None:
-    """Checks that a token can be chosen at each position.
-
+    """Raises a ``NumericalError`` where no token can be chosen by the highest logits of ``whose`` model."""
     if not all(map(math.isfinite, highest)):
         raise NumericalError(
             f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "

@@ -14,8 +14,7 @@ from .stateless import stateful
 
 
 class Stopper:
-    """Tells whether a row ends with its last token.
-
+    """Tells whether a row ends with its last token."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.max_length: int | None = min(
