@@ -127,7 +127,7 @@ class FreeDrafts:
             ]
 
     def learn(self, text: Text, verdicts: list[Verdict], found: Pending | None) -> int:
-        """Learns from the verdicts of a round; ``found`` is ``None`` where nothing was drafted. Returns the new tokens."""
+        """Learns from a round, ``found`` being ``None`` where nothing was drafted; returns the number of new tokens."""
         tops = None if found is None else tops_of(found)
         new = 0
         with self.findings.lock:
