@@ -9,8 +9,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
+from .model.attention import served_attention
 from .model.given_cache import check_cache, given_cache
-from .model.masks import served_attention
 from .model.modules import hooks_of
 from .model.prompt import Prompt
 from .model.recurrences.kernels import check_kernels

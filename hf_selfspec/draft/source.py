@@ -11,7 +11,7 @@ from ..errors import UnsupportedOptionError
 from ..grammar.rows import Constraint
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stats import GenerationStats

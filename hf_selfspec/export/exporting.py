@@ -19,7 +19,7 @@ from ..learned.files import check_folder, folder_written_whole, path_of, reporte
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..search.choice import Choice, choice_of_state
 from .adapter_layer import AdapterLayer, adapter_layer
 from .agreement import check_agreement

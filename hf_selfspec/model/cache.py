@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .buffers import Place
 from .layout import TreeLayout
 from .recurrences.recurrence import Recurrence
 from .recurrences.state_log import StateLog
 from .recurrences.states import StateLayer, StateUpdate
-from .tracing import ChangingNumber, size_for, step_above
+from .traceable import ChangingNumber, Place, size_for, step_above
 from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.

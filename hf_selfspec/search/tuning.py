@@ -24,7 +24,7 @@ from ..learned.files import path_of, read_json, reported, write_json
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
 from ..selfspec import SelfSpec

@@ -16,7 +16,7 @@ from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import _LEAST, SearchingDraft
-from hf_selfspec.model import parallel
+from hf_selfspec.model import modules
 from hf_selfspec.search import budget
 from hf_selfspec.search import costs as costs_module
 from hf_selfspec.search.budget import Budget, Pace
@@ -71,7 +71,7 @@ class Watched:
         self.clock, self.calls, self.spent = clock, 0.0, 0.0
         self.trials: list[int] = []
         self.timed = self.tokens = 0
-        monkeypatch.setattr(parallel, "perf_counter", clock)
+        monkeypatch.setattr(modules, "perf_counter", clock)
         propose, traces, measure = ControlledDrafter.propose, SearchingDraft._traces, Stopwatch.measure
         propose_layers = SearchingDraft._propose_layers
 
@@ -157,7 +157,7 @@ class Probed:
         self.tried: list[tuple[int, int]] = []
         self.looked = 0
         self.drafted_before: list[int] = []
-        monkeypatch.setattr(parallel, "perf_counter", clock)
+        monkeypatch.setattr(modules, "perf_counter", clock)
         propose, try_one, look = ControlledDrafter.propose, ProbingDraft._trace_of, ProbingDraft._traces
 
         def proposed(draft: Any, text: Any, room: list[int]) -> Any:
