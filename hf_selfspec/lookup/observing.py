@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import SettingTypeError, UnsupportedModelError
-from ..model.checkpointing import evaluating
+from ..model.patching import evaluating
 from . import LookupRow
 from .findings import LookupFindings
 from .likeliest import likeliest, tops_of

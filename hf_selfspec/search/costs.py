@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..learned.files import as_count, as_number
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..model.transfer import RowNumbers, wait_for
@@ -127,13 +128,14 @@ class Stopwatch:
         few_starts = [max(root - FEW + 1, start) for root, start in zip(roots, starts, strict=True)]
         few = _from(few_starts, FEW, ids, starts)
         runs: dict[str, tuple[int, Callable[[], object]]] = {
-            "early": (1, lambda: target.step(last, roots, self.early)),
+            "early": (1, lambda: target.step(last, roots, ForwardPass(self.early))),
             "full": (1, lambda: target.step(last, roots)),
             "few": (FEW, lambda: target.step(few, few_starts)),
             "many": (MANY, lambda: target.step(ids, starts)),
         }
         if self.attention is not None:
-            runs["attention"] = 1, lambda: target.step(last, roots, self.attention)
+            attention = self.attention
+            runs["attention"] = 1, lambda: target.step(last, roots, ForwardPass(attention))
         if draft is not None:
             runs["draft"] = 1, draft
         for count in range(repeats):

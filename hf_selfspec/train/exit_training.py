@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import Exits
-from ..model.forwards import InstanceForwards
+from ..model.patching import InstanceForwards
 from .losses import weighted_exit_losses
 
 # The label of positions without a target, as in transformers.

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 from ..learned.files import path_of, reported, written_whole
-from ..model.checkpointing import evaluating
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
+from ..model.patching import evaluating
 from ..validation import check_count
 
 _SUFFIX = ".safetensors"

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
-from ..model.forwards import Forward, InstanceForwards, with_arity
+from ..model.patching import Forward, InstanceForwards, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
 from .trainer import ModelCallback

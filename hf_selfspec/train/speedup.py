@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..draft.cascade import Cascade
 from ..draft.lookup import Lookup
-from ..model.checkpointing import evaluating
+from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
 

@@ -11,7 +11,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import SettingError, UnsupportedOptionError
 from ..hooks.seams import add_seam
-from ..model.forwards import InstanceForwards
+from ..model.patching import InstanceForwards
 
 
 class TrainingRun(Protocol):

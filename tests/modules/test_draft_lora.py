@@ -78,7 +78,7 @@ def test_layers_below_the_first_addition_are_exact(llama: LlamaForCausalLM) -> N
     lora = DraftLora(4, 4, shapes)
     for up in lora.up:
         torch.nn.init.normal_(up, std=0.3)
-    assert lora.additions(anatomy).first_layer == 2
+    assert lora.deltas(anatomy).first_layer == 2
     check_lossless(llama, spec_of(lora.eval(), FixedLength(6)))
 
 
@@ -89,7 +89,7 @@ def test_models_in_bfloat16() -> None:
     assert {value.dtype for value in lora.parameters()} == {torch.float32}
     assert any(bool(up.any()) for up in lora.up)
     with torch.no_grad():
-        add = next(iter(lora.additions(Anatomy.of(model)).of.values()))
+        add = next(iter(lora.deltas(Anatomy.of(model)).of.values()))
         assert add(torch.zeros(1, 1, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
     spec = spec_of(lora)
     model.generate(**ragged_batch((9,)), max_new_tokens=9, do_sample=False, assistant=spec)

@@ -31,7 +31,8 @@ from hf_selfspec import (
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.hooks.choosing import _check_parts
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.head_rows import NOTHING, HeadRows
+from hf_selfspec.model.head import NOTHING, HeadRows
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.target import Target
 
 # Drafts are seen in these tests.
@@ -119,8 +120,8 @@ def _logits(model: Any, anatomy: Anatomy, ids: torch.Tensor, rows: HeadRows | No
     target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, 32))
     with target.prepared():
         target.prefill(ids[:, :-2], [0], [ids.shape[1] - 2])
-        target.last_slots = [ids.shape[1] - 3]
-        found = target.step(ids[:, -2:], [ids.shape[1] - 2], head_rows=rows).logits
+        target.commit([ids.shape[1] - 3])
+        found = target.step(ids[:, -2:], [ids.shape[1] - 2], ForwardPass(target.full_plan, head_rows=rows)).logits
     assert found is not None
     return found
 

@@ -11,6 +11,7 @@ from helpers.architectures import build
 from helpers.models import tiny_llama
 from helpers.search.beside_text import after_prefill, by_hand, keys_and_values, prefilled
 from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.clasp import closest_layers
 
@@ -31,9 +32,9 @@ def test_window_beside_the_text(name: str) -> None:
     tokens = text.ids.gather(1, columns)
     with target.prepared():
         before = keys_and_values(target, text)
-        beside = target.step(tokens, text.last_slots(), plan, nodes=TreeLayout.replay(WINDOW)).logits
+        beside = target.step(tokens, text.last_slots(), ForwardPass(plan), TreeLayout.replay(WINDOW)).logits
         assert all(map(torch.equal, keys_and_values(target, text), before))
-        in_place = target.step(tokens, [root - WINDOW for root in text.last_slots()], plan).logits
+        in_place = target.step(tokens, [root - WINDOW for root in text.last_slots()], ForwardPass(plan)).logits
     assert beside is not None
     assert in_place is not None
     torch.testing.assert_close(beside, in_place, rtol=1e-5, atol=1e-5)

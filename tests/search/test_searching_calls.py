@@ -18,6 +18,7 @@ from helpers.search.generating import SEARCHES, an_end, fixed_drafts, generated,
 from hf_selfspec import FixedLength, SelfSpec, SettingError, SkipLayers
 from hf_selfspec.batch import Text
 from hf_selfspec.draft.searching import SearchingDraft
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
@@ -137,7 +138,7 @@ def test_matchness_is_what_the_set_predicts_of_the_text(monkeypatch: pytest.Monk
             assert 8 <= n <= window <= 12
             target, _ = prefilled(model, ids, (s,))
             with target.prepared():
-                logits = target.step(ids[:, s - 1 - window : -1], [s - 1 - window], plan).logits
+                logits = target.step(ids[:, s - 1 - window : -1], [s - 1 - window], ForwardPass(plan)).logits
             assert logits is not None
             logits = logits[:, -n:]
             accept = (logits.argmax(-1) == ids[:, s - n :]).float()
@@ -165,9 +166,8 @@ def test_trials_that_overflow_never_match(monkeypatch: pytest.MonkeyPatch) -> No
     """A set whose logits are no numbers is never right, and the search goes on."""
     original = Target.step
 
-    def overflowing(target: Target, tokens: Any, cursors: Any, plan: Any = None, **options: Any) -> Any:
-        step = original(target, tokens, cursors, plan, **options)
-        nodes = options.get("nodes")
+    def overflowing(target: Target, tokens: Any, cursors: Any, run: Any = None, nodes: Any = None, *first: Any) -> Any:
+        step = original(target, tokens, cursors, run, nodes, *first)
         if nodes is not None and nodes.hidden and step.logits is not None:
             step.logits = step.logits * float("nan")
         return step
