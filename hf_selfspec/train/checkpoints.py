@@ -60,6 +60,7 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
                 beside.write_text(json.dumps(wanted), encoding="utf-8")
             return None
     found = json.loads(record.read_text(encoding="utf-8"))
+    found.pop("earlier", None)  # of an earlier version
     other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if other:
         raise SettingError(
