@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from ..control.arms import LEAST_SPEEDUP
 from ..learned.files import as_count, as_number
+from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan
 from ..stop.rules import StopRule
 from .costs import ForwardCosts
-from .replay import Rule, Trace, replays, rule_of, rule_state
+from .replay import Rule, Trace, replays
 
 _C = TypeVar("_C", bound="Choice")
 
@@ -62,7 +63,7 @@ class Choice:
     def state(self) -> dict[str, Any]:
         """The choice as JSON values."""
         return {
-            "stop": None if self.stop is None else rule_state(self.stop),
+            "stop": encode(self.stop, "stop"),
             "expected_speedup": self.expected_speedup,
             "acceptance_rate": self.acceptance_rate,
         }
@@ -70,9 +71,11 @@ class Choice:
 
 def _settings_of(state: dict[str, Any]) -> dict[str, Any]:
     """The inverse of :meth:`Choice.state`: arguments of a choice."""
-    stop, speedup = state["stop"], state["expected_speedup"]
+    stop, speedup = decode(state["stop"], "stop"), state["expected_speedup"]
+    if not isinstance(stop, Rule | None):
+        raise ValueError(f"{stop!r} is not a rule that a search compares")
     return {
-        "stop": None if stop is None else rule_of(stop),
+        "stop": stop,
         "expected_speedup": None if speedup is None else as_number(speedup),
         "acceptance_rate": as_number(state["acceptance_rate"]),
     }

@@ -8,7 +8,7 @@ their own when they continue from drafted tokens.) So one forward over the text 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -111,7 +111,7 @@ def replays(
     sums = np.zeros((4, len(rules)))
     for trace in traces:
         b, n = trace.accept.shape
-        lengths = np.stack([draft_lengths(trace.confidence, rule, max_draft) for rule in rules])
+        lengths = np.stack([rule.lengths(trace.confidence, max_draft) for rule in rules])
         ahead = (np.arange(n)[:, None] + counts[:-1]) % n
         # [b, n, max_draft + 1]: the probability that at least 0, 1, ... tokens of a long draft are accepted;
         # [rules, b, n, ...]: that exactly so many tokens of each rule's draft are.
@@ -130,23 +130,9 @@ def replays(
     return Replays(*sums)
 
 
-def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndarray:
-    """How many tokens a draft that starts at each position has, ``[b, n]``."""
-    b, n = confidence.shape
-    if isinstance(rule, FixedLength):
-        return np.full((b, n), min(rule.num_tokens, max_draft))
-    if isinstance(rule, ProductThreshold):
-        ahead = confidence[:, (np.arange(n)[:, None] + np.arange(max_draft)) % n].cumprod(-1)
-        return np.minimum((ahead >= rule.threshold).sum(-1) + 1, max_draft)
-    places = np.arange(2 * n)
-    unsure = np.where(np.tile(confidence < rule.threshold, 2), places, 2 * n + max_draft)
-    following = np.minimum.accumulate(unsure[:, ::-1], 1)[:, ::-1]
-    return np.minimum(following - places + 1, max_draft)[:, :n]
-
-
 def can_replay(rule: Any) -> TypeGuard[Rule]:
     """Whether a trace is enough to find where the rule would end drafts."""
-    return isinstance(rule, Rule) and getattr(rule, "confidence", None) is None
+    return isinstance(rule, Rule) and rule.confidence is None
 
 
 def rules_for(stop: Any, max_draft: int) -> list[Rule]:
@@ -161,16 +147,3 @@ def rules(max_draft: int) -> list[Rule]:
         *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),
         *(ProductThreshold(threshold) for threshold in _PRODUCTS),
     ]
-
-
-def rule_state(rule: Any) -> dict[str, Any]:
-    """One of the compared rules as JSON values."""
-    return {"class": type(rule).__name__, **asdict(rule)}
-
-
-def rule_of(state: dict[str, Any]) -> Rule:
-    """The inverse of :func:`rule_state`."""
-    kinds: dict[str, type[Rule]] = {
-        kind.__name__: kind for kind in (FixedLength, ConfidenceThreshold, ProductThreshold)
-    }
-    return kinds[state["class"]](**{name: value for name, value in state.items() if name != "class"})

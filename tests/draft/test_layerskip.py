@@ -38,7 +38,7 @@ from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch, Timings
 from hf_selfspec.search.exit_study import ExitStudy, choose_exit
-from hf_selfspec.search.replay import Replays, Rule, Trace, draft_lengths, replays
+from hf_selfspec.search.replay import Replays, Rule, Trace, replays
 from hf_selfspec.search.replay import trace as traced
 from hf_selfspec.stop.rules import confidence
 
@@ -134,7 +134,7 @@ def test_fixed_drafts_replayed_by_hand():
 def test_confident_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
-    assert draft_lengths(sure, ConfidenceThreshold(0.5), 3).tolist() == [[2, 1, 3, 3, 2, 1, 3]]
+    assert ConfidenceThreshold(0.5).lengths(sure, 3).tolist() == [[2, 1, 3, 3, 2, 1, 3]]
     found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
     # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (3, all accepted, to 10).
     assert (found.tokens, found.drafted, found.accepted) == (10, 9, 6)
@@ -143,17 +143,17 @@ def test_confident_drafts_replayed_by_hand():
 def test_lengths_of_drafts():
     """At the end a draft goes on at the beginning; one that is sure everywhere ends with the most tokens."""
     sure = np.array([[0.9, 0.9, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]])
-    assert draft_lengths(sure, ConfidenceThreshold(0.5), 9).tolist() == [[3, 2, 1, 4], [9, 9, 9, 9]]
-    assert draft_lengths(sure, FixedLength(3), 9).tolist() == [[3] * 4] * 2
-    assert draft_lengths(sure, FixedLength(3), 2).tolist() == [[2] * 4] * 2
+    assert ConfidenceThreshold(0.5).lengths(sure, 9).tolist() == [[3, 2, 1, 4], [9, 9, 9, 9]]
+    assert FixedLength(3).lengths(sure, 9).tolist() == [[3] * 4] * 2
+    assert FixedLength(3).lengths(sure, 2).tolist() == [[2] * 4] * 2
 
 
 def test_lengths_of_drafts_by_their_product():
     """0.9 0.9 is 0.81, the next 0.9 makes 0.729; the token with which it falls below the threshold is drafted."""
     sure = np.array([[0.9, 0.9, 0.9, 0.5, 1.0]])
-    assert draft_lengths(sure, ProductThreshold(0.8), 9).tolist() == [[3, 3, 2, 1, 4]]
-    assert draft_lengths(sure, ProductThreshold(0.8), 2).tolist() == [[2, 2, 2, 1, 2]]
-    assert draft_lengths(np.ones((1, 3)), ProductThreshold(0.8), 7).tolist() == [[7, 7, 7]]
+    assert ProductThreshold(0.8).lengths(sure, 9).tolist() == [[3, 3, 2, 1, 4]]
+    assert ProductThreshold(0.8).lengths(sure, 2).tolist() == [[2, 2, 2, 1, 2]]
+    assert ProductThreshold(0.8).lengths(np.ones((1, 3)), 7).tolist() == [[7, 7, 7]]
 
 
 def test_likely_acceptance_replayed_by_hand():

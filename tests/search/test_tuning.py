@@ -279,7 +279,7 @@ def test_a_broken_steps_file(
 
 @pytest.mark.parametrize("texts", [[], "one text", ["good", 3]], ids=repr)
 def test_bad_texts(texts: Any, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(SettingTypeError, match=r"tune\(texts\) must be a list of prompts, at least one, got"):
+    with pytest.raises(SettingTypeError, match=r"tune\(texts\) must be a list of strings, at least one"):
         tune(llama, tokenizer, texts)
 
 
