@@ -197,7 +197,7 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(frozen_model, "save_file", lambda *given: written.append(given[1]) or write(*given))
 
     def fit(room: int | None, folder: Path | None) -> tuple[Adapter, int]:
-        options: dict[str, Any] = {"args": arguments(tmp_path, num_train_epochs=4), "cache_dir": folder}
+        options: dict[str, Any] = {"args": arguments(tmp_path, num_train_epochs=3), "cache_dir": folder}
         looked.clear()
         written.clear()
         options |= {"exit_layer": EXIT, "block_size": 32, "cache_bytes": room}
