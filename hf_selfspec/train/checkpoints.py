@@ -57,18 +57,21 @@ def last_checkpoint(args: TrainingArguments, fit: str, rows: torch.Tensor) -> st
     with reported(folder), PartialState().main_process_first():
         if not record.exists():
             with written_whole(record) as beside:
-                beside.write_text(json.dumps(wanted), encoding="utf-8")
+                beside.write_text(json.dumps(wanted | {"earlier": _states(folder)}), encoding="utf-8")
             return None
     found = json.loads(record.read_text(encoding="utf-8"))
-    found.pop("earlier", None)  # of an earlier version
+    earlier = found.pop("earlier", {})
     other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if other:
         raise SettingError(
             f"{folder} holds a fit that was stopped, with another {', '.join(other)}. Repeat its settings to "
             "resume it, remove that folder to start again, or write to another folder."
         )
-    # Checkpoints from before the fit began are another training's.
+    own = [folder / name for name, state in _states(folder).items() if earlier.get(name) != state]
+    return str(max(own, key=lambda path: (path / TRAINER_STATE_NAME).stat().st_mtime_ns)) if own else None
+
+
+def _states(folder: Path) -> dict[str, str]:
+    """The checkpoints in a folder, each with what its state hashes to."""
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    times = {state.parent: state.stat().st_mtime_ns for state in states}
-    own = [folder for folder, time in times.items() if time > record.stat().st_mtime_ns]
-    return str(max(own, key=lambda folder: times[folder])) if own else None
+    return {state.parent.name: hashlib.sha256(state.read_bytes()).hexdigest() for state in states}
