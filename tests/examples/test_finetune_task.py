@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from helpers.models import tiny_llama
 from helpers.processes import EXAMPLES
-from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Lookup
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
 
 sys.path.append(str(EXAMPLES))
 
@@ -70,12 +70,6 @@ def test_every_kind_of_argument_has_its_name() -> None:
             {"name": "kw", "kind": "kwarg"},
         ],
     }
-
-
-def test_annotations_and_the_returned_type_are_kept_as_written() -> None:
-    found = signature("def f(a: 'A', *b: int, c: Dict[str, int]=None, **d: T | None) -> Optional['B']:")
-    assert [argument["annotation"] for argument in found["args"]] == ["'A'", "int", "Dict[str, int]", "T | None"]
-    assert found["returns"] == "Optional['B']"
 
 
 @pytest.mark.parametrize("default", ['"\'"', r"'\n\\'", "lambda x, y=',': x"])
@@ -164,29 +158,6 @@ def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerB
     assert batch["labels"][1].tolist() == [-100] * len(pairs[1].prompt) + pairs[1].answer
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ('{"name":"f","args":[]}', True),
-        ('{"args": [], "name": "f"}', True),
-        ('{"name":"g","args":[]}', False),
-        ('{"name":"f","args":[]}}', False),
-        ("", False),
-    ],
-)
-def test_answers_are_compared_as_objects(text: str, right: bool) -> None:
-    assert tasks.is_right(text, {"name": "f", "args": []}) is right
-
-
-def test_other_tokens_are_reported() -> None:
-    plain = Row("plain", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
-    same = Row("same", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
-    early = Row("early exit only", lossless=False, outputs=[torch.tensor([1, 2]), torch.tensor([4])])
-    other = Row("other", outputs=[torch.tensor([1, 2]), torch.tensor([4])])
-    assert "yes" in finetune_task.verdict([plain, same, early])
-    assert "1 outputs" in finetune_task.verdict([plain, same, early, other])
-
-
 def test_too_few_sources_are_refused(library: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="a batch of 1000"):
         finetune_task.finetune(Recipe(batch_size=1000), Evaluation(), library, tmp_path, tmp_path)
@@ -230,40 +201,6 @@ def test_answers_are_scored(tokenizer: PreTrainedTokenizerBase) -> None:
         generator.score(row, pair)
     assert row.correct == [True, False]
     assert row.outputs[1].tolist() == pairs[1].prompt + pairs[0].answer
-
-
-def test_what_is_evaluated_on(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Held-out pairs for the table, training pairs for the choice of stop rules."""
-    training, held_out = ([Pair([number], [0], {}) for number in range(first, first + 9)] for first in (0, 100))
-    scored, times = [], []
-
-    def score(self: Any, row: Row, pair: Pair) -> None:
-        scored.append(pair.prompt[0])
-        row.correct.append(True)
-
-    def time(self: Any, rows: list[Row], pairs: list[Pair]) -> None:
-        times.append([pair.prompt[0] for pair in pairs])
-        for row in rows:
-            row.timings = timed(0.002)
-
-    monkeypatch.setattr(finetune_task.Generator, "score", score)
-    monkeypatch.setattr(finetune_task.Generator, "time", time)
-    generator = finetune_task.Generator(tiny_llama(4), tokenizer, SIGNATURE, 64)
-    rows = finetune_task.evaluate(generator, training, held_out, Evaluation(pairs=4, timed=2, tuning=3), 0)
-    assert [row.name.split(",")[0] for row in rows] == [
-        "plain",
-        *["early exit only"] * 3,
-        *["self-speculative"] * 3,
-        "free drafts alone",
-        *["with free drafts"] * 3,
-    ]
-    for alone, beside in zip(rows[4:7], rows[8:], strict=True):
-        assert beside.assistant.draft.sources == (Lookup(), alone.assistant.draft)
-        assert beside.assistant.stop == alone.assistant.stop
-    assert len(set(scored)) == 4
-    assert min(scored) >= 100
-    assert [len(pairs) for pairs in times] == [3, 3, 3, 2]
-    assert max(max(pairs) for pairs in times[:3]) < 100 <= min(times[3])
 
 
 @pytest.mark.every_run("True-False")
