@@ -284,7 +284,8 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        return standalone_draft(self._source, self.stop, self.max_draft, model, logits_processor, do_sample)
+        known = KnowledgeOfCall(self, model, (do_sample, False))
+        return standalone_draft(self._source, self.stop, self.max_draft, model, known, logits_processor, do_sample)
 
     def __call__(
         self,

@@ -15,19 +15,15 @@ from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
-from ..model.target import Target
 from ..model.transfer import RowNumbers, upload
-from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads
 from ..stats import GenerationStats
-from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
 from ..validation import check_flag, check_share
-from ..verify.scoring import Scorer
-from .blocks import DraftBlocks, FindChoice
+from .exit_source import load_module
 from .growing import DraftStep
 from .partial import PartialDraft
-from .source import Drafter, DraftSource, Limits, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 
 @register("draft")
@@ -55,10 +51,9 @@ class DynamicExit(DraftSource):
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
         check_flag("DynamicExit(lossless)", self.lossless)
-        kept, module = module_of("DynamicExit(heads)", self.heads, ExitHeads)
+        module = load_module(self, "heads", ExitHeads)
         find = module.draft_thresholds if self.lossless else module.thresholds
         object.__setattr__(self, "_thresholds", find(self.epsilon, self.metric))
-        object.__setattr__(self, "heads", kept)
         object.__setattr__(self, "_module", module)
 
     @property
@@ -116,12 +111,9 @@ class DynamicExit(DraftSource):
                 "(SelfSpec.early_exit_only) take tokens without the whole model and without it. Use lossless heads "
                 "(SelfSpec.dssd), or declare it with `is_stateless = True` if its result follows from its arguments."
             )
-        plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
+        plan = self.plan(session.anatomy)
         self.module.check(session.knowledge.fingerprint)
-        check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
-        draft = HeadsDraft(session.target, plan, limits, session.scorer, self)
-        draft.reserve(session)
-        return draft
+        return HeadsDraft(session.limits(ConfidenceThreshold()), plan, repr(self), self)
 
 
 class HeadsDraft(PartialDraft):
@@ -130,16 +122,12 @@ class HeadsDraft(PartialDraft):
     A token goes through as many layers as it takes until a head is sure. Where it goes deeper than earlier tokens did,
     they are processed with it: each stretch of layers runs once, over all tokens that have not been through it. No
     token has been deeper than the ones before it, so these are always the last tokens.
-
-    Args:
-        target, plan, limits, scorer: see :class:`PartialDraft`.
-        settings: heads and thresholds.
     """
 
     skips_forced = False
 
-    def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, settings: DynamicExit) -> None:
-        super().__init__(target, plan, limits, scorer)
+    def __init__(self, session: Session, plan: LayerPlan, name: str, settings: DynamicExit) -> None:
+        super().__init__(session, plan, name)
         self.reuse_from = sys.maxsize
         self.heads = settings.module
         self._thresholds = settings.thresholds
@@ -195,8 +183,7 @@ class HeadsDraft(PartialDraft):
     def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
         """Runs the least deep tokens up to the layer of the others, or up to the first head at which all rows decide.
 
-        Args:
-            decide: called at each head with its number, from 1 on, and its input ``[b, d]`` for the last token.
+        ``decide`` is called at each head with its number, from 1 on, and its input ``[b, d]`` for the last token.
         """
         level = self._levels[-1]
         first = self._levels.index(level)

@@ -11,10 +11,9 @@ from ..learned.registry import register
 from ..lookup.findings import LookupFindings
 from ..model.anatomy import Anatomy
 from ..validation import check_count
-from .blocks import DraftBlocks, FindChoice
 from .controlled import ControlledDrafter, controller_of
 from .free import FreeDrafts
-from .source import Drafter, DraftSource, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 # How many tokens of earlier texts are kept.
 _STORED, _MOST_STORED = 65_536, 2**20

@@ -14,10 +14,9 @@ from ..search.choice import SkipChoice
 from ..search.on_the_fly import Search
 from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, check_count, check_share
-from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .searching import check_window, start_search
-from .source import Drafter, DraftSource, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 
 @register("draft")
@@ -123,11 +122,11 @@ class SkipLayers(DraftSource):
         """See :meth:`DraftSource.blocks`."""
         if self.search is None:
             return DraftBlocks(self.plan(anatomy))
-        return DraftBlocks(chosen_plan(repr(self), find_choice(SkipChoice), anatomy))
+        return DraftBlocks.of_choice(repr(self), find_choice(SkipChoice), anatomy)
 
     def start(self, session: Session) -> Drafter:
         """See :meth:`DraftSource.start`."""
         plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
-        if self.search is not None:
-            return start_search(session, plan, limits, self.search, self.ratio, repr(self))
-        return PartialDraft.of(session, plan, limits, repr(self))
+        if self.search is None:
+            return PartialDraft(limits, plan, repr(self))
+        return start_search(limits, session.stop is None, plan, self.search, self.ratio, repr(self))
