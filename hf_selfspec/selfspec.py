@@ -22,6 +22,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from .call import Generation, Request
+from .data.prompts import checked_texts, token_ids
 from .draft.candidates import Candidates
 from .draft.cascade import Cascade
 from .draft.lookup import NAME, Lookup
@@ -33,7 +34,7 @@ from .errors import SettingError, SettingTypeError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
-from .lookup.observing import observe, token_rows
+from .lookup.observing import observe
 from .model.anatomy import causal_lm
 from .presets import Presets
 from .search.choice import ExitChoice, SkipChoice
@@ -156,7 +157,8 @@ class SelfSpec(Presets):
             raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:
             check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
-        rows = token_rows(tokenizer, texts, max_new_tokens is not None)
+        given = checked_texts("SelfSpec.observe", texts, chats=True)
+        rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
             known = KnowledgeOfCall(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from ..errors import SettingError
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
 from ..modules.draft_module import DraftModule, module_of
 from ..modules.reduced_head import ReducedHead
 from .source import DraftSource

@@ -10,7 +10,7 @@ import torch
 
 from ..batch import Text, Verdict
 from ..grammar.rows import Constraint
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
 from ..model.plan import LayerPlan
 from ..search.budget import Budget, Pace
 from ..search.costs import MANY, Stopwatch

@@ -8,7 +8,8 @@ import torch
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingTypeError
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, read, upload
 from ..stats import GenerationStats
@@ -157,10 +158,11 @@ class PartialDraft(FixedDrafter):
 
         Rows that are no longer drafting run along without effect.
         """
-        step = self.target.step(feed, cursors, self.plan, capture=self._prefix or -1, head_rows=self.head)
+        run = ForwardPass(self.plan, capture=self._prefix or -1, head_rows=self.head)
+        step = self.target.step(feed, cursors, run)
         assert step.logits is not None
         assert step.exit_state is not None
-        return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)
+        return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.captured)
 
     def _forced(self, text: Text, grown: GrowingDraft) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """The tokens ``[b, 1]`` that grammars force in all rows, which need no step, and ``q``; else ``None``."""

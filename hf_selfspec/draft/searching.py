@@ -11,6 +11,7 @@ from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError, warn_once, warn_once_ignoring_numbers
 from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.budget import Budget, share_of
 from ..search.clasp import closest_layers
@@ -103,14 +104,14 @@ class SearchingDraft(LookingDraft):
         self._clock = self.target.clock()
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
-        self._begun, self._steps_before = self._clock, 0
+        self._begun = self._clock
         self.target.cache.reserve(min(search.context_window, session.new_tokens))
         self.target.cache.look_back(max(search.context_window, MANY))
         self._use_best()
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`PartialDraft.propose`; drafts nothing where no draft pays."""
-        self._steps_before, self._begun = self.steps, self._now()
+        self._begun = self._now()
         if self.search.choice.drafts:
             self._proposed = super().propose(text, max_new)
         else:
@@ -141,7 +142,6 @@ class SearchingDraft(LookingDraft):
                 search.generated += sum(new)
             else:
                 self._watch(new, verdicts, draft, begun - self._begun)
-            self.target.last_slots = text.last_slots()
             if self._budget.left == math.inf or self._has_time(search.proposal_tokens):
                 search.begin(lambda most: self._propose_layers(text, most))
             if self._last_logits is not None:
@@ -169,9 +169,6 @@ class SearchingDraft(LookingDraft):
             drafted=sum(draft.lengths),
             # Tokens that other sources added to this draft do not count for it; those of idle rounds were not reported.
             tokens=min(sum(new), rows + accepted) if draft.size else sum(new),
-            steps=self.steps - self._steps_before,
-            nodes=draft.size,
-            seconds=seconds,
         )
 
     def finish(self, text: Text) -> None:
@@ -182,7 +179,6 @@ class SearchingDraft(LookingDraft):
         if not search.settings.tries_each_round and unseen > _LEAST:
             self._begin_window(text, unseen)
         if self._behind and not (search.settings.tries_each_round and self._tried):
-            self.target.last_slots = text.last_slots()
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
             search.spent(0.0, self.target.clock() - begun)
@@ -222,7 +218,7 @@ class SearchingDraft(LookingDraft):
         if not self._behind or self._budget.left <= 0:
             return
         if search.wants_timings and not self._timed:
-            stopwatch = search.stopwatch()
+            stopwatch = search.timings.stopwatch(*search.space.timed_plans())
             if not self.measure(text, stopwatch, _TIMINGS, self._has_time):
                 return
             self._timed = True
@@ -259,8 +255,8 @@ class SearchingDraft(LookingDraft):
         ends = torch.tensor(text.lengths, device="cpu")[:, None]
         columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
-        logits = self.target.step(tokens[:, :-1], text.last_slots(), plan, nodes=TreeLayout.replay(window)).logits
-        found = self._trace(logits, tokens[:, 1:])
+        run, nodes = ForwardPass(plan), TreeLayout.replay(window)
+        found = self._trace(self.target.step(tokens[:, :-1], text.last_slots(), run, nodes).logits, tokens[:, 1:])
         # In rows that ended early the window reaches into the prompt, which the model did not generate.
         known = self._known([min(window, length - text.prompt_width) for length in text.lengths])
         known = [count if self.target.is_active(row) else 0 for row, count in enumerate(known)]

@@ -159,7 +159,7 @@ class Session:
     @property
     def num_rows(self) -> int:
         """``b``."""
-        return len(self.target.last_slots)
+        return len(self.target.roots)
 
     @property
     def vocabulary(self) -> int:

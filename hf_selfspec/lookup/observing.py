@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import SettingTypeError, UnsupportedModelError
-from ..model.checkpointing import evaluating
+from ..errors import UnsupportedModelError
+from ..model.patching import evaluating
 from . import LookupRow
 from .findings import LookupFindings
 from .likeliest import likeliest, tops_of
 
 # Tokens of a text whose logits are in memory at a time.
 _CHUNK = 256
-
-
-def token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any], as_prompts: bool) -> list[list[int]]:
-    """Returns the ids of texts, or of chats as lists of messages, which the model will answer if ``as_prompts``."""
-    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
-    rows: list[list[int]] = []
-    for text in given:
-        if isinstance(text, str) and text:
-            rows.append(tokenizer(text)["input_ids"])
-        elif isinstance(text, list) and text and all(isinstance(message, Mapping) for message in text):
-            rows.append(
-                tokenizer.apply_chat_template(text, add_generation_prompt=as_prompts, return_dict=True)["input_ids"]
-            )
-    if not rows or len(rows) < len(given):
-        raise SettingTypeError(
-            "SelfSpec.observe(texts) must be a list of strings that are not empty or of chats (lists of messages), at "
-            f"least one, got {repr(texts)[:100]}."
-        )
-    return rows
 
 
 @torch.no_grad()

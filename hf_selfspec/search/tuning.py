@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.prompts import checked_texts, token_ids
 from ..draft.skip_layers import SkipLayers
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
@@ -119,10 +120,8 @@ def tune(
 def _rows(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], device: torch.device, longest: int | None
 ) -> list[torch.Tensor]:
-    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
-    if not given or not all(isinstance(text, str) and text for text in given):
-        raise SettingTypeError(f"tune(texts) must be a list of prompts, at least one, got {repr(texts)[:100]}.")
-    return [torch.tensor([tokenizer(text, verbose=False)["input_ids"][:longest]], device=device) for text in given]
+    rows = [token_ids(tokenizer, text)[:longest] for text in checked_texts("tune", texts)]
+    return [torch.tensor([row], device=device) for row in rows]
 
 
 class _Runner:

@@ -34,11 +34,11 @@ from hf_selfspec import (
     Text,
     TopKTree,
     UnsupportedOptionError,
+    decoding,
 )
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.grammar import XGrammar, protocol
 from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
-from hf_selfspec.model.prefill import TextPrefill
 
 MODEL = tiny_llama(factor=0.5)
 SCHEMA = {
@@ -660,10 +660,10 @@ def test_wrong_registrations_are_refused(registered: None) -> None:
 
 
 def test_a_wrong_adapter_is_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prefill(self: Any, *given: Any) -> None:
+    def prefill(*given: Any) -> None:
         raise AssertionError("no forward is to run")
 
-    monkeypatch.setattr(TextPrefill, "run", prefill)
+    monkeypatch.setattr(decoding, "prefill", prefill)
     for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: []):
         hf_selfspec.register_grammar(Own, wrong)
         with pytest.raises(SettingTypeError, match=r"for each of the 1 rows"):
