@@ -77,16 +77,13 @@ class EarlyExitAdapter(ExitSource):
         return LayerPlan.early_exit(anatomy.num_layers, layer)
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
         self.check_whole_head()
         return DraftBlocks(self.plan(anatomy), self.module)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         self.module.check(session.knowledge.fingerprint)
         return AdapterDraft(session.limits(ConfidenceThreshold()), plan, repr(self), self.module, head)
@@ -114,7 +111,6 @@ class AdapterDraft(PartialDraft):
         target.observe_prefill(adapter.exit_layer, self._see_prompt)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`PartialDraft.propose`."""
         self._roots = text.last_slots()
         return super().propose(text, max_new)
 

@@ -32,14 +32,12 @@ class Candidates(DraftSource):
 
     @property
     def fixed_because(self) -> str:
-        """See :attr:`DraftSource.fixed_because`."""
         return f"{type(self.generator).__name__} drafts as many tokens as it returns, in a line"
 
     def __post_init__(self) -> None:
         check_generator(self.generator)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         session.target.cache.reserve(session.max_draft + 1)
         return CandidateDraft(one_for_each_row(self.generator, session.num_rows), session)
 

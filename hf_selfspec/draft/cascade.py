@@ -52,7 +52,6 @@ class Cascade(DraftSource):
         return False
 
     def part(self, kind: type[_S]) -> _S | None:
-        """See :meth:`DraftSource.part`."""
         found = (source.part(kind) for source in self.sources)
         return next((part for part in found if part is not None), None)
 

@@ -26,7 +26,6 @@ class ConstrainedDrafter(FixedDrafter):
         self.look = drafter.look
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`Drafter.propose`."""
         self._own = self._drafter.propose(text, max_new)
         draft = allowed(text, self._own, self._constraint)
         if self._drafter.knows_grammars:
@@ -48,11 +47,9 @@ class ConstrainedDrafter(FixedDrafter):
         self.steps, self.needs_ended_rows = drafter.steps, drafter.needs_ended_rows
 
     def finish(self, text: Text) -> None:
-        """See :meth:`Drafter.finish`."""
         self._drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        """See :meth:`Drafter.report`."""
         self._drafter.report(stats)
 
 

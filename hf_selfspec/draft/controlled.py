@@ -76,7 +76,6 @@ class ControlledDrafter(FixedDrafter):
         self.needs_ended_rows = self.free is None and any(one.needs_ended_rows for one in self.others.values())
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`Drafter.propose`."""
         if self.free is not None:
             self.free.read(text)
         self._begun = perf_counter() - self._target.compile_seconds
@@ -106,12 +105,10 @@ class ControlledDrafter(FixedDrafter):
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def look(self, logits: torch.Tensor) -> Pending | None:
-        """See :class:`Drafter`."""
         self._tops = likeliest(logits) if self.knows_grammars else None
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """See :meth:`Drafter.update`."""
         new = sum(text.lengths) - sum(self._lengths)
         if self.free is not None:
             self.free.learn(text, verdicts, self._tops)
@@ -138,13 +135,11 @@ class ControlledDrafter(FixedDrafter):
             self.controller.record(MATCHES if nodes and self._asked is None else self._asked, nodes, new, seconds)
 
     def finish(self, text: Text) -> None:
-        """See :meth:`Drafter.finish`."""
         for drafter in (self.free, *self.others.values()):
             if drafter is not None:
                 drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        """See :meth:`Drafter.report`."""
         stats.plan = self._target.full_plan.picture()
         for drafter in self.others.values():
             drafter.report(stats)

@@ -56,18 +56,15 @@ class EarlyExit(ExitSource):
         return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
         self.check_whole_head()
         if (plan := self.plan(anatomy)) is not None:
             return DraftBlocks(plan)
         return DraftBlocks.of_choice(repr(self), find_choice(ExitChoice), anatomy)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         if plan is None or session.stop is None:
             return start_probe(session, self.layer, _FIRST, repr(self), head)
@@ -97,19 +94,15 @@ class EarlyExitOnly(DraftSource):
 
     @property
     def fixed_because(self) -> str:
-        """See :attr:`DraftSource.fixed_because`."""
         return f"{self!r} generates without drafts"
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan:
-        """See :meth:`DraftSource.whole_model`."""
         return _plan("EarlyExitOnly", self.layer, anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
         return DraftBlocks(self.whole_model(anatomy))
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         return NoDraft(self.whole_model(session.anatomy))
 
 

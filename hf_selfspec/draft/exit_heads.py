@@ -90,7 +90,6 @@ class DynamicExit(DraftSource):
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
@@ -105,7 +104,6 @@ class DynamicExit(DraftSource):
         )
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         if session.stateful and not self.lossless:
             raise UnsupportedOptionError(
                 f"{session.stateful[0]} may keep a state from token to token, but exit heads with lossless=False "
@@ -166,20 +164,31 @@ class HeadsDraft(PartialDraft):
         self._fed.append(feed)
         self._states.append(feed.new_empty(0))
         self._levels.append(0)
-        decisions = _Decisions([not on for on in drafting])
+        decided = [not on for on in drafting]
+        # Of the first head that was sure, or of the last one.
+        logits: torch.Tensor | None = None
+        state: torch.Tensor | None = None
 
         def decide(level: int, here: torch.Tensor) -> bool:
-            logits = self.heads.on(here.device).logits(level - 1, here).float()
-            sure = (self._sure(logits) >= self._thresholds[level - 1]).tolist()
-            if fresh := decisions.take(logits, here, sure):
+            nonlocal decided, logits, state
+            found = self.heads.on(here.device).logits(level - 1, here).float()
+            if logits is None or state is None or not any(decided):
+                logits, state = found, here
+            else:
+                kept = upload(decided, found.device)[:, None]
+                logits = torch.where(kept, logits.to(found.device), found)
+                state = torch.where(kept, state.to(here.device), here)
+            sure = (self._sure(found) >= self._thresholds[level - 1]).tolist()
+            before, decided = decided, [now or known for now, known in zip(sure, decided, strict=True)]
+            if fresh := sum(decided) - sum(before):
                 self.exits[self._bounds[level]] += fresh
-            return all(decisions.decided)
+            return all(decided)
 
-        while self._levels[-1] < len(self._bounds) - 1 and not all(decisions.decided):
+        while self._levels[-1] < len(self._bounds) - 1 and not all(decided):
             self._raise(decide)
-        assert decisions.logits is not None
-        assert decisions.state is not None
-        return DraftStep(decisions.logits, decisions.state, self._states[-1], is_sure=decisions.decided)
+        assert logits is not None
+        assert state is not None
+        return DraftStep(logits, state, self._states[-1], is_sure=decided)
 
     def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
         """Runs the least deep tokens up to the layer of the others, or up to the first head at which all rows decide.
@@ -209,30 +218,3 @@ class HeadsDraft(PartialDraft):
         assert after is not None
         self._states[first:] = after.split(1, 1)
         self._levels[first:] = [reached] * (len(self._levels) - first)
-
-
-class _Decisions:
-    """What heads have decided about one token of each row.
-
-    Attributes:
-        decided: for each row whether a head was sure, or the row takes no part.
-        logits: ``[b, v]`` of the head that was sure, or of the last one.
-        state: ``[b, d]`` the input of that head.
-    """
-
-    def __init__(self, decided: list[bool]) -> None:
-        self.decided = decided
-        self.logits: torch.Tensor | None = None
-        self.state: torch.Tensor | None = None
-
-    def take(self, logits: torch.Tensor, state: torch.Tensor, sure: list[bool]) -> int:
-        """Takes the prediction of a head for rows that are undecided; returns how many of them it decides."""
-        if self.logits is None or self.state is None or not any(self.decided):
-            self.logits, self.state = logits, state
-        else:
-            kept = upload(self.decided, logits.device)[:, None]
-            self.logits = torch.where(kept, self.logits.to(logits.device), logits)
-            self.state = torch.where(kept, self.state.to(state.device), state)
-        fresh = sum(found and not before for found, before in zip(sure, self.decided, strict=True))
-        self.decided = [found or before for found, before in zip(sure, self.decided, strict=True)]
-        return fresh

@@ -45,12 +45,10 @@ class Lookup(DraftSource):
 
     @property
     def fixed_because(self) -> str:
-        """See :attr:`DraftSource.fixed_because`."""
         return "Lookup drafts as many tokens as pay by measured costs, in a tree"
 
     @property
     def takes_forwards(self) -> bool:
-        """See :attr:`DraftSource.takes_forwards`."""
         return False
 
     def __post_init__(self) -> None:
@@ -79,6 +77,5 @@ class Lookup(DraftSource):
         return FreeDrafts(found, session, controller, self.max_nodes)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         controller = controller_of(session)
         return ControlledDrafter(session, controller, self.free_drafts(session, controller), {})

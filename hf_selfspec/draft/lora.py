@@ -46,7 +46,6 @@ class EarlyExitLora(ExitSource):
         return found
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         layer = self.module.exit_layer
         if layer >= anatomy.num_layers:
             raise SettingError(
@@ -55,7 +54,6 @@ class EarlyExitLora(ExitSource):
             )
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
         raise UnsupportedOptionError(
             f"{self!r} cannot be exported: it drafts after keys and values that the layers without LoRA have written, "
             "while an engine would run one kind of layers for all tokens. Export EarlyExit(layer), SkipLayers(...) or "
@@ -63,7 +61,6 @@ class EarlyExitLora(ExitSource):
         )
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         anatomy, target = session.anatomy, session.target
         self.check(anatomy, session.max_new)
         self.module.check(session.knowledge.fingerprint)

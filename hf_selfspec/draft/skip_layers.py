@@ -113,19 +113,16 @@ class SkipLayers(DraftSource):
         return self.search is not None
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
         if self.search is not None:
             check_window(self.search, anatomy, max_new)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
         if self.search is None:
             return DraftBlocks(self.plan(anatomy))
         return DraftBlocks.of_choice(repr(self), find_choice(SkipChoice), anatomy)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
         if self.search is None:
             return PartialDraft(limits, plan, repr(self))

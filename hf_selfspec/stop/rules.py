@@ -258,7 +258,6 @@ class ProductThreshold(BoundedRule):
         return sure if before is None else before * sure
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-        """See :meth:`RememberingRule.start`."""
         return RunningBound(self, [self.threshold] * rows)
 
 

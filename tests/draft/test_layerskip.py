@@ -33,7 +33,6 @@ from hf_selfspec import (
 )
 from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
-from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch, Timings
@@ -434,7 +433,7 @@ def test_timings_use_no_random_numbers():
     model, states = tiny_llama(), []
     model.generation_config.eos_token_id = None
     spec = SelfSpec.layerskip()
-    original = PartialDraft.measure
+    original = probe.ProbingDraft.measure
 
     def watched(self, *args):
         before = torch.get_rng_state()
@@ -442,7 +441,7 @@ def test_timings_use_no_random_numbers():
         states.append(torch.equal(before, torch.get_rng_state()))
         return complete
 
-    with patch.object(PartialDraft, "measure", watched):
+    with patch.object(probe.ProbingDraft, "measure", watched):
         model.generate(prompt(), max_new_tokens=48, do_sample=True, pad_token_id=0, assistant=spec)
     assert states == [True, True]
 
