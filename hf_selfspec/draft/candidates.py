@@ -7,21 +7,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
 from .source import Drafter, DraftSource, FixedDrafter, Session
-
-
-def check_generator(generator: CandidateGenerator) -> None:
-    """Checks that ``generator`` can draft from ids alone."""
-    if getattr(generator, "requires_model_outputs", False):
-        raise SettingError(
-            f"SelfSpec(draft={type(generator).__name__}) is not possible: it drafts from what the model's forwards "
-            "return (requires_model_outputs), but a SelfSpec passes only ids to a generator. Use transformers' own "
-            "loop: generate(use_mtp=True) or generate(assistant_model=...)."
-        )
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,12 @@ class Candidates(DraftSource):
         return f"{type(self.generator).__name__} drafts as many tokens as it returns, in a line"
 
     def __post_init__(self) -> None:
-        check_generator(self.generator)
+        if getattr(self.generator, "requires_model_outputs", False):
+            raise SettingError(
+                f"SelfSpec(draft={type(self.generator).__name__}) is not possible: it drafts from what the model's "
+                "forwards return (requires_model_outputs), but a SelfSpec passes only ids to a generator. Use "
+                "transformers' own loop: generate(use_mtp=True) or generate(assistant_model=...)."
+            )
 
     def start(self, session: Session) -> Drafter:
         session.target.cache.reserve(session.max_draft + 1)
@@ -107,10 +103,8 @@ class CandidateDraft(FixedDrafter):
             logits.append(None if scores is None else scores[0, :count].to(ids.device))
         self.steps += 1
         lengths = [len(tokens) for tokens in rows]
-        tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long, device=text.ids.device)
-        for row, drafted in enumerate(rows):
-            tokens[row, : len(drafted)] = drafted
-        return Draft(tokens=tokens, lengths=lengths, q=self._q(logits, tokens, lengths))
+        tokens = pad_sequence(rows, batch_first=True)
+        return Draft(tokens, lengths, q=self._q(logits, tokens, lengths))
 
     def _before_placeholders(self, drafted: torch.Tensor, text: torch.Tensor) -> int:
         """How many tokens come before the first one that the model cannot generate, if that was copied from the text.
