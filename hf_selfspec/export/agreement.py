@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from ..draft.blocks import DraftBlocks
+from ..draft.source import DraftBlocks
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.partial import ForwardPass, obeying, partial_forwards

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..draft.blocks import DraftBlocks
+from ..draft.source import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
