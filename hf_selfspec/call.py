@@ -86,6 +86,11 @@ class Call:
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
     @cached_property
+    def anatomy(self) -> Anatomy:
+        """The model's parts."""
+        return Anatomy.of(self.model)
+
+    @cached_property
     def stopper(self) -> Stopper:
         """The stopping criteria."""
         return Stopper(self.stopping_criteria)
@@ -108,9 +113,8 @@ def check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
     check_call(call.model, call.input_ids, call.model_kwargs)
     if call.synced_gpus:
         source.check_synced()
-    anatomy = Anatomy.of(call.model)
-    source.check(anatomy, call.max_new)
-    if call.has_own_cache and source.whole_model(anatomy) is not None:
+    source.check(call.anatomy, call.max_new)
+    if call.has_own_cache and source.whole_model(call.anatomy) is not None:
         raise UnsupportedOptionError(
             "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be used "
             "again. Leave out `past_key_values`."
@@ -155,7 +159,7 @@ def lay_out(
 ) -> Decoder:
     """Lays out the prompts, the text and the cache, and starts the drafter."""
     batch_size, stopper, config = len(call.input_ids), call.stopper, call.generation_config
-    inputs = Inputs.of(call.model, Anatomy.of(call.model), call.input_ids, call.model_kwargs, config)
+    inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
     check_length(call.model, inputs, config.max_length)
     scorer = Scorer(with_grammars(call.logits_processor), batch_size, call.do_sample)
@@ -265,8 +269,8 @@ def decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
         counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
         stats.tokens, stats.rounds = sum(counts), sum(counts) - len(counts)
         stats.accepted_lengths[0] = stats.rounds
-        stats.from_draft = [[False] * count for count in counts]
-        stats.plan = LayerPlan(Anatomy.of(call.model).num_layers).picture()
+        stats.from_draft = [[False] * number for number in counts]
+        stats.plan = LayerPlan(call.anatomy.num_layers).picture()
         stats.timeline = [(stats.tokens, stats.total_seconds)]
         for found in knowledge.all_findings():
             if found.is_idle:
