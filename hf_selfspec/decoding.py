@@ -63,9 +63,9 @@ class Decoder:
         returned = self.config.return_dict_in_generate
         scores, logits = returned and self.config.output_scores, returned and self.config.output_logits
         # For each row and token scores and logits [v], or for each token the scores [b, v] where rows advance together.
-        self._scores = [[] for _ in range(b)] if scores and not self._in_step else None
-        self._steps = [] if scores and self._in_step else None
-        self._logits = [[] for _ in range(b)] if logits else None
+        self._scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not self._in_step else None
+        self._steps: list[torch.Tensor] | None = [] if scores and self._in_step else None
+        self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
         # Whether tokens are a plain argmax of the logits, and the argmax that the last forward over a draft returned.
         self._is_greedy = self.scorer.is_greedy and not stateful and self._scores is None
         self._best: Best | None = None

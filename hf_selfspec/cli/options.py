@@ -173,7 +173,7 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
         if setting.parse is not None:
             kind, default = str | None, ",".join(default) if isinstance(default, tuple) else default
         elif get_origin(kind) is tuple:
-            kind, default = list[get_args(kind)[0]], list(field.default)  # type: ignore[misc]  # of what it repeats
+            kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]  # of what it repeats
         hint = Annotated[kind, typer.Option(option_name(field, setting), help=setting.help)]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 

@@ -33,7 +33,7 @@ _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "shapes": lambda folder: SelfSpec(EarlyExitLora(folder)),
     "exit_layer": SelfSpec.adaspeed,
 }
-_BRACKETS = ("()", "[]", "{}")
+_OPENING, _CLOSING = "([{", ")]}"
 
 
 def read_spec(text: str, option: str = "--spec") -> SelfSpec:
@@ -63,7 +63,7 @@ def split(texts: Iterable[str]) -> list[str]:
                 items[-1] += f",{part}"
             else:
                 items.append(part)
-            depth += sum(part.count(opening) - part.count(closing) for opening, closing in _BRACKETS)
+            depth += sum(map(part.count, _OPENING)) - sum(map(part.count, _CLOSING))
     return [item.strip() for item in items if item.strip()]
 
 

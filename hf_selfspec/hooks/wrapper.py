@@ -25,6 +25,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..call import Call, cannot_serve, leave
 from ..errors import SelfSpecError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
+from ..model.inputs import check_inputs
 from ..refusals import check_options
 from ..selfspec import SelfSpec
 from .choosing import CONFIG_NAMES, choose
@@ -66,6 +67,7 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
     named = {**named, "generation_config": _without_assistant(named.get("generation_config"))}
     effective = _Options(model, named)
     check_options(model, effective)
+    check_inputs(model, named.get("inputs"))
     if effective.cache_implementation == "static":
         # Ours is one, if need be.
         compile_config = effective.compile_config or CompileConfig()

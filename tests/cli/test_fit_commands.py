@@ -48,8 +48,9 @@ from hf_selfspec import (
 from hf_selfspec.cli import app, main
 from hf_selfspec.data.texts import texts
 from hf_selfspec.train import FITS
-from hf_selfspec.train.fit import Fit, Option
+from hf_selfspec.train.fit import Fit
 from hf_selfspec.train.fit_trainer import training_arguments
+from hf_selfspec.validation import Option
 
 TEXT = "def f(x): return x + 1 "
 
