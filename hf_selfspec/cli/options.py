@@ -167,7 +167,7 @@ def _fields(group: Any) -> list[tuple[Field[Any], Any]]:
 
 
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
-    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
     if (setting := setting_of(hint)) is not None:
         kind = get_args(hint)[0]
         if setting.parse is not None:
