@@ -11,8 +11,8 @@ import torch
 from ..errors import SettingError
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_exit
-from .fit import Option, TrainedFit, as_function, words
+from ..validation import Option, check_count, check_exit
+from .fit import TrainedFit, as_function, words
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import Metric, agreement, cross_entropy, per_token
 

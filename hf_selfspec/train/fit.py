@@ -21,7 +21,7 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_positive
+from ..validation import Option, check_count, check_positive
 from .checkpoints import forget
 from .fit_trainer import FitModule, FitTrainer, resumable_arguments, seeded, training_arguments
 from .frozen_model import FrozenModel, HiddenStates
@@ -30,21 +30,6 @@ from .speedup import SpeedupEvaluator, speed_figures
 
 M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
-
-
-@dataclass(frozen=True)
-class Option:
-    """How the command line takes a setting; settings without one are for Python alone.
-
-    Args:
-        help: what the setting is.
-        name: the option's name, by default the setting's.
-        parse: makes the setting of the option's text, where it is not a text or a number.
-    """
-
-    help: str
-    name: str | None = None
-    parse: Callable[[str], Any] | None = None
 
 
 def words(text: str) -> tuple[str, ...]:

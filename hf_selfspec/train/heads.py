@@ -30,8 +30,8 @@ from ..modules.heads import (
     reached,
 )
 from ..selfspec import SelfSpec
-from ..validation import MOST_LAYERS, check_count, check_exit, check_flag, check_share
-from .fit import Option, TrainedFit, as_function, check_length, saved, words
+from ..validation import MOST_LAYERS, Option, check_count, check_exit, check_flag, check_share
+from .fit import TrainedFit, as_function, check_length, saved, words
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import Metric, agreement, per_token
 from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
