@@ -23,7 +23,7 @@ from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
 from ..model.anatomy import causal_lm, max_positions
 from ..model.attention import without_cudnn_attention
-from ..model.checkpointing import evaluating
+from ..model.patching import evaluating
 from ..reports.plots import save
 from .methods import Methods, fitting
 from .prompts import KIND, Batch, Encoder, Prompt

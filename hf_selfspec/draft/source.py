@@ -15,7 +15,7 @@ from ..model.parallel import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stats import GenerationStats
-from ..stop.rules import Memory, StopRule
+from ..stop.rules import Memory, StopRule, longest_draft
 from ..verify.scoring import Scorer
 from ..verify.tree import Tree
 from .blocks import DraftBlocks, FindChoice
@@ -116,7 +116,7 @@ class Limits:
     @property
     def longest(self) -> int:
         """Maximum number of tokens on the line."""
-        return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
+        return longest_draft(self.stop, self.max_draft)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Session:
     @property
     def num_rows(self) -> int:
         """``b``."""
-        return len(self.target.last_slots)
+        return len(self.target.roots)
 
     @property
     def vocabulary(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..model.checkpointing import evaluating
+from ..model.patching import evaluating
 from . import LookupRow
 from .findings import LookupFindings
 from .likeliest import likeliest, tops_of
@@ -17,11 +17,7 @@ _CHUNK = 256
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[int]]) -> None:
-    """Runs the model once over each text, and keeps the texts and the most likely tokens after each token.
-
-    Raises:
-        UnsupportedModelError: the model keeps no key-value cache between chunks of a text.
-    """
+    """Runs the model once over each text, and keeps the texts and the most likely tokens after each token."""
     with evaluating(model):
         for ids in rows:
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -35,8 +31,8 @@ def observe(model: PreTrainedModel, findings: LookupFindings, rows: list[list[in
                         f"{len(ids)} tokens in chunks. Give texts of at most {_CHUNK} tokens."
                     )
                 tops += tops_of(likeliest(output.logits.float()))[0]
-            row = LookupRow(findings.known)
+            row = LookupRow(findings)
             with findings.lock:
                 row.read(ids, tops)
-            findings.end([row])
+            findings.end([row.own.tokens])
         findings.write()

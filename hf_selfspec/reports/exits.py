@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.prompts import checked_texts, token_ids
 from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import causal_lm
-from ..model.checkpointing import evaluating
 from ..model.exits import LOGIT_ELEMENTS, Exits
+from ..model.patching import evaluating
 from ..validation import check_count
 from .plots import new_figure, save
 

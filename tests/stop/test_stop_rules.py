@@ -23,7 +23,7 @@ from hf_selfspec import (
     SettingTypeError,
 )
 from hf_selfspec.stop import StopRule
-from hf_selfspec.stop.rules import BoundedRule, Memory, RunningRule, start
+from hf_selfspec.stop.rules import Memory, RunningBound, RunningRule, start
 
 EXIT = 2
 
@@ -114,10 +114,10 @@ class _Contrary(ConfidenceThreshold):
 def test_shipped_rules_compare_one_number_with_a_bound(rule: StopRule, ended: list[bool] | None) -> None:
     """What would decide by something else is called."""
     running = start(rule, 2, 5, Memory())
-    bound = running.bound() if isinstance(running, BoundedRule) else None
-    assert (bound is None) == (ended is None)
-    if bound is not None:
-        assert bound.judge(bound.values(None, with_top(0.6, 0.9)).tolist(), [1, 2], ()).ends == ended
+    assert (isinstance(running, RunningBound) and running.needs_logits_alone) == (ended is not None)
+    if ended is not None:
+        values = running.values(with_top(0.6, 0.9), torch.zeros(2, 8)).tolist()
+        assert [value < least for value, least in zip(values, running.thresholds, strict=True)] == ended
 
 
 def thresholds(rule: RunningRule) -> list[float]:
