@@ -47,16 +47,7 @@ def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, pr
     """Returns the adapter as a decoder layer that follows its exit layer.
 
     Where heads share keys and values, these are repeated for each head in all layers, since a config has a single
-    number of key-value heads.
-
-    Args:
-        model: the model that the adapter was fitted to.
-        anatomy: the model's anatomy.
-        adapter: an adapter with attention alone.
-        prefix: name of the list of layers, with a dot behind it.
-
-    Raises:
-        SelfSpecError: no layer of this model can do what the adapter does.
+    number of key-value heads. ``prefix`` is the name of the list of layers, with a dot behind it.
     """
     if not adapter.attention or adapter.mlp is not None:
         raise UnsupportedOptionError(
@@ -148,11 +139,7 @@ def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.
 
 
 def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch.Tensor:
-    """The weight with which a norm of the model computes the same as the adapter's norm (some add 1 to their weight).
-
-    Raises:
-        UnsupportedModelError: there is no such weight.
-    """
+    """The weight with which a norm of the model computes the same as the adapter's norm (some add 1 to theirs)."""
     twin = copy.deepcopy(module).float().cpu()
     weights = [parameter for _, parameter in twin.named_parameters()]
     generator = torch.Generator("cpu").manual_seed(0)

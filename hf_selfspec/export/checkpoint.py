@@ -35,20 +35,8 @@ def layers_name(model: nn.Module, anatomy: Anatomy) -> str:
     return next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
 
 
-def silenced(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
-    """Zeros for the last projections of blocks that are left out of a layer whose other block stays.
-
-    Args:
-        plan: the blocks that run.
-        anatomy: the whole model's anatomy.
-        prefix: name of the list of layers, with a trailing dot.
-
-    Returns:
-        The zero tensors by their names in the new model.
-
-    Raises:
-        UnsupportedModelError: a block or its last projection was not found.
-    """
+def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
+    """Zeros, by names in the new model, for the last projections of blocks that are left out of a layer that stays."""
     check_plan(plan, anatomy)
     found: dict[str, torch.Tensor] = {}
     for place, layer in enumerate(kept_layers(plan)):
@@ -87,17 +75,10 @@ def model_of_layers(
     prefix: str,
     replaced: Mapping[str, torch.Tensor],
 ) -> PreTrainedModel:
-    """Returns a model of the given config with the tensors of another model; nothing is copied.
+    """Returns a model of the given config with the tensors of another model's ``kept`` layers; nothing is copied.
 
-    Args:
-        model: the model whose tensors are used.
-        config: the new model's config.
-        kept: for each layer of the new model, the layer whose tensors it uses.
-        prefix: name of the list of layers, with a trailing dot.
-        replaced: tensors to use instead, by their names in the new model.
-
-    Raises:
-        UnsupportedModelError: the two models differ in more than their layers.
+    ``prefix`` is the name of the list of layers, with a trailing dot; tensors that are ``replaced`` have their names in
+    the new model.
     """
     draft = _empty(model, config)
     source = _Source(model, kept, prefix)
@@ -190,17 +171,7 @@ def _fill_attributes(draft: nn.Module, source: _Source) -> None:
 def check_same_layers(
     model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str, but: Sequence[str] = ()
 ) -> None:
-    """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index.
-
-    Args:
-        model: the whole model.
-        draft: the new model with some of its layers.
-        kept, prefix: see :func:`model_of_layers`.
-        but: attributes that may differ.
-
-    Raises:
-        UnsupportedModelError: a layer differs.
-    """
+    """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index."""
     for place, layer in enumerate(kept):
         old, new = model.get_submodule(f"{prefix}{layer}"), draft.get_submodule(f"{prefix}{place}")
         numbers = (layer, place)

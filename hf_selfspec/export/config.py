@@ -28,16 +28,7 @@ def depth_name(config: PreTrainedConfig) -> str:
 
 
 def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: Any) -> PreTrainedConfig:
-    """Returns the config of a model that consists of some layers of another one.
-
-    Args:
-        config: the other model's config.
-        kept: for each new layer, the index of the layer that it is or is modelled on.
-        changes: further settings to replace.
-
-    Raises:
-        UnsupportedModelError: there is no such config.
-    """
+    """Returns the config of a model that consists of the ``kept`` layers, with further ``changes``."""
     depth, values = config.num_hidden_layers, config.to_dict()
     chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
     chosen |= _sparse_steps(values, kept) | _kinds_of_attention(chosen) | {depth_name(config): len(kept)} | changes

@@ -12,7 +12,7 @@ from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan
 from ..stop.rules import StopRule
 from .costs import ForwardCosts
-from .replay import Replays, Rule, Trace, replays
+from .replay import Rule, Trace, replays
 
 _C = TypeVar("_C", bound="Choice")
 

@@ -431,7 +431,7 @@ def test_settings(llama: LlamaForCausalLM, tmp_path: Path) -> None:
 def test_a_draft_that_predicts_something_else_is_not_written(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "silenced", lambda plan, anatomy, prefix: {})
+    monkeypatch.setattr(exporting, "zeroed_projections", lambda plan, anatomy, prefix: {})
     with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
         SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
     assert not (tmp_path / "draft").exists()
