@@ -117,7 +117,7 @@ STOPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "search"), zip(STOPS, SEARCHES, strict=True))
+@pytest.mark.parametrize(("name", "search"), list(zip(STOPS, SEARCHES, strict=True)))
 def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch, search: Search, name: str) -> None:
     """That of the search from when it has one, and the user's own where one is given."""
     own, used = STOPS[name], []
