@@ -22,8 +22,14 @@ from ..search.choice import Choice, choice_of_state
 from .adapter_layer import AdapterLayer, adapter_layer
 from .agreement import check_agreement
 from .card import TAG, card_of
-from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, zeroed_projections
-from .config import config_of_layers
+from .checkpoint import (
+    check_same_layers,
+    config_of_layers,
+    kept_layers,
+    layers_name,
+    model_of_layers,
+    zeroed_projections,
+)
 
 if TYPE_CHECKING:
     from ..selfspec import SelfSpec
