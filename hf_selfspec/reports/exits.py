@@ -152,7 +152,7 @@ def _text_sums(
     for start in range(0, len(targets), chunk):
         piece = slice(start, start + chunk)
         last_choice = None
-        for layer in reversed(range(len(states))):
+        for layer in (len(states) - 1, *range(len(states) - 1)):
             logits = head(states[layer, piece])
             correct, choice = targets[piece].to(logits.device), logits.argmax(-1)
             last_choice = choice if last_choice is None else last_choice
