@@ -52,21 +52,13 @@ class ChiSquared:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How continuations of a prompt are sampled.
-
-    Attributes:
-        model: the model.
-        ids: ``[1, s]`` the prompt.
-        steps: the most tokens of a continuation.
-        draws: number of continuations.
-        options: sampling options of ``generate``.
-    """
+    """How continuations of a prompt are sampled."""
 
     model: PreTrainedModel
-    ids: torch.Tensor
-    steps: int
+    ids: torch.Tensor  # [1, s], the prompt
+    steps: int  # the most tokens of a continuation
     draws: int
-    options: dict[str, Any]
+    options: dict[str, Any]  # of generate
 
     @property
     def ends(self) -> set[int]:
@@ -123,15 +115,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Expected:
-    """The exact probabilities of what may follow a prompt.
+    """The exact probabilities of what may follow a prompt."""
 
-    Attributes:
-        cells: probability of each likely continuation.
-        known: for each beginning that was looked at, the probabilities ``[v]`` of its next token.
-    """
-
-    cells: dict[Beginning, float]
-    known: dict[Beginning, torch.Tensor]
+    cells: dict[Beginning, float]  # of each likely continuation
+    known: dict[Beginning, torch.Tensor]  # [v], of the next token after each beginning that was looked at
 
     def test(self, drawn: Iterable[Beginning]) -> ChiSquared:
         """Tests drawn continuations; those without a cell of their own are counted in one common cell."""

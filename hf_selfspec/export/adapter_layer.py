@@ -27,20 +27,13 @@ WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "o
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """The tensors and settings that make an adapter a layer of a checkpoint.
+    """The tensors and settings that make an adapter a layer of a checkpoint."""
 
-    Attributes:
-        twin: index of the model's layer on which the new layer is modelled.
-        replaced: new tensors by their names in the checkpoint: those of the new layer, the final norm and the head, and
-            the key and value projections of the other layers where heads shared them.
-        settings: changes to the model's config.
-        may_differ: attributes in which the checkpoint's layers may differ from the model's.
-    """
-
-    twin: int
+    twin: int  # index of the model's layer on which the new layer is modelled
+    # By names in the checkpoint: the new layer, the final norm, the head, and projections of shared keys and values.
     replaced: Mapping[str, torch.Tensor]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    may_differ: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)  # changes to the model's config
+    may_differ: tuple[str, ...] = ()  # attributes in which the checkpoint's layers may differ from the model's
 
 
 def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str) -> AdapterLayer:
