@@ -173,7 +173,7 @@ class ProbingDraft(PartialDraft):
                 study.pace.add_round(now - self._round_begun)
             if study.choice is None and not study.is_promising:
                 self._try_exit(text, verdicts, logits)
-            elif max(self._unseen(text)) > (_SOON if study.choice is None else _WINDOW) and self._budget.left > 0:
+            elif max(self._unseen(text)) > (_SOON if study.choice is None else _WINDOW) and self._has_time(_LEAST):
                 self._probe(text)
             self._round_begun = self._now()
         self._use_choice()

@@ -258,7 +258,7 @@ class SearchingDraft(PartialDraft):
     def _work(self, text: Text, least: int) -> None:
         """Times forwards and tries sets, on at least ``least`` tokens, as long as there is time."""
         search = self.search
-        if not self._behind or self._budget.left <= 0:
+        if not self._behind or not self._has_time(least):
             return
         if search.wants_timings and not self._timed:
             stopwatch = search.timings.stopwatch(*search.space.timed_plans())
