@@ -49,8 +49,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.blocks import DraftBlocks
 from hf_selfspec.export import exporting
-from hf_selfspec.export.agreement import partial_logits
-from hf_selfspec.export.exporting import draft_model
+from hf_selfspec.export.exporting import draft_model, partial_logits
 from hf_selfspec.learned.knowledge import KnowledgeOfCall
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
