@@ -239,5 +239,5 @@ class _Run:
         scores = self.model.generate(ids, assistant=False, **options).scores
         token = column - ids.shape[1]
         found = difference_at(prompt, token, *pairs[column], scores[min(token, len(scores) - 1)][0], self.model.dtype)
-        texts = (None if one == _NOTHING else str(self.tokenizer.decode([one])) for one in pairs[column])
-        return [replace(found, texts=tuple(texts))]
+        expected, got = (None if one == _NOTHING else str(self.tokenizer.decode([one])) for one in pairs[column])
+        return [replace(found, texts=(expected, got))]
