@@ -26,7 +26,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.data.texts import texts
-from hf_selfspec.learned.files import check_folder, folder_written_whole, read_json
+from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.search.tuning import PROGRESS_NAME, tune
 from hf_selfspec.train.checkpoints import checkpoints_of
@@ -251,12 +251,6 @@ def test_states_and_steps_that_cannot_be_kept(tmp_path: Path) -> None:
         tune(model, lambda text, **_: {"input_ids": [3, 4, 5]}, ["a"], folder=folder, max_new_tokens=1)
 
 
-def test_the_longest_task_has_a_file(tmp_path: Path) -> None:
-    spec = SelfSpec(EarlyExit(), cache_dir=tmp_path, task="字" * 50)
-    tiny_llama().generate(**ragged_batch((6,)), max_new_tokens=40, do_sample=False, assistant=spec)
-    assert len(list(tmp_path.rglob("*.json"))) == 1
-
-
 # Pictures -------------------------------------------------------------------------------------------------------------
 
 
@@ -288,17 +282,6 @@ def test_pictures_that_cannot_be_written(plots: list[Callable[[Any], Any]], tmp_
 # Reading, and folders -------------------------------------------------------------------------------------------------
 
 
-def test_json_is_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    content = {"a": [1, 2.5, None, True, {"b": [[[]]]}], "c": 2**63 - 1}
-    path.write_text(json.dumps(content))
-    assert read_json(path) == content
-    with pytest.raises(FileNotFoundError):
-        read_json(tmp_path / "none.json")
-    with pytest.raises(ValueError, match="directory"):
-        read_json(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("place", "words"),
     [("file", "is a file. Name a folder"), ("file/a", "cannot be a folder .Not a directory"), ("a" * 300, "too long")],
@@ -309,15 +292,6 @@ def test_folders_that_are_none(place: str, words: str, tmp_path: Path) -> None:
         check_folder("--out", tmp_path / place)
     check_folder("--out", tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_folders_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(SettingError, match=rf"nothing can be written in {re.escape(str(tmp_path))} .Permission denied"):
-        check_folder("--out", tmp_path / "a")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs the file system of processes")

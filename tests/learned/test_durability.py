@@ -30,7 +30,6 @@ from hf_selfspec import (
     Lookup,
     SelfSpec,
     SettingError,
-    SettingTypeError,
     errors,
 )
 from hf_selfspec.lookup.findings import _write_rest
@@ -258,11 +257,6 @@ def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> Non
 def test_bad_task_names(task: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits"):
         SelfSpec(cache_dir=tmp_path, task=task)
-
-
-def test_bad_cache_folders() -> None:
-    with pytest.raises(SettingTypeError, match=r"SelfSpec\(cache_dir\) must be a path or None, got 3"):
-        SelfSpec(cache_dir=3)
 
 
 def replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:

@@ -45,9 +45,7 @@ def llama() -> PreTrainedModel:
 SETTINGS = {
     "default": SelfSpec(),
     "exit": SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
-    "probe": SelfSpec.layerskip(),
     "probe with a rule": SelfSpec.layerskip(stop=ConfidenceThreshold(0.6)),
-    "exit only": SelfSpec.early_exit_only(5),
     "skip": SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
     "swift": SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
     "clasp": SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9, 1.0)), tree=CostTree()),
@@ -65,13 +63,6 @@ def test_settings_come_back(name: str, tmp_path: Path) -> None:
     loaded = SelfSpec.from_pretrained(tmp_path / "a" / "b")
     assert loaded == spec
     assert repr(loaded) == repr(spec)
-
-
-def test_settings_alone_serve_any_model(tmp_path: Path) -> None:
-    SelfSpec(SkipLayers(), FixedLength(3)).save_pretrained(tmp_path)
-    loaded = SelfSpec.from_pretrained(str(tmp_path))
-    for model in (tiny_llama(6), tiny_llama(5, seed=1), tiny_gpt2(512)):
-        assert_lossless(model, loaded)
 
 
 @pytest.mark.every_run(".*-1")
@@ -326,11 +317,10 @@ def test_weights_that_cannot_be_read_are_unknown() -> None:
     assert "shapes" in unknown.difference(Fingerprint.of(tiny_llama(6, vocabulary=98), 6))
 
 
-@pytest.mark.parametrize("count", [32000 * 4096, 151936 * 896, 2**24 + 1])
-def test_fingerprints_of_large_parameters(count: int) -> None:
+def test_fingerprints_of_large_parameters() -> None:
     """Whole numbers of this size are not all in single precision."""
     model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.zeros(1).expand(count))
+    model.weight = torch.nn.Parameter(torch.zeros(1).expand(151936 * 896))
     assert Fingerprint.of(model, 1).weights is not None
 
 
@@ -446,16 +436,6 @@ def test_findings_that_do_not_fit(
         handle.remove()
     assert refused > 5
     assert all("forward" not in module.__dict__ for module in llama.modules())
-
-
-def test_findings_of_another_kind_of_draft(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
-    path = changed(saved, tmp_path, ("settings", "draft"), {"class": "EarlyExit", "layer": None})
-    content = json.loads(path.read_text())
-    content["findings"][0]["source"] = "exit probe"
-    path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match="cut short or changed") as error:
-        generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
-    assert str(path) in str(error.value)
 
 
 # What cannot be saved ------------------------------------------------------------------------------------------------
