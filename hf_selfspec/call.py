@@ -30,13 +30,12 @@ from .errors import UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import KnowledgeOfCall
 from .model.anatomy import Anatomy
-from .model.arguments import extra_arguments
-from .model.checkpointing import checkpoints, without_checkpointing
 from .model.given_cache import cache_for, cache_name, given_cache
-from .model.inputs import Inputs
+from .model.inputs import Inputs, extra_arguments
 from .model.linear import are_faster
 from .model.modules import all_modules
 from .model.parallel import is_tensor_parallel
+from .model.patching import checkpoints, without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
@@ -164,11 +163,11 @@ class Generation:
             request.model,
             anatomy,
             cache_for(request.model, batch_size, prompt.width + new_tokens, request.past),
-            prompt.padding,
-            prompt.holes,
-            None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            inputs.following,
-            self.source.whole_model(anatomy),
+            padding=prompt.padding,
+            holes=prompt.holes,
+            reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
+            following=inputs.following,
+            plan=self.source.whole_model(anatomy),
         )
         if self.compile_config is not None:
             target.compile(self.compile_config)
@@ -189,8 +188,7 @@ class Generation:
         drafter = controlled(self.source.start(session), session, repr(self.source))
         return Decoder(
             target=target,
-            prompt=prompt,
-            prefill=inputs.prefill,
+            inputs=inputs,
             text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
             draft=ConstrainedDrafter(drafter, constraint) if constraint else drafter,
             scorer=scorer,
@@ -220,7 +218,7 @@ class Generation:
                     decoder.hand_back(cache, ids)
         finally:
             decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
-            self.knowledge.knowledge.write()
+            self.knowledge.write()
         self.knowledge.knowledge.add_call(decoder.stats)
         _remind_of_length(decoder.stopper.criteria, ids)
         return decoder.output(ids, cache) if returned else ids

@@ -16,10 +16,10 @@ from .batch import Draft, Text, Verdict
 from .control.moments import moment, seconds_between
 from .draft.source import Drafter
 from .model.experts import decoding_experts
+from .model.inputs import Inputs
 from .model.layout import TreeLayout
-from .model.prefill import Prefill
-from .model.prompt import Prompt
-from .model.step import Best
+from .model.partial import Best, ForwardPass
+from .model.prefill import prefill
 from .model.target import Target
 from .model.transfer import Pending, upload
 from .stats import DraftStreamer, GenerationStats
@@ -64,8 +64,7 @@ class Decoder:
 
     Attributes:
         target: the model, prepared.
-        prompt: the laid-out prompts.
-        prefill: puts them into the cache.
+        inputs: the laid-out prompts.
         text: the ids, growing.
         draft: proposes tokens.
         scorer: logits processors.
@@ -81,8 +80,7 @@ class Decoder:
     """
 
     target: Target
-    prompt: Prompt
-    prefill: Prefill
+    inputs: Inputs
     text: Text
     draft: Drafter
     scorer: Scorer
@@ -118,7 +116,7 @@ class Decoder:
         started, begun = perf_counter(), moment(self.text.ids.device)
         nothing = Draft.none(self.text)
         self.scorer.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
-        logits = self.prefill.run(self.target, self.prompt).to(self.text.ids.device, torch.float32)
+        logits = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
         self.scorer.fit(logits.shape[-1])
         prefilled = moment(logits.device)
         verdicts = self._judge(nothing, logits[:, None])
@@ -162,7 +160,6 @@ class Decoder:
         return min(counts) < max(counts) and self.target.padding is None
 
     def _round(self) -> None:
-        self.target.last_slots = self.text.last_slots()
         max_new = [self._max_new(row) for row in range(self.text.batch_size)]
         begun = moment(device := self.text.ids.device)
         draft = self.draft.propose(self.text, max_new)
@@ -193,21 +190,21 @@ class Decoder:
         roots = text.last_slots()
         # A sibling would need what its ancestors fed into the recurrent states of the lower layers in another forward.
         if draft.states is None or (nodes is not None and target.anatomy.is_recurrent):
-            step = target.step(tokens, roots, nodes=nodes, chooses=chooses)
+            step = target.step(tokens, roots, ForwardPass(target.full_plan, chooses=chooses), nodes)
         else:
             states, ready = draft.states, draft.states.shape[1]
             if ready < tokens.shape[1]:
                 rest = target.step(
                     tokens[:, ready:],
                     roots if nodes is not None else roots.ahead(ready),
-                    nodes=nodes,
-                    first_node=ready if nodes is not None else 0,
-                    capture=draft.prefix,
-                    head=False,
-                ).prefix_state
+                    ForwardPass(target.full_plan, stop=draft.prefix),
+                    nodes,
+                    ready if nodes is not None else 0,
+                ).captured
                 assert rest is not None
                 states = torch.cat([states, rest], dim=1)
-            step = target.step(tokens, roots, nodes=nodes, state=states, capture=draft.prefix, chooses=chooses)
+            run = ForwardPass(target.full_plan, start=draft.prefix, state=states, chooses=chooses)
+            step = target.step(tokens, roots, run, nodes)
         assert step.logits is not None
         self._best = step.best
         return step.logits.to(text.ids.device, torch.float32)
@@ -256,8 +253,7 @@ class Decoder:
         self.text.append(new)
         for known, tokens in zip(self._tokens, new, strict=True):
             known += tokens
-        self.target.keep_path(moves)
-        self.target.commit(self.text.last_slots())
+        self.target.commit(self.text.last_slots(), moves)
         self._stream()
         keeps = self.keeps_rows or self._in_step or getattr(self.draft, "needs_ended_rows", False)
         if not keeps:
@@ -301,7 +297,7 @@ class Decoder:
             return 0
         count = self.stopper.max_new(self.text, row) - 1
         limit = self.target.anatomy.position_limit
-        return count if limit is None else max(0, min(count, limit - 1 - self.target.last_slots[row]))
+        return count if limit is None else max(0, min(count, limit - 1 - self.target.roots[row]))
 
     # Output --------------------------------------------------------------------------------------------------------
 
@@ -346,17 +342,17 @@ class Decoder:
 
     def hand_back(self, cache: Any, ids: torch.Tensor) -> None:
         """Fills the cache that ``generate`` returns, with everything but the last token."""
-        total = self.prompt.width + ids.shape[1] - self.text.prompt_width - 1
+        prompt = self.inputs.prompt
+        total = prompt.width + ids.shape[1] - self.text.prompt_width - 1
         counts = [self.generated(row) for row in range(self.text.batch_size)]
         ends: Sequence[int] = self.text.last_slots()
         if self._end_unevenly():
             # The last token of a row that ended before the others belongs in the cache too, but was not run yet.
             if not self._ran_along:
-                self.target.step(
-                    self.text.last_tokens(), self.text.last_slots(), head=False, capture=self.target.anatomy.num_layers
-                )
+                run = ForwardPass(self.target.full_plan, stop=self.target.anatomy.num_layers)
+                self.target.step(self.text.last_tokens(), self.text.last_slots(), run)
             ends = [end + (count < max(counts)) for end, count in zip(ends, counts, strict=True)]
-        self.target.cache.hand_back(cache, self.prompt.slots(total, counts), total, ends)
+        self.target.cache.hand_back(cache, prompt.slots(total, counts), total, ends)
 
 
 def _on_device(draft: Draft, nodes: TreeLayout | None, device: torch.device) -> torch.Tensor:

@@ -10,10 +10,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from .model.anatomy import Anatomy
 from .model.given_cache import check_cache, given_cache
-from .model.hooks import hooks_of
-from .model.kernels import check_kernels
 from .model.masks import served_attention
+from .model.modules import hooks_of
 from .model.prompt import Prompt
+from .model.recurrences.kernels import check_kernels
 from .validation import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.

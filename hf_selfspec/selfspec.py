@@ -22,6 +22,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from .call import Generation, Request
+from .data.prompts import checked_texts, token_ids
 from .draft.candidates import Candidates
 from .draft.cascade import Cascade
 from .draft.lookup import NAME, Lookup
@@ -33,10 +34,8 @@ from .errors import SettingError, SettingTypeError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
-from .learned.saving import Kind
-from .lookup.observing import observe, token_rows
+from .lookup.observing import observe
 from .model.anatomy import causal_lm
-from .model.parallel import is_tensor_parallel
 from .presets import Presets
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
@@ -127,9 +126,7 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: ``model`` is neither.
         """
-        inner = causal_lm(model, "SelfSpec.choice")
-        found = self._knowledge.latest(inner, lambda found: hasattr(found, "choice"))
-        return None if found is None else found.choice
+        return self._knowledge.choice(causal_lm(model, "SelfSpec.choice"))
 
     def observe(
         self,
@@ -160,10 +157,11 @@ class SelfSpec(Presets):
             raise SettingError(f"SelfSpec.observe is for free drafts, but {self.draft!r} has none. Add Lookup().")
         if max_new_tokens is not None:
             check_count("SelfSpec.observe(max_new_tokens)", max_new_tokens)
-        rows = token_rows(tokenizer, texts, max_new_tokens is not None)
+        given = checked_texts("SelfSpec.observe", texts, chats=True)
+        rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = self._known(inner, (False, False)).of_all_kinds(NAME, lambda _: lookup.findings(size))
+            known = KnowledgeOfCall(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
             observe(inner, known, rows)
             return
         for row in rows:
@@ -207,7 +205,8 @@ class SelfSpec(Presets):
             SettingError: there is no such file, it was cut short or changed, or it has another format.
         """
         saved = saving.read(path_of(folder) / saving.FILE_NAME)
-        spec = saving.construct(cls, saved)
+        with saving.reading(saved.path):
+            spec = cls(**saved.settings)
         spec._knowledge.saved = saved
         return spec
 
@@ -264,7 +263,7 @@ class SelfSpec(Presets):
         """The given model, or the only one with findings."""
         if model is not None:
             return causal_lm(model, name)
-        used = list(self._knowledge.models)
+        used = self._knowledge.models
         if len(used) > 1:
             raise SettingError(
                 f"{name}: this SelfSpec has drafted for {len(used)} models. Name the one that is meant with `model`."
@@ -315,25 +314,13 @@ class SelfSpec(Presets):
 
     def generation(self, request: Request, checks_logits: bool = True) -> Generation:
         """Returns what decodes one call, for the package's own use."""
-        knowledge = self._known(request.model, (request.do_sample, len(request.input_ids) > 1))
+        knowledge = KnowledgeOfCall(self, request.model, (request.do_sample, len(request.input_ids) > 1))
         config = request.generation_config.compile_config
         if self.compile is not False:
             config = CompileConfig() if self.compile is True else self.compile
         elif config is not None and request.input_ids.device.type == "cpu" and not config._compile_all_devices:
             config = None  # as in transformers
         return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits, config)
-
-    def _known(self, model: PreTrainedModel, kind: Kind) -> KnowledgeOfCall:
-        # The processes of one model may have different folders, and would then draft differently.
-        folder = None if is_tensor_parallel(model) else self.cache_dir
-        return KnowledgeOfCall(
-            knowledge=self._knowledge,
-            model=model,
-            kind=kind,
-            cache_dir=None if folder is None else path_of(folder),
-            task=self.task,
-            settings=self._settings(),
-        )
 
     @property
     def _source(self) -> DraftSource:

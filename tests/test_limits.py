@@ -30,7 +30,7 @@ from hf_selfspec import (
     UnsupportedOptionError,
     errors,
 )
-from hf_selfspec.model import compiled, partial
+from hf_selfspec.model import partial, patching
 from hf_selfspec.model.attention import grouped_attention
 
 SPEC = new_spec()
@@ -190,7 +190,7 @@ def test_a_draft_that_overflows_has_nothing_to_say() -> None:
     head = model.lm_head.forward
 
     def overflowing(hidden: torch.Tensor) -> torch.Tensor:
-        run = partial._current.forward_pass
+        run = partial._current.now
         drafts = run is not None and run.plan.skipped_layers
         return head(hidden) * (float("nan") if drafts else 1.0)
 
@@ -294,7 +294,7 @@ def test_compiled_graphs_stay_bypassed_until_the_last_thread_leaves() -> None:
         return torch._dynamo.eval_frame._stance.stance
 
     before = stance()
-    first, second = compiled.eagerly(), compiled.eagerly()
+    first, second = patching.eagerly(), patching.eagerly()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

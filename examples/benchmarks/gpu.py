@@ -28,6 +28,7 @@ from hf_selfspec.bench.compare import machine
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import without_cudnn_attention
 from hf_selfspec.model.given_cache import cache_for
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.costs import seconds_of
@@ -135,7 +136,7 @@ def forwards(model: LlamaForCausalLM, rows: int, early: int, repeats: int) -> Re
 
     runs = {
         "plain step": (plain, layers),
-        "draft step": (lambda: target.step(one, starts, exit_plan), early),
+        "draft step": (lambda: target.step(one, starts, ForwardPass(exit_plan)), early),
         "verification": (lambda: target.step(several, starts), layers),
     }
     with target.prepared():

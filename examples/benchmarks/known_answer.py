@@ -18,8 +18,10 @@ from hf_selfspec import ClosestLayers, ConfidenceThreshold, OnTheFlySearch, Self
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.given_cache import cache_for
 from hf_selfspec.model.layout import TreeLayout
+from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
+from hf_selfspec.model.transfer import RowNumbers
 from hf_selfspec.search.replay import trace
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.stop.rules import confidence
@@ -165,13 +167,12 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
     assert isinstance(ids, torch.Tensor)
     anatomy, (b, s) = Anatomy.of(model), ids.shape
     target = Target(model, anatomy, cache_for(model, b, s + _WINDOW))
-    target.last_slots = [s - 1] * b
+    roots = RowNumbers([s - 1] * b)
+    target.commit(roots)
     warpers = LogitsProcessorList([TopKLogitsWarper(_TOP_K)])
 
     def scores(plan: LayerPlan) -> torch.Tensor:
-        logits = target.step(
-            ids[:, -_WINDOW - 1 : -1], target.last_slots, plan, nodes=TreeLayout.replay(_WINDOW)
-        ).logits
+        logits = target.step(ids[:, -_WINDOW - 1 : -1], roots, ForwardPass(plan), TreeLayout.replay(_WINDOW)).logits
         assert logits is not None
         flat = logits.float().flatten(0, 1)
         return warpers(ids.new_zeros(len(flat), 0), flat).view_as(logits)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt, encoded
+from ..data.prompts import Prompt, checked_texts, encoded
 from ..errors import SettingTypeError
 from ..model.anatomy import causal_lm
 from ..selfspec import SelfSpec
@@ -192,9 +192,7 @@ def audit(
     Raises:
         SettingError, SettingTypeError: there are no prompts, or a setting is not allowed.
     """
-    inner, prompts = causal_lm(model, "audit"), list(texts) if not isinstance(texts, str) else []
-    if not prompts:
-        raise SettingTypeError(f"audit(texts) must be a list of prompts, at least one, got {texts!r}.")
+    inner, prompts = causal_lm(model, "audit"), checked_texts("audit", texts, chats=True)
     check_count("audit(max_new_tokens)", max_new_tokens)
     check_count("audit(max_prompt_tokens)", max_prompt_tokens)
     if spec is None:

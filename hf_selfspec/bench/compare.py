@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,12 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt as Given
-from ..errors import SettingError, SettingTypeError
+from ..data.prompts import checked_texts
+from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
 from ..model.anatomy import causal_lm, max_positions
 from ..model.attention import without_cudnn_attention
-from ..model.checkpointing import evaluating
+from ..model.patching import evaluating
 from ..reports.plots import save
 from .methods import Methods, fitting
 from .prompts import KIND, Batch, Encoder, Prompt
@@ -151,7 +152,7 @@ def compare(
     inner = causal_lm(model, "compare")
     settings = Settings(max_new_tokens, _several(temperature), _several(batch_size), top_p, top_k, seed, clock)
     encoder = Encoder(tokenizer, longest_prompt(inner.config, settings))
-    prompts = [encoder.prompt(KIND, text) for text in _checked(texts)]
+    prompts = [encoder.prompt(KIND, text) for text in checked_texts("compare", texts, chats=True)]
     stream = [prompt for prompt in prompts if prompt is not None]
     about = {"prompts_left_out": dict(+encoder.left_out)}
     folder = None if out is None else path_of(out)
@@ -224,14 +225,3 @@ def _about(model: PreTrainedModel) -> Json:
 
 def _several(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,)
-
-
-def _checked(texts: Any) -> list[Given]:
-    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, Mapping)) else []
-    chats = [isinstance(text, list) and text and all(isinstance(one, Mapping) for one in text) for text in given]
-    if not given or not all(chat or (isinstance(text, str) and text) for chat, text in zip(chats, given, strict=True)):
-        raise SettingTypeError(
-            "compare(texts) must be a non-empty list of non-empty strings or of chats (lists of messages), got "
-            f"{repr(texts)[:100]}."
-        )
-    return given

@@ -12,6 +12,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..cli.spec_text import read_spec, split
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
+from ..learned.knowledge import begun_anew
 from ..selfspec import SelfSpec
 from .prompts import Batch
 
@@ -143,7 +144,7 @@ def _named(name: str) -> Method | None:
 
 def _method(name: str | None, given: Any) -> Method:
     if isinstance(given, SelfSpec):
-        return _ours(name or _shown(given), lambda: _fresh(given), COMPILED_GROUP if given.compile else OURS_GROUP)
+        return _ours(name or _shown(given), lambda: begun_anew(given), COMPILED_GROUP if given.compile else OURS_GROUP)
     if not isinstance(given, str):
         raise SettingTypeError(f"methods must be names or SelfSpec objects, got {given!r}.")
     method = _named(given)
@@ -151,13 +152,6 @@ def _method(name: str | None, given: Any) -> Method:
         names = ", ".join(map(repr, KNOWN))
         raise SettingError(f"methods: {given!r} is not known. Give a SelfSpec, prompt-lookup(N, K), or one of {names}.")
     return method
-
-
-def _fresh(spec: SelfSpec) -> SelfSpec:
-    """A ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
-    made = SelfSpec(spec.draft, spec.stop, spec.tree, spec.max_draft, None, spec.task, spec.compile)
-    made._knowledge.saved = spec._knowledge.saved
-    return made
 
 
 def _shown(spec: SelfSpec) -> str:

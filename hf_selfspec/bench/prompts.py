@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.prompt_files import read_rows
 from ..data.prompts import Prompt as Given
 from ..data.prompts import as_prompts, token_ids
+from ..data.texts import read_rows
 
 # The column of a data file that names the kind of a prompt, and the kind of prompts without one.
 _COLUMN, KIND = "kind", "text"

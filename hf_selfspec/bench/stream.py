@@ -19,6 +19,7 @@ from ..auditing.differences import Difference, first_differences
 from ..errors import SettingError, warn_once
 from ..learned import saving
 from ..learned.files import check_folder, read_text, reported
+from ..learned.knowledge import KnowledgeOfCall
 from ..selfspec import SelfSpec
 from .calls import Call, Place, timed
 from .methods import Method
@@ -68,8 +69,7 @@ class Journal:
         """Starts a new ``SelfSpec`` from its saved state, if there is one."""
         path = None if self._folder is None else self._folder / _STATES / name / saving.FILE_NAME
         if path is not None and path.exists():
-            spec._knowledge.saved = saving.read(path)
-            spec._knowledge.check(model)  # here, so that no timed call does it
+            KnowledgeOfCall(spec, model).knowledge.load(path, model)  # checked here, so that no timed call does it
 
     def _read(self, path: Path, header: Mapping[str, Any]) -> None:
         try:

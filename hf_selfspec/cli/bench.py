@@ -75,7 +75,6 @@ def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> Non
     from ..bench.methods import methods_of
     from ..bench.prompts import Encoder, repeated, stream_of, texts_of
     from ..bench.settings import Settings
-    from ..data.loading import ModelRequest
     from ..data.prompts import has_chats
     from ..errors import SettingError
     from ..learned.files import check_folder, path_of
@@ -91,8 +90,7 @@ def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> Non
     unknown = [kind for kind in kinds if kind not in texts]
     if unknown:
         raise SettingError(f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts)}.")
-    request = ModelRequest(**vars(which))
-    named = request.find()
+    named = which.find()
     tokenizer, longest = named.tokenizer(), longest_prompt(named.config(), settings)
     chat = has_chats(tokenizer) and not stream.raw
     encoder = Encoder(tokenizer, min(longest, stream.max_prompt_tokens or longest), chat)
@@ -101,5 +99,5 @@ def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> Non
     about = {"prompts_left_out": dict(+encoder.left_out), "data": stream.data, "prompts_per_kind": count, "chat": chat}
     if stream.repeat:
         prompts = repeated(prompts)
-    found = measured(request.load(named), tokenizer, prompts, settings, methods, path_of(stream.out), about)
+    found = measured(which.load(named), tokenizer, prompts, settings, methods, path_of(stream.out), about)
     print(f"{found}\n\nThe whole report is {stream.out}/report.html.")

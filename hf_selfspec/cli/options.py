@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..data.loading import ModelRequest, NamedModel
+    from ..data.loading import NamedModel
     from ..data.prompts import Prompt
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -91,7 +91,7 @@ class PromptOptions:
 
     def read(self) -> list[Prompt]:
         """Reads the first texts and chats, at most as many as wanted."""
-        from ..data.prompt_files import read_prompts
+        from ..data.texts import read_prompts
 
         return read_prompts(self.data, self.field)[: self.prompts]
 
@@ -107,16 +107,18 @@ class ModelOptions:
 
     def find(self) -> NamedModel:
         """Checks all options and the config; nothing else of the model is loaded yet."""
-        return self._request().find()
+        from ..data.loading import NamedModel, set_up
+
+        set_up(self.device, self.threads)
+        named = NamedModel.find(self.model)
+        named.config()
+        return named
 
     def load(self, named: NamedModel) -> PreTrainedModel:
         """Loads the model that :meth:`find` has found."""
-        return self._request().load(named)
+        from ..data.loading import device_named
 
-    def _request(self) -> ModelRequest:
-        from ..data.loading import ModelRequest
-
-        return ModelRequest(self.model, self.dtype, self.device, self.threads)
+        return named.model(self.dtype, device_named(self.device))
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -26,13 +26,8 @@ def is_name(text: str) -> bool:
     return re.fullmatch(_NAME, text) is not None
 
 
-def trouble(ask: Callable[..., object], name: str) -> str:
-    """Returns why a repository cannot be loaded from the Hub; empty where it can be, or in offline mode.
-
-    Args:
-        ask: ``dataset_info`` or ``model_info`` of ``HfApi``.
-        name: the name of the repository.
-    """
+def hub_error(ask: Callable[..., object], name: str) -> str:
+    """Returns why ``HfApi``'s ``dataset_info`` or ``model_info`` finds no such repository; empty in offline mode."""
     if constants.HF_HUB_OFFLINE:
         return ""
     try:

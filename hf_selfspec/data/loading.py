@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from ..errors import SettingError, brief
-from .hub import is_name, trouble
+from .hub import hub_error, is_name
 
 _CONFIG = "config.json"
 _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
@@ -35,14 +35,10 @@ class NamedModel:
 
     @classmethod
     def find(cls, name: str) -> NamedModel:
-        """Looks for a folder, then on the Hub, then in the cache of downloads.
-
-        Raises:
-            SettingError: the model is in none of them.
-        """
+        """Looks for a folder, then on the Hub, then in the cache of downloads."""
         if os.path.isdir(name):
             return cls(name)
-        why = trouble(HfApi().model_info, name) if is_name(name) else "this is not a valid name"
+        why = hub_error(HfApi().model_info, name) if is_name(name) else "this is not a valid name"
         if not why:
             return cls(name)
         if is_name(name) and isinstance(try_to_load_from_cache(name, _CONFIG), str):
@@ -52,32 +48,16 @@ class NamedModel:
         )
 
     def config(self) -> Any:
-        """The config.
-
-        Raises:
-            SettingError: there is none, or it is of a model that transformers does not know.
-        """
+        """The config."""
         return self._load("config", AutoConfig.from_pretrained)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
-
-        Raises:
-            SettingError: there is none.
-        """
+        """The tokenizer."""
         found: PreTrainedTokenizerBase = self._load("tokenizer", AutoTokenizer.from_pretrained)
         return found
 
     def model(self, dtype: str = "auto", device: torch.device | None = None) -> PreTrainedModel:
-        """The model with its weights, in evaluation mode.
-
-        Args:
-            dtype: dtype of the weights, ``auto`` for that of the file.
-            device: where the model goes, ``None`` for the CPU.
-
-        Raises:
-            SettingError: there is none.
-        """
+        """The model with its weights, in evaluation mode; in the file's dtype for ``auto``, by default on the CPU."""
         found: PreTrainedModel = self._load("model", AutoModelForCausalLM.from_pretrained, dtype=dtype)
         if device is not None:
             nn.Module.to(found, device)
@@ -97,52 +77,18 @@ class NamedModel:
             ) from error
 
 
-@dataclass(frozen=True)
-class ModelRequest:
-    """A model as the options of a command line describe it.
-
-    Attributes:
-        model: folder or name on the Hub.
-        dtype, device: see :meth:`NamedModel.model` and :func:`device_named`.
-        threads: torch's threads on the CPU, ``None`` to leave their number unchanged.
-    """
-
-    model: str
-    dtype: str = "auto"
-    device: str | None = None
-    threads: int | None = None
-
-    def find(self) -> NamedModel:
-        """Checks the options, loads the model's config alone, and sets up the process for a command.
-
-        Raises:
-            SettingError: there is no such model or device.
-        """
-        logging.set_verbosity_error()  # hf_selfspec reports what is wrong with a call, in one line
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()
-        device_named(self.device)
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        named = NamedModel.find(self.model)
-        named.config()
-        return named
-
-    def load(self, named: NamedModel) -> PreTrainedModel:
-        """Loads the model that :meth:`find` has found.
-
-        Raises:
-            SettingError: its weights cannot be loaded.
-        """
-        return named.model(self.dtype, device_named(self.device))
+def set_up(device: str | None, threads: int | None) -> None:
+    """Sets up the process of a command, and checks that the machine has the device."""
+    logging.set_verbosity_error()  # hf_selfspec reports what is wrong with a call, in one line
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    device_named(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def device_named(name: str | None) -> torch.device:
-    """Returns a device of this machine; without a name the accelerator, or the CPU if there is none.
-
-    Raises:
-        SettingError: the machine has no such device.
-    """
+    """Returns a device of this machine; without a name the accelerator, or the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
     if name is None:
         return accelerator

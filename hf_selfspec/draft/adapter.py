@@ -13,9 +13,9 @@ from ..errors import SettingError, UnsupportedModelError
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.step import PrefillObserver
 from ..model.target import Target
 from ..model.transfer import RowNumbers
 from ..modules.adapter import Adapter
@@ -135,7 +135,7 @@ class AdapterDraft(PartialDraft):
         self._first = [0] * rows
         self._roots = RowNumbers([0] * rows)
         self._began = False
-        target.observe_prefill(PrefillObserver(adapter.exit_layer, self._see_prompt))
+        target.observe_prefill(adapter.exit_layer, self._see_prompt)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`PartialDraft.propose`."""
@@ -160,23 +160,24 @@ class AdapterDraft(PartialDraft):
         # Rows whose tokens cannot all be fed again have junk after their last one.
         ends = [cursor - start for cursor, start in zip(cursors, starts, strict=True)]
         if self.adapter.head is None:
-            step = self.target.step(
-                feed,
-                starts,
+            run = ForwardPass(
                 self.plan,
                 keep=1 if min(ends) == feed.shape[1] - 1 else 0,
                 head_input_fn=lambda states: self._adapted(states, starts).to(states.dtype),
                 head_rows=self.head,
             )
+            step = self.target.step(feed, starts, run)
             assert step.logits is not None
             assert step.exit_state is not None
             logits, states = _at(step.logits, ends), _at(step.exit_state, ends)
         else:
-            states = self.target.run_layers(feed, starts, 0, self.adapter.exit_layer)
-            hidden = _at(self._adapted(states, starts), ends)
+            run = ForwardPass(self.target.full_plan, stop=self.adapter.exit_layer)
+            entered = self.target.step(feed, starts, run).captured
+            assert entered is not None
+            hidden = _at(self._adapted(entered, starts), ends)
             head = self.adapter.on(hidden.device).head
             assert head is not None
-            logits, states = head(hidden), _at(states, ends)
+            logits, states = head(hidden), _at(entered, ends)
         return DraftStep(logits[:, -1], states[:, -1], states)
 
     def _see_prompt(self, states: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> None:

@@ -22,7 +22,7 @@ from .source import Drafter, Session
 def controller_of(session: Session) -> Controller:
     """The controller of a generation."""
     target, found = session.target, session.knowledge.measurements()
-    device, how = target.model.device.type, "" if target.fixed is None else " compiled"
+    device, how = target.model.device.type, "" if target.graphs is None else " compiled"
     return Controller(found, f"{device} {target.model.dtype}{how}", device == "cpu", session.is_tensor_parallel)
 
 

@@ -14,6 +14,7 @@ from ..batch import Draft, Text
 from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..model.transfer import RowNumbers, upload
@@ -210,14 +211,15 @@ class HeadsDraft(PartialDraft):
             reached = at
             return True
 
-        after = self.target.run_layers(
-            torch.cat(self._fed[first:], 1),
-            RowNumbers.of(self.target.last_slots).ahead(first),
-            self._bounds[level],
-            self._bounds[reached],
-            torch.cat(self._states[first:], 1) if level else None,
-            stop_fn,
+        run = ForwardPass(
+            self.target.full_plan,
+            start=self._bounds[level],
+            state=torch.cat(self._states[first:], 1) if level else None,
+            stop=self._bounds[reached],
+            stop_fn=stop_fn,
         )
+        after = self.target.step(torch.cat(self._fed[first:], 1), self.target.roots.ahead(first), run).captured
+        assert after is not None
         self._states[first:] = after.split(1, 1)
         self._levels[first:] = [reached] * (len(self._levels) - first)
 

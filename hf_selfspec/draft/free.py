@@ -66,7 +66,7 @@ class FreeDrafts:
         slots = [0] * text.batch_size if self._padding is None else self._padding.argmax(1).tolist()
         ids = text.ids.tolist()
         for row, (base, length) in enumerate(zip(text.base, text.lengths, strict=True)):
-            known = LookupRow(self.findings.known, self._kind)
+            known = LookupRow(self.findings, self._kind)
             known.extend(self._behind_placeholders(ids[row][max(0, slots[row] - base) : length]))
             self._rows.append(known)
         self._lengths = list(text.lengths)
@@ -184,7 +184,7 @@ class FreeDrafts:
     def finish(self, text: Text) -> None:
         """Puts the texts into the store."""
         self.read(text)
-        self.findings.end(self._rows)
+        self.findings.end([row.own.tokens for row in self._rows])
 
     def _behind_placeholders(self, tokens: list[int]) -> list[int]:
         """The tokens after the last id that is not a token; with given embeddings, ids may be anything."""

@@ -1,4 +1,4 @@
-"""Drafting with a shallow exit whose layers have low-rank additions in drafts alone."""
+"""Drafting with a shallow exit whose layers have low-rank deltas in drafts alone."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class EarlyExitLora(DraftSource):
         anatomy, target = session.anatomy, session.target
         self.check(anatomy, session.max_new)
         self.module.check(session.knowledge.fingerprint)
-        additions = self.module.additions(anatomy)
-        plan = LayerPlan.early_exit(anatomy.num_layers, self.module.exit_layer, additions)
+        deltas = self.module.deltas(anatomy)
+        plan = LayerPlan.early_exit(anatomy.num_layers, self.module.exit_layer, deltas)
         limits, head = session.limits(ConfidenceThreshold()), head_rows(self, target.model)
         draft = PartialDraft.of(session, plan, limits, repr(self), head)
-        target.additions.append(additions)
+        target.deltas.append(deltas)
         return draft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,15 +11,15 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingTypeError
 from ..grammar.rows import Constraint
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..model.transfer import RowNumbers, read, upload
 from ..search.costs import MANY, Stopwatch
 from ..stats import GenerationStats
-from ..stop.bound import Bound
 from ..stop.fitted import check_fitted_rule
-from ..stop.rules import BoundedRule, FixedLength, RunningRule, StopRule, start
+from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
 from ..verify.greedy import best_tokens
 from ..verify.sampling import draw_without_replacement
 from ..verify.scoring import Scorer
@@ -113,7 +114,7 @@ class PartialDraft:
         rule.begin()
         # One read per token finds which tokens count and which drafts end, where nothing else has to see that earlier.
         is_line = self.limits.tree is None and self.scorer.prefix_free
-        bound = rule.bound() if is_line and isinstance(rule, BoundedRule) else None
+        bound = rule if is_line and isinstance(rule, RunningBound) and rule.needs_logits_alone else None
         grown = GrowingDraft(text, max_new, is_read=bound is None)
         waiting = [text.last_tokens()]  # what the part has not seen yet
         reach: torch.Tensor | None = None
@@ -131,7 +132,7 @@ class PartialDraft:
                 grown.only(step.is_sure)
             logits = step.logits.to(text.ids.device, torch.float32)
             if bound is not None:
-                waiting, reach = self._add(grown, step, logits, bound, reach)
+                waiting = [self._add(grown, step, logits, bound)]
                 continue
             # A draft that overflows (float16) predicts nothing; the full model continues from there.
             sound, logits = self._sound(grown, logits)
@@ -164,31 +165,21 @@ class PartialDraft:
                 grown.end(ends)
         return grown.draft(prefix, self.reuse_from)
 
-    def _add(
-        self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, bound: Bound, reach: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Adds the next tokens of lines, and returns them and the rule's values ``[b]``.
-
-        Args:
-            grown: the draft so far.
-            step: what the part of the model predicts.
-            logits: its logits ``[b, v]``, on the text's device.
-            bound: the stop rule.
-            reach: its values for the tokens before, ``None`` for the first.
-        """
+    def _add(self, grown: GrowingDraft, step: DraftStep, logits: torch.Tensor, bound: RunningBound) -> torch.Tensor:
+        """Adds the next token of each line, and returns them, ``[b, 1]``; one read finds which count and which end."""
         picks, q = self._pick(self.scorer.everywhere(logits), 1)
         grown.add(picks, q, step.prefix_state if self._prefix else None)
-        tokens, eos = picks[:, 0], self.limits.eos_tokens
+        eos = self.limits.eos_tokens
         if self._length_is_fixed and logits.device.type != "cpu":
             # A read would have to wait; the full model rejects junk.
-            grown.end([False] * len(tokens))
-            return [picks], None
-        reach = bound.values(reach, logits)
-        values, *listed = read(reach, *([tokens] if eos else []))
-        judged = bound.judge(values, listed[0] if eos else [-1] * len(values), eos)
-        grown.only(judged.counts)
-        grown.end(judged.ends)
-        return [picks], reach
+            grown.end([False] * len(picks))
+            return picks
+        values, *listed = read(bound.values(logits, step.state), *([picks[:, 0]] if eos else []))
+        has_ended = [token in eos for token in listed[0]] if eos else [False] * len(values)
+        are_low = [value < least for value, least in zip(values, bound.thresholds, strict=True)]
+        grown.only([math.isfinite(value) for value in values])  # NaN logits predict nothing
+        grown.end([is_low or ends for is_low, ends in zip(are_low, has_ended, strict=True)])
+        return picks
 
     def _sound(self, grown: GrowingDraft, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Which rows of ``values`` ``[b, v]`` a token can be chosen from, and the values, made finite where needed.
@@ -219,10 +210,11 @@ class PartialDraft:
             cursors: for each row the slot of the first of them.
             drafting: for each row whether its draft continues; the others run along without effect.
         """
-        step = self.target.step(feed, cursors, self.plan, capture=self._prefix or -1, head_rows=self.head)
+        run = ForwardPass(self.plan, capture=self._prefix or -1, head_rows=self.head)
+        step = self.target.step(feed, cursors, run)
         assert step.logits is not None
         assert step.exit_state is not None
-        return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.prefix_state)
+        return DraftStep(step.logits[:, -1], step.exit_state[:, -1], step.captured)
 
     def _forced(self, text: Text, grown: GrowingDraft) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """The tokens ``[b, 1]`` that grammars force in all rows, which need no step, and ``q``; else ``None``."""

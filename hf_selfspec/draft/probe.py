@@ -10,7 +10,8 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError
 from ..model.exits import LOGIT_ELEMENTS, Exits
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..search.budget import Budget, share_of
@@ -243,9 +244,8 @@ class ProbingDraft(PartialDraft):
     def _trace_of(self, text: Text, layer: int, n: int, known: list[bool]) -> Trace | None:
         """What an exit predicts along the last ``n`` tokens of the rows where their continuations are known."""
         roots, plan = text.last_slots(), LayerPlan.early_exit(self.target.anatomy.num_layers, layer)
-        self.target.last_slots = roots
         starts, ids = text.tokens_before([root + 1 for root in roots], n + 1, self.target.first_slots())
-        logits = self.target.step(ids[:, :-1], starts, plan, head_rows=self.head).logits
+        logits = self.target.step(ids[:, :-1], starts, ForwardPass(plan, head_rows=self.head)).logits
         assert logits is not None
         logits = logits.to(text.ids.device, torch.float32)
         drafted, sure = self.scorer.roughly(logits), confidence(logits)
@@ -263,11 +263,10 @@ class ProbingDraft(PartialDraft):
         """Times forwards and looks at what all exits predict along the unseen text, as far as there is time."""
         study, layers = self.study, self.settings.layers
         with self._budget.spending():
-            self.target.last_slots = text.last_slots()
             stopwatch = None
             if study.timings.count < _TIMED_TEXTS:
                 middle = layers[len(layers) // 3]
-                stopwatch = study.stopwatch(LayerPlan.early_exit(self.target.anatomy.num_layers, middle))
+                stopwatch = study.timings.stopwatch(LayerPlan.early_exit(self.target.anatomy.num_layers, middle))
                 repeats = _TIMINGS if study.choice is None else 1
                 if not self.measure(text, stopwatch, repeats, self._has_time):
                     return

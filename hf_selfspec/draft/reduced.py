@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import SettingError
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
 from ..modules.draft_module import module_of
 from ..modules.reduced_head import ReducedHead
 

@@ -11,6 +11,7 @@ from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedModelError, warn_once, warn_once_ignoring_numbers
 from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..search.budget import Budget, share_of
@@ -125,7 +126,7 @@ class SearchingDraft(PartialDraft):
         self._round_seconds = round_seconds
         self._stop = stop or limits.stop
         self._chooses = stop is None
-        rows = 1 if search.settings.tries_each_round else len(target.last_slots)
+        rows = 1 if search.settings.tries_each_round else len(target.roots)
         self._window = max(_LEAST, search.settings.context_window // rows)
         self._looked = 0
         self._behind = 0
@@ -136,7 +137,7 @@ class SearchingDraft(PartialDraft):
         self._tree = limits.tree
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
-        self._begun, self._steps_before = self._clock, 0
+        self._begun = self._clock
         self._use_best()
 
     @property
@@ -151,7 +152,7 @@ class SearchingDraft(PartialDraft):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`PartialDraft.propose`; drafts nothing where no draft pays."""
-        self._steps_before, self._begun = self.steps, self._now()
+        self._begun = self._now()
         if self.search.choice.drafts:
             self._proposed = super().propose(text, max_new)
         else:
@@ -186,7 +187,6 @@ class SearchingDraft(PartialDraft):
                 search.generated += sum(new)
             else:
                 self._watch(new, verdicts, draft, begun - self._begun)
-            self.target.last_slots = text.last_slots()
             if self._budget.left == math.inf or self._has_time(search.proposal_tokens):
                 search.begin(lambda most: self._propose_layers(text, most))
             if self._last_logits is not None:
@@ -214,9 +214,6 @@ class SearchingDraft(PartialDraft):
             drafted=sum(draft.lengths),
             # Tokens that other sources added to this draft do not count for it; those of idle rounds were not reported.
             tokens=min(sum(new), rows + accepted) if draft.size else sum(new),
-            steps=self.steps - self._steps_before,
-            nodes=draft.size,
-            seconds=seconds,
         )
 
     def finish(self, text: Text) -> None:
@@ -227,7 +224,6 @@ class SearchingDraft(PartialDraft):
         if not search.settings.tries_each_round and unseen > _LEAST:
             self._begin_window(text, unseen)
         if self._behind and not (search.settings.tries_each_round and self._tried):
-            self.target.last_slots = text.last_slots()
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
             search.spent(0.0, self.target.clock() - begun)
@@ -265,7 +261,7 @@ class SearchingDraft(PartialDraft):
         if not self._behind or self._budget.left <= 0:
             return
         if search.wants_timings and not self._timed:
-            stopwatch = search.stopwatch()
+            stopwatch = search.timings.stopwatch(*search.space.timed_plans())
             if not self.measure(text, stopwatch, _TIMINGS, self._has_time):
                 return
             self._timed = True
@@ -306,7 +302,9 @@ class SearchingDraft(PartialDraft):
         ends = torch.tensor(text.lengths, device="cpu")[:, None]
         columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
-        logits = self.target.step(tokens[:, :-1], text.last_slots(), plan, nodes=TreeLayout.replay(window)).logits
+        logits = self.target.step(
+            tokens[:, :-1], text.last_slots(), ForwardPass(plan), TreeLayout.replay(window)
+        ).logits
         assert logits is not None
         logits = logits.to(text.ids.device, torch.float32)
         drafted, sure = self.scorer.roughly(logits), confidence(logits)

@@ -7,22 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from ..batch import Draft, Text, Verdict
-from ..control.arms import Measurements
 from ..errors import UnsupportedOptionError
 from ..grammar.rows import Constraint
-from ..learned.findings import Findings
+from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
-from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stats import GenerationStats
-from ..stop.rules import Memory, StopRule
+from ..stop.rules import Memory, StopRule, longest_draft
 from ..verify.scoring import Scorer
 from ..verify.tree import Tree
 from .blocks import DraftBlocks, FindChoice
 
-_F = TypeVar("_F", bound=Findings)
 _S = TypeVar("_S", bound="DraftSource")
 
 # Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
@@ -88,30 +85,6 @@ class FixedDrafter:
         """Adds nothing."""
 
 
-class KnowledgeOfModel(Protocol):
-    """What earlier calls found out about one model, for one kind of call."""
-
-    def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Findings under a name, see :class:`Findings`.
-
-        Args:
-            name: name of the source that keeps them.
-            make: creates the findings with which a kind of call starts, given those of another kind or ``None``.
-        """
-
-    def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """As :meth:`of`, for findings that all kinds of calls share."""
-
-    def memory(self) -> Memory:
-        """What the stop rule keeps from call to call."""
-
-    def measurements(self) -> Measurements:
-        """What rounds have cost and sources have brought."""
-
-    def fingerprint(self) -> Fingerprint:
-        """The model's fingerprint."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """When drafting ends and how wide it is.
@@ -143,7 +116,7 @@ class Limits:
     @property
     def longest(self) -> int:
         """Maximum number of tokens on the line."""
-        return min(self.max_draft, getattr(self.stop, "max_draft", self.max_draft))
+        return longest_draft(self.stop, self.max_draft)
 
 
 @dataclass(frozen=True)
@@ -174,7 +147,7 @@ class Session:
     new_tokens: int
     max_new: int | None
     stateful: tuple[str, ...]
-    knowledge: KnowledgeOfModel
+    knowledge: KnowledgeOfCall
     is_synced: bool = False
     in_cascade: bool = False
     round_seconds: RoundSeconds = tuple
@@ -188,7 +161,7 @@ class Session:
     @property
     def num_rows(self) -> int:
         """``b``."""
-        return len(self.target.last_slots)
+        return len(self.target.roots)
 
     @property
     def vocabulary(self) -> int:

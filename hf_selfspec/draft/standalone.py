@@ -12,7 +12,8 @@ from ..batch import Text
 from ..errors import SettingTypeError, UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
-from ..model.head_rows import HeadRows
+from ..model.head import HeadRows
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stop.rules import StopRule
@@ -58,10 +59,10 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
         limit = self.target.anatomy.position_limit
         count = self.limits.longest if limit is None else max(0, min(self.limits.longest, limit - len(ids)))
         text = Text.of(input_ids, [0], count)
-        self.target.last_slots = text.last_slots()
+        self.target.commit(text.last_slots())
         with self.target.prepared():
             if start < len(ids) - 1:
-                self.target.step(input_ids[:, start:-1], [start], self.plan)
+                self.target.step(input_ids[:, start:-1], [start], ForwardPass(self.plan))
             draft = self.propose(text, [count])
         t = draft.lengths[0]
         # What went through the early layers: the text and all drafted tokens but the last.

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from ..draft.blocks import DraftBlocks
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.checkpointing import evaluating
 from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.patching import evaluating
 from ..model.plan import LayerPlan
 
 # Tokens of the text on which the two are compared.

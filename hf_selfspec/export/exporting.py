@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +16,11 @@ from ..draft.blocks import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
+from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
-from ..search.choice import Choice, ExitChoice, SkipChoice
+from ..search.choice import Choice, choice_of_state
 from .adapter_layer import AdapterLayer, adapter_layer
 from .agreement import check_agreement
 from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, silenced
@@ -70,13 +71,13 @@ def export_draft(
     _check_model(name, inner)
     anatomy = Anatomy.of(inner)
     _check_anatomy(name, anatomy)
-    choices = _Choices(spec, inner)
-    blocks = spec._source.blocks(anatomy, choices.find)
+    known = KnowledgeOfCall(spec, inner)
+    blocks = spec._source.blocks(anatomy, partial(_choice, known))
     if blocks.adapter is not None:
-        blocks.adapter.check(choices.fingerprint)
+        blocks.adapter.check(known.fingerprint)
     draft = draft_model(inner, anatomy, blocks)
     check_agreement(inner, anatomy, blocks, draft)
-    card = _card(spec, at, inner, blocks, draft, choices.fingerprint())
+    card = _card(spec, at, inner, blocks, draft, known.fingerprint())
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:
@@ -117,45 +118,15 @@ def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -
     return draft
 
 
-@dataclass
-class _Choices:
-    """What was found for a model, in this process or in a file."""
-
-    spec: SelfSpec
-    model: PreTrainedModel
-
-    def fingerprint(self) -> Fingerprint:
-        """The model's fingerprint."""
-        return self.spec._knowledge.fingerprint(self.model)
-
-    def find(self, kind: type[_C]) -> _C | None:
-        """The choice of that kind that was used last, else one that was loaded and not used yet."""
-        knowledge = self.spec._knowledge
-        found = knowledge.latest(self.model, lambda one: isinstance(getattr(one, "choice", None), kind))
-        if found is not None:
-            choice: _C = found.choice
-            return choice
-        saved = knowledge.saved or self._cached()
-        if saved is None:
-            return None
-        knowledge.check(self.model)
-        depth = self.model.config.num_hidden_layers
-        try:
-            read = [_choice_of(state, depth) for state in saved.findings.values()]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise saving.corrupt_findings(saved.path, error) from error
-        return next((one for one in read if isinstance(one, kind)), None)
-
-    def _cached(self) -> saving.Saved | None:
-        """What another process has found, for any kind of call."""
-        path = self.spec._known(self.model, (False, False)).file
-        return saving.read(path) if path is not None and path.exists() else None
-
-
-def _choice_of(state: dict[str, Any], depth: int) -> Choice | None:
-    if "by_layer" in state:
-        return ExitChoice.of_state(state, depth)
-    return SkipChoice.of_state(state) if "set" in state else None
+def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:
+    """The choice of that class that was used last, else one that was loaded and not used yet."""
+    found: _C | None = known.knowledge.choice(known.model, kind)
+    if found is not None or (saved := known.read()) is None:
+        return found
+    with saving.reading(saved.path):
+        depth = known.model.config.num_hidden_layers
+        choices = [choice_of_state(state, depth) for state in saved.findings.values()]
+    return next((choice for choice in choices if isinstance(choice, kind)), None)
 
 
 def _check_place(name: str, folder: str | os.PathLike[str], at: Path) -> None:

@@ -59,7 +59,7 @@ class _Row:
             self._masks[path] = self.fresh_mask()
         return self._masks[path]
 
-    def mask_behind(self, tokens: list[int]) -> torch.Tensor:
+    def mask_after(self, tokens: list[int]) -> torch.Tensor:
         """A BoolTensor ``[v]``, true for the tokens that may follow all these tokens."""
         text = self._text if tokens[: len(self._text)] == self._text else tokens
         return self.mask(text, tuple(tokens[len(text) :]))
@@ -101,14 +101,8 @@ class _Row:
 class GrammarMask:
     """A logits processor that replaces one that forbids tokens by grammars that can be rolled back.
 
-    Its result follows from its arguments alone, so it can be called for drafts, for any position and for one row.
-
-    Args:
-        processor: the user's own. It is called once, by :meth:`begin`.
-        adapt: returns its grammars, see :func:`.protocol.find_adapter`.
-
-    Attributes:
-        name: name of the processor's class.
+    Its result follows from its arguments alone, so it can be called for drafts, for any position and for one row. The
+    user's own ``processor`` is called once, by :meth:`begin`.
     """
 
     is_stateless = True
@@ -147,13 +141,9 @@ class GrammarMask:
         for row in self._rows:
             row.vocabulary = vocabulary
 
-    def allowed(self, row: int, text: list[int], path: Path) -> torch.Tensor:
-        """A BoolTensor ``[v]``, true for what may follow ``path`` after the new tokens ``text`` of ``row``."""
-        return self._rows[row].mask(text, path)
-
-    def expected(self, row: int, text: list[int], path: Path) -> int | None:
-        """The token that most likely follows ``text`` and ``path``, ``None`` where that is not known."""
-        return self._rows[row].expected(text, path)
+    def row(self, row: int) -> _Row:
+        """The grammar of a row."""
+        return self._rows[row]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``[b, v]`` that follow the rows ``input_ids`` ``[b, s]``."""
@@ -161,18 +151,14 @@ class GrammarMask:
 
     def of_row(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``[n, v]`` that follow ``ids`` ``[s]`` of one row."""
-        mask = self._rows[row].mask_behind(ids[self._start :].tolist())
+        mask = self._rows[row].mask_after(ids[self._start :].tolist())
         if self._is_prefix_function:
             tokens = mask.nonzero()[:, 0]
             return lp.PrefixConstrainedLogitsProcessor(lambda *_: tokens, 1)(ids.expand(len(scores), -1), scores)
         return scores.masked_fill(~mask.to(scores.device), -torch.inf)
 
     def finish(self, texts: Sequence[Sequence[int]]) -> None:
-        """Leaves the processor as plain ``generate`` leaves it.
-
-        Args:
-            texts: for each row the new tokens that it would have seen.
-        """
+        """Leaves the processor as plain ``generate`` leaves it, which would have seen these new tokens of each row."""
         for row, tokens in zip(self._rows, texts, strict=True):
             row.go_to(tokens)
             row.fresh_mask()
@@ -210,7 +196,7 @@ class Spot:
         count = int(np.count_nonzero(allowed))
         if count == 1:
             return int(allowed.argmax()), 1.0
-        found = [mask.expected(self.row, self.text, tuple(path)) for mask in self.masks] if count <= _NARROW else []
+        found = [mask.row(self.row).expected(self.text, tuple(path)) for mask in self.masks] if count <= _NARROW else []
         return next(((token, _LIKELY) for token in found if token is not None and allowed[token]), None)
 
     def forced(self, most: int) -> Path:
@@ -221,7 +207,7 @@ class Spot:
         return found
 
     def _masks(self, path: Sequence[int]) -> list[torch.Tensor]:
-        return [mask.allowed(self.row, self.text, tuple(path)) for mask in self.masks]
+        return [mask.row(self.row).mask(self.text, tuple(path)) for mask in self.masks]
 
     def _has_ended(self, path: Sequence[int]) -> bool:
         return bool(path) and path[-1] in self.ends
@@ -229,12 +215,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What grammars allow and force in drafts.
-
-    Attributes:
-        masks: all grammars; without any, the constraint is false in a condition.
-        ends: tokens that end a row.
-    """
+    """What grammars allow and force in drafts; false in a condition where there are none."""
 
     masks: Sequence[GrammarMask] = ()
     ends: frozenset[int] = frozenset()

@@ -25,7 +25,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..call import Request, decode_plainly
 from ..errors import SelfSpecError, UnsupportedOptionError, warn_once_ignoring_numbers
 from ..model.anatomy import Anatomy
-from ..model.arguments import check_inputs
+from ..model.inputs import check_inputs
 from ..refusals import check_options
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats

@@ -23,11 +23,7 @@ _DEEPEST = 32
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
-    """Returns a path that the user gave, with a home folder in place of ``~``.
-
-    Raises:
-        SettingError: it begins with ``~`` and the name of nobody.
-    """
+    """Returns a path that the user gave, with a home folder in place of ``~``."""
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
@@ -63,6 +59,12 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(inside, ignore_errors=True)
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file, whole or not at all."""
+    with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
 def _fresh_name() -> str:
     return f".{uuid4().hex}.tmp"
 
@@ -75,11 +77,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def reported(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns an ``OSError`` about a file into an error for the user.
-
-    Raises:
-        SettingError: something at ``path`` cannot be written.
-    """
+    """Turns an error about a file that cannot be written into one for the user."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -89,16 +87,7 @@ def reported(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str] = ()) -> None:
-    """Checks that ``folder`` is a folder or can be created, and that files can be created in it.
-
-    Args:
-        name: what the folder is called in messages.
-        folder: the folder.
-        files: names of the files that will be written.
-
-    Raises:
-        SettingError: the folder or a file cannot be created.
-    """
+    """Checks that a folder, called ``name`` in messages, exists or can be created, and so can ``files`` in it."""
     if not os.fspath(folder):
         raise SettingError(f"{name} is empty. Name a folder; the current one is `.`.")
     at = path_of(folder).absolute()
@@ -124,12 +113,7 @@ def check_folder(name: str, folder: str | os.PathLike[str], files: Iterable[str]
 
 
 def read_text(path: Path) -> str:
-    """Returns the content of a text file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or is not text in UTF-8.
-    """
+    """Returns the content of a file; raises a ``ValueError`` if it cannot be read or is not text in UTF-8."""
     try:
         found = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -142,12 +126,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, is not JSON, is nested too deeply, or has numbers too large or not finite.
-    """
+    """Returns the content of a JSON file; raises a ``ValueError`` for what :func:`write_json` cannot have written."""
     if path.exists() and not path.is_file():
         raise ValueError("it is a directory, or something else that is not a file")  # reading a pipe may take forever
     try:
@@ -177,22 +156,14 @@ def _reason(error: Exception) -> str:
 
 
 def as_count(value: Any) -> int:
-    """Returns a count that was read from a file.
-
-    Raises:
-        TypeError: it is not a count.
-    """
+    """Returns a count that was read from a file; raises a ``TypeError`` if it is something else."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TypeError(f"{value!r} is not a count")
     return value
 
 
 def as_number(value: Any) -> float:
-    """Returns a number of at least 0 that was read from a file.
-
-    Raises:
-        TypeError: it is not such a number.
-    """
+    """Returns a number of at least 0 that was read from a file; raises a ``TypeError`` if it is something else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise TypeError(f"{value!r} is not a number of at least 0")
     return float(value)

@@ -6,31 +6,61 @@ import hashlib
 import json
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedModel
 
 from ..control.arms import Measurements
 from ..errors import SettingError, warn_once
 from ..model.fingerprint import Fingerprint
+from ..model.parallel import is_tensor_parallel
 from ..stats import GenerationStats
 from ..stop.rules import Memory
 from . import saving
-from .files import reported
+from .files import path_of, reported
 from .findings import Findings, TextFindings
-from .saving import Key, Kind
-from .text_file import TextFile, aside, beginning_anew
+from .saving import Key, Kind, Saved
+from .text_file import TextFile, aside, beginning_anew, locked
+
+if TYPE_CHECKING:
+    from ..selfspec import SelfSpec
 
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
 
-
 _F = TypeVar("_F", bound=Findings)
+
+
+def begun_anew(spec: SelfSpec) -> SelfSpec:
+    """A ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
+    made = replace(spec, cache_dir=None)
+    made._knowledge.saved = spec._knowledge.saved
+    return made
+
+
+@dataclass
+class ModelRecord:
+    """All that is known of one model.
+
+    Attributes:
+        findings: by kind of call and source, the most recently used ones last.
+        memories: what stop rules keep, by kind of call.
+        measurements: what rounds have cost and sources have brought, by kind of call; found again in each process.
+        fingerprint: the one that the model had at its first use; a model that is being trained keeps it.
+        read: what the file of ``cache_dir`` held, also for kinds of calls that were not made since.
+        news: set where findings have changed since that file was written. A search has something new with each trial.
+    """
+
+    findings: dict[Key, Any] = field(default_factory=dict)
+    memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))
+    measurements: dict[Kind, Measurements] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
+    read: Saved | None = None
+    news: threading.Event = field(default_factory=threading.Event)
 
 
 class Knowledge:
@@ -39,72 +69,66 @@ class Knowledge:
     Attributes:
         stats: statistics of the last call.
         calls: statistics of the last calls, in order, without the lists that have an entry for each token.
-        models: for each model the findings by kind of call and source, the most recently used ones last.
         saved: what was read from a file, for the model that has its fingerprint.
+        text_paths: files with texts that this process has used, including those of models that no longer exist.
+        lock: held while anything here is read or changed.
     """
 
-    def __init__(self, saved: saving.Saved | None = None) -> None:
+    def __init__(self, saved: Saved | None = None) -> None:
         self.stats: GenerationStats | None = None
         self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)
-        self.models: weakref.WeakKeyDictionary[PreTrainedModel, dict[Key, Any]] = weakref.WeakKeyDictionary()
         self.saved = saved
-        self._cached: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, saving.Saved]] = weakref.WeakKeyDictionary()
-        self._fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, Fingerprint] = weakref.WeakKeyDictionary()
-        self._text_files: weakref.WeakKeyDictionary[PreTrainedModel, dict[Path, TextFile]] = weakref.WeakKeyDictionary()
-        # The files that this process has used, including those of models that no longer exist.
-        self._with_texts: set[Path] = set()
-        # By file, what writes findings at the end of a call: a search has new ones with each trial.
-        self._unwritten: dict[Path, Callable[[], None]] = {}
-        self._memories: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Memory]] = weakref.WeakKeyDictionary()
-        self._measured: weakref.WeakKeyDictionary[PreTrainedModel, dict[Kind, Measurements]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._lock = threading.RLock()
+        self.text_paths: set[Path] = set()
+        self.lock = threading.RLock()
+        self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         return Knowledge, (self.saved,)
 
+    def record(self, model: PreTrainedModel) -> ModelRecord:
+        """All that is known of a model."""
+        with self.lock:
+            return self._records.setdefault(model, ModelRecord())
+
+    def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
+        """The fingerprint that the model had at its first use."""
+        with self.lock:
+            record = self.record(model)
+            if record.fingerprint is None:
+                record.fingerprint = Fingerprint.of_decoder(model)
+            return record.fingerprint
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The models about which there are findings."""
+        with self.lock:
+            return [model for model, record in self._records.items() if record.findings]
+
     def add_call(self, stats: GenerationStats) -> None:
         """Records a finished call."""
-        with self._lock:
+        with self.lock:
             self.stats = stats
             thinned = stats.timeline[:: len(stats.timeline) // _POINTS + 1]
             self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
 
     def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
         """The most recently used findings about ``model`` that are ``wanted``; ``None`` if there are none."""
-        with self._lock:
-            return next((found for found in reversed(self.models.get(model, {}).values()) if wanted(found)), None)
+        with self.lock:
+            return next((found for found in reversed(self.record(model).findings.values()) if wanted(found)), None)
 
-    def of_kind(self, model: PreTrainedModel, kind: Kind) -> list[Findings]:
-        """The findings for one kind of call, none before the first such call."""
-        with self._lock:
-            return [found for key, found in self.models.get(model, {}).items() if key.kind in (kind, None)]
+    def choice(self, model: PreTrainedModel, kind: type | tuple[type, ...] = object) -> Any:
+        """What a probe or a search has chosen, if it is of that class, for the last kind of call with one."""
+        found = self.latest(model, lambda one: hasattr(one, "choice") and isinstance(one.choice, kind))
+        return None if found is None else found.choice
 
-    def memory(self, model: PreTrainedModel, kind: Kind) -> Memory:
-        """What the stop rule keeps from call to call."""
-        with self._lock:
-            return self._memories.setdefault(model, {}).setdefault(kind, Memory())
-
-    def measurements(self, model: PreTrainedModel, kind: Kind) -> Measurements:
-        """What rounds have cost and sources have brought, which is found again in each process."""
-        with self._lock:
-            known = self._measured.setdefault(model, {})
-            return known.setdefault(kind, Measurements(next(iter(known.values()), None)))
-
-    def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
-        """The fingerprint that the model had at its first use: a model that is being trained keeps it."""
-        with self._lock:
-            if model not in self._fingerprints:
-                self._fingerprints[model] = Fingerprint.of_decoder(model)
-            return self._fingerprints[model]
+    def load(self, path: Path, model: PreTrainedModel | None = None) -> None:
+        """Starts from what a file holds, which must be for ``model`` if it is given."""
+        self.saved = saving.read(path)
+        if model is not None:
+            self.check(model)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Checks that what was read from a file belongs to ``model``.
-
-        Raises:
-            SettingError: it belongs to another model.
-        """
+        """Checks that what was read from a file belongs to ``model``."""
         saved = self.saved
         if saved is None or saved.fingerprint is None:
             return
@@ -113,59 +137,6 @@ class Knowledge:
                 f"{saved.path} was saved for {difference}. Use it with the model that it was saved for, or make a new "
                 "SelfSpec for this one."
             )
-
-    def of(
-        self,
-        model: PreTrainedModel,
-        key: Key,
-        make: Callable[[Any], _F],
-        cache: Path | None,
-        settings: Mapping[str, Any],
-    ) -> _F:
-        """Findings of one source for one kind of call, or for all kinds.
-
-        Args:
-            model: the model that they are about.
-            key: kind and source.
-            make: creates the findings with which a new kind starts, given another kind's or ``None``.
-            cache: a file in which they are kept, ``None`` for none.
-            settings: the settings to write to that file.
-        """
-        with self._lock:
-            known = self.models.setdefault(model, {})
-            if key not in known:
-                other = next((found for one, found in known.items() if one.source == key.source), None)
-                known[key] = self._new(model, key, make, other, cache)
-                if cache is not None:
-                    write = partial(self._cache, cache, weakref.ref(model), settings, key)
-                    later = partial(self._unwritten.__setitem__, cache, write)
-                    known[key].changed = write if key.kind is None else later
-            known[key] = known.pop(key)
-            found: _F = known[key]
-            return found
-
-    def _new(self, model: PreTrainedModel, key: Key, make: Callable[[Any], _F], other: Any, cache: Path | None) -> _F:
-        found = make(other)
-        if self.saved is not None:
-            return _restored(self.saved, key, make, found, other)
-        if cache is not None:
-            with beginning_anew(cache):
-                if (saved := self._read(model, key, cache)) is not None:
-                    found = _restored(saved, key, make, found, other)
-                    self._cached.setdefault(model, {})[cache] = saved
-        return found
-
-    def _read(self, model: PreTrainedModel, key: Key, path: Path) -> saving.Saved | None:
-        if key.kind is None:
-            return self._text_file(model, path).read()
-        return saving.read(path) if path.exists() else None
-
-    def _text_file(self, model: PreTrainedModel, path: Path) -> TextFile:
-        self._with_texts.add(path)
-        files = self._text_files.setdefault(model, {})
-        if path not in files:
-            files[path] = TextFile(path)
-        return files[path]
 
     def save(
         self,
@@ -180,17 +151,16 @@ class Knowledge:
 
         The file is for the weights that the model has now; their ``fingerprint`` is computed if it is not given.
         """
-        with self._lock:
-            saved = self.saved if model is None else self._cached.get(model, {}).get(path, self.saved)
-            if saved is not None and model is None:
-                fingerprint = saved.fingerprint
-            if model is not None:
-                self.check(model)
-                fingerprint = fingerprint or Fingerprint.of_decoder(model)
+        with self.lock:
+            saved = self.saved or (None if model is None else self.record(model).read)
             # What was read but not used yet is kept.
             findings = {} if saved is None else dict(saved.findings)
-            if model is not None:
-                known = self.models.get(model, {})
+            if model is None:
+                fingerprint = None if saved is None else saved.fingerprint
+            else:
+                self.check(model)
+                fingerprint = fingerprint or Fingerprint.of_decoder(model)
+                known = self.record(model).findings
                 used = {key.source for key in known}
                 # Files of earlier versions do not name the source, of which they have only one.
                 findings = {key: state for key, state in findings.items() if key.source or not used}
@@ -199,105 +169,71 @@ class Knowledge:
             saving.write(path, settings, fingerprint, chosen, text_id)
 
     def forget_texts(self) -> None:
-        """Drops what findings keep of texts, also from the files in which they are kept.
-
-        Raises:
-            SettingError: a file cannot be removed.
-        """
-        with self._lock:
-            known = [(key, found) for kinds in self.models.values() for key, found in kinds.items()]
-            with_texts = [found for _, found in known if isinstance(found, TextFindings)]
-            for found in with_texts:
-                found.forget()
-            for files in self._cached.values():
-                files.update({path: _without_texts(saved) for path, saved in files.items()})
+        """Drops what findings keep of texts, also from the files in which they are kept."""
+        with self.lock:
+            found = [one for record in self._records.values() for one in record.findings.values()]
+            with_texts = [one for one in found if isinstance(one, TextFindings)]
+            for one in with_texts:
+                one.forget()
             if self.saved is not None:
-                self.saved = _without_texts(self.saved)
-            for path in self._with_texts:
-                with reported(path), TextFile(path).locked():
+                # Texts are in findings for all kinds of calls.
+                kept = {key: state for key, state in self.saved.findings.items() if key.kind is not None}
+                self.saved = replace(self.saved, findings=kept)
+            for path in self.text_paths:
+                with reported(path), locked(path):
                     for file in (path, aside(path)):
                         if not file.is_dir():
                             file.unlink(missing_ok=True)
-            for found in with_texts:
-                if found.changed is not None:
-                    found.changed()
-
-    def write(self) -> None:
-        """Writes what calls have found since the last time, where it is kept on disk."""
-        with self._lock:
-            while self._unwritten:
-                self._unwritten.popitem()[1]()
-
-    def _cache(self, path: Path, model: weakref.ref[PreTrainedModel], settings: Mapping[str, Any], key: Key) -> None:
-        if (alive := model()) is None:
-            return
-        try:
-            with self._lock, reported(path):
-                if (now := Fingerprint.of_decoder(alive)) != self.fingerprint(alive):
-                    warn_once(
-                        f"the weights of {type(alive).__name__} have changed since this SelfSpec began, and files of "
-                        "cache_dir are for one model: findings from now on stay in memory. Use `save_pretrained` "
-                        "next to the model's checkpoints, or a new SelfSpec when the weights are final."
-                    )
-                elif key.kind is None:
-                    self._cache_texts(path, alive, settings, key, now)
-                else:
-                    self.save(path, alive, settings, lambda one: one.kind is not None, fingerprint=now)
-        except SettingError as error:
-            warn_once(f"findings are not kept on disk: {error}")
-
-    def _cache_texts(
-        self, path: Path, model: PreTrainedModel, settings: Mapping[str, Any], key: Key, now: Fingerprint
-    ) -> None:
-        """Writes what is known of texts, merged with what other processes have written since."""
-        file = self._text_file(model, path)
-        with file.locked():
-            if isinstance(found := self.models[model][key], TextFindings):
-                with beginning_anew(path):
-                    file.meet(found, key)
-            self.save(path, model, settings, lambda one: one == key, file.id or "", now)
-            file.wrote()
+            for one in with_texts:
+                if one.changed is not None:
+                    one.changed()
 
 
 @dataclass(frozen=True)
 class KnowledgeOfCall:
-    """What is known of one model for one kind of call, see :class:`.draft.source.KnowledgeOfModel`.
+    """What a ``SelfSpec`` knows of one model for one kind of call, and the files in which it keeps that."""
 
-    Attributes:
-        knowledge: all knowledge of the ``SelfSpec``.
-        model: the model.
-        kind: the kind of call.
-        cache_dir, task: where it is kept, see ``SelfSpec``.
-        settings: the settings that are written to the file.
-    """
-
-    knowledge: Knowledge
+    spec: SelfSpec
     model: PreTrainedModel
-    kind: Kind
-    cache_dir: Path | None
-    task: str
-    settings: Mapping[str, Any]
+    kind: Kind = (False, False)
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """All that the ``SelfSpec`` has learned."""
+        return self.spec._knowledge
+
+    @property
+    def _record(self) -> ModelRecord:
+        return self.knowledge.record(self.model)
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Findings under a name for this kind of call."""
-        return self.knowledge.of(self.model, Key(self.kind, name), make, self.file, self.settings)
+        """Returns findings for this kind of call, see :class:`Findings`.
+
+        Args:
+            name: name of the source that keeps them.
+            make: creates the findings with which a kind of call starts, given those of another kind or ``None``.
+        """
+        return self._used(Key(self.kind, name), make)
 
     def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Findings under a name that all kinds of calls share, in a file of their own."""
-        file = self._file("-" + name.replace(" ", "-"))
-        return self.knowledge.of(self.model, Key(None, name), make, file, self.settings)
+        """As :meth:`of`, for findings that all kinds of calls share, in a file of their own."""
+        return self._used(Key(None, name), make)
 
     def all_findings(self) -> list[Findings]:
         """All findings for this kind of call, none before the first such call."""
-        return self.knowledge.of_kind(self.model, self.kind)
+        with self.knowledge.lock:
+            return [found for key, found in self._record.findings.items() if key.kind in (self.kind, None)]
 
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
-        return self.knowledge.memory(self.model, self.kind)
+        with self.knowledge.lock:
+            return self._record.memories[self.kind]
 
     def measurements(self) -> Measurements:
-        """What rounds have cost and sources have brought."""
-        return self.knowledge.measurements(self.model, self.kind)
+        """What rounds have cost and sources have brought, which is found again in each process."""
+        with self.knowledge.lock:
+            known = self._record.measurements
+            return known.setdefault(self.kind, Measurements(next(iter(known.values()), None)))
 
     def fingerprint(self) -> Fingerprint:
         """The model's fingerprint."""
@@ -306,24 +242,95 @@ class KnowledgeOfCall:
     @property
     def file(self) -> Path | None:
         """The file with the findings for single kinds of calls, ``None`` if there is none."""
-        return self._file("")
+        return self._file(Key(self.kind, ""))
 
-    def _file(self, ending: str) -> Path | None:
-        if self.cache_dir is None:
-            return None
-        kept = json.dumps({name: saving.encode(value, name) for name, value in self.settings.items()}, sort_keys=True)
-        digest = hashlib.sha256(kept.encode()).hexdigest()[:12]
-        return self.cache_dir / self.fingerprint().name / f"{self.task}-{digest}{ending}.json"
+    def read(self) -> Saved | None:
+        """What was read from a file for this model, or another process has written; ``None`` if there is nothing."""
+        if self.knowledge.saved is not None:
+            self.knowledge.check(self.model)
+            return self.knowledge.saved
+        return None if self.file is None else saving.read_if_there(self.file)
+
+    def write(self) -> None:
+        """Writes what calls have found since the last time, where it is kept on disk."""
+        news = self._record.news
+        if news.is_set() and (path := self.file) is not None:
+            news.clear()
+            self._cache(path)
+
+    def _cache(self, path: Path, texts: TextFile | None = None, key: Key | None = None) -> None:
+        """Writes a file: findings for single kinds of calls, or those of one key with ``texts``."""
+        knowledge, model, settings = self.knowledge, self.model, self.spec._settings()
+        try:
+            with knowledge.lock, reported(path):
+                now = Fingerprint.of_decoder(model)
+                if now != self.fingerprint():
+                    warn_once(
+                        f"the weights of {type(model).__name__} have changed since this SelfSpec began, and files of "
+                        "cache_dir are for one model: findings from now on stay in memory. Use `save_pretrained` "
+                        "next to the model's checkpoints, or a new SelfSpec when the weights are final."
+                    )
+                elif texts is None or key is None:
+                    knowledge.save(path, model, settings, lambda one: one.kind is not None, fingerprint=now)
+                else:
+                    with texts.merged(self._record.findings[key], key):
+                        knowledge.save(path, model, settings, lambda one: one == key, texts.id or "", now)
+        except SettingError as error:
+            warn_once(f"findings are not kept on disk: {error}")
+
+    def _file(self, key: Key) -> Path | None:
+        spec = self.spec
+        if spec.cache_dir is None or is_tensor_parallel(self.model):
+            return None  # the processes of one model may have different folders, and would then draft differently
+        kept = {name: saving.encode(value, name) for name, value in spec._settings().items()}
+        digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+        ending = "" if key.kind is not None else "-" + key.source.replace(" ", "-")
+        return path_of(spec.cache_dir) / self.fingerprint().name / f"{spec.task}-{digest}{ending}.json"
+
+    def _used(self, key: Key, make: Callable[[Any], _F]) -> _F:
+        with self.knowledge.lock:
+            known = self._record.findings
+            if key not in known:
+                other = next((found for one, found in known.items() if one.source == key.source), None)
+                known[key] = self._begun(key, make, other)
+            found: _F = known.pop(key)
+            known[key] = found  # the last one in use
+            return found
+
+    def _begun(self, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
+        """New findings, which begin with what a file holds and are written to it."""
+        saved, path = self.knowledge.saved, self._file(key)
+        found = make(other) if saved is None else _restored(saved, key, make, other)
+        if path is None:
+            return found
+        texts = TextFile(path) if key.kind is None else None
+        if saved is None:
+            with beginning_anew(path):
+                read = saving.read_if_there(path) if texts is None else texts.read()
+                found = found if read is None else _restored(read, key, make, other)
+                self._record.read = self._record.read if texts is not None else read
+        if texts is None:
+            found.changed = self._record.news.set
+        else:
+            self.knowledge.text_paths.add(path)
+            found.changed = _text_writer(self.spec, weakref.ref(self.model), texts, key)
+        return found
 
 
-def _restored(saved: saving.Saved, key: Key, make: Callable[[Any], _F], found: _F, other: Any) -> _F:
-    """New findings as the file has them, or begun with those for another kind of call.
+def _text_writer(spec: SelfSpec, alive: weakref.ref[PreTrainedModel], texts: TextFile, key: Key) -> Callable[[], None]:
+    """What writes findings about texts as long as their model exists."""
 
-    Raises:
-        SettingError: what is in the file is not a state of such findings.
-    """
-    states = saved.states(key.source)
-    try:
+    def write() -> None:
+        if (model := alive()) is not None:
+            KnowledgeOfCall(spec, model)._cache(texts.path, texts, key)
+
+    return write
+
+
+def _restored(saved: Saved, key: Key, make: Callable[[Any], _F], other: Any) -> _F:
+    """New findings as the file has them, or begun with those for another kind of call."""
+    found, states = make(other), saved.states(key.source)
+    with saving.reading(saved.path):
         if key.kind in states:
             found.restore(states[key.kind])
         elif states and other is None:
@@ -331,11 +338,4 @@ def _restored(saved: saving.Saved, key: Key, make: Callable[[Any], _F], found: _
             first = make(None)
             first.restore(next(iter(states.values())))
             return make(first)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise saving.corrupt_findings(saved.path, error) from error
     return found
-
-
-def _without_texts(saved: saving.Saved) -> saving.Saved:
-    """The file's content without the findings for all kinds of calls, which hold the texts."""
-    return replace(saved, findings={key: state for key, state in saved.findings.items() if key.kind is not None})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..data.hub import is_name
 from ..errors import SelfSpecError, SettingError
 from ..model.fingerprint import Fingerprint
-from .files import read_json, written_whole
+from .files import read_json, write_json
 from .registry import is_registered, registered
 
 FILE_NAME = "selfspec.json"
@@ -23,8 +23,6 @@ _SETTINGS = ("draft", "stop", "tree", "max_draft")
 # Settings that name the folder or repository to load a part from, and whether they may be left out.
 PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
 
-
-_T = TypeVar("_T")
 # Whether tokens are sampled, and whether there are several rows.
 Kind = tuple[bool, bool]
 
@@ -66,11 +64,7 @@ class Saved:
 
 
 def encode(value: Any, name: str) -> Any:
-    """Returns settings as JSON values.
-
-    Raises:
-        SettingError: they hold an object of a class that is not registered.
-    """
+    """Returns settings as JSON values; raises an error for objects of classes that are not registered."""
     if dataclasses.is_dataclass(value) and is_registered(type(value)):
         fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
         return {"class": type(value).__name__, **fields}
@@ -85,11 +79,7 @@ def encode(value: Any, name: str) -> Any:
 
 
 def decode_settings(settings: Any) -> dict[str, Any]:
-    """Returns the arguments of ``SelfSpec`` from a file's settings.
-
-    Raises:
-        SettingError, TypeError: they are not settings that a file may have.
-    """
+    """Returns the arguments of ``SelfSpec`` from a file's settings."""
     if not isinstance(settings, dict):
         raise TypeError(f"its settings are {settings!r}")
     _check_names("", settings, _SETTINGS)
@@ -97,15 +87,7 @@ def decode_settings(settings: Any) -> dict[str, Any]:
 
 
 def decode(value: Any, name: str) -> Any:
-    """The inverse of :func:`encode`, for the settings that a file may have.
-
-    Args:
-        value: the JSON value.
-        name: name of the setting, with those that contain it, e.g. ``draft.search``.
-
-    Raises:
-        SettingError: its class is not registered for this setting.
-    """
+    """The inverse of :func:`encode`; ``name`` contains the names of the settings around it, e.g. ``draft.search``."""
     setting = name.rpartition(".")[2]
     if isinstance(value, dict):
         kind = registered(setting, value.get("class"))
@@ -148,49 +130,33 @@ def write(
     findings: Mapping[Key, dict[str, Any]],
     text_id: str = "",
 ) -> None:
-    """Writes a temporary file and moves it to ``path``, so that a crash leaves the old file or the new one, whole."""
+    """Writes a file, whole or not at all."""
     content = {
         "format": _FORMAT,
         "settings": {name: encode(value, name) for name, value in settings.items()},
         "fingerprint": None if fingerprint is None else dataclasses.asdict(fingerprint),
         "findings": [
-            {
-                "do_sample": None if key.kind is None else key.kind[0],
-                "several_rows": None if key.kind is None else key.kind[1],
-                "source": key.source,
-                "state": state,
-            }
+            {"do_sample": do_sample, "several_rows": several_rows, "source": key.source, "state": state}
             for key, state in findings.items()
+            for do_sample, several_rows in [key.kind or (None, None)]
         ],
         "text_id": text_id,
     }
-    replace(path, content)
-
-
-def replace(path: Path, content: Any) -> None:
-    """Writes JSON to a temporary file and moves it to ``path``."""
-    with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
-        json.dump(content, file)
+    write_json(path, content)
 
 
 def read(path: Path) -> Saved:
-    """Reads a file.
-
-    Raises:
-        SettingError: it does not exist, is not a saved ``SelfSpec``, or was cut short or changed.
-    """
-    try:
-        content = read_json(path)
-    except FileNotFoundError as error:
-        raise SettingError(
-            f"{path} does not exist. Give the folder that `spec.save_pretrained(folder)` has written."
-        ) from error
-    except ValueError as error:
-        raise _corrupt(path, str(error)) from error
-    try:
+    """Reads a file; raises a ``SettingError`` if it is not a saved ``SelfSpec``, or was cut short or changed."""
+    with reading(path):
+        try:
+            content = read_json(path)
+        except FileNotFoundError as error:
+            raise SettingError(
+                "it does not exist. Give the folder that `spec.save_pretrained(folder)` has written."
+            ) from error
         if content["format"] != _FORMAT:
             raise SettingError(
-                f"{path} has format {content['format']!r}, but this version of hf_selfspec reads format {_FORMAT}. "
+                f"it has format {content['format']!r}, but this version of hf_selfspec reads format {_FORMAT}. "
                 "Save it again with this version, or install the one it was saved with."
             )
         kept = content["fingerprint"]
@@ -201,24 +167,25 @@ def read(path: Path) -> Saved:
             path=path,
             text_id=str(content.get("text_id", "")),
         )
+
+
+def read_if_there(path: Path) -> Saved | None:
+    """As :func:`read`, ``None`` where there is no file."""
+    return read(path) if path.exists() else None
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what the parts of a file raise, where they are not what was written, into an error about the file."""
+    try:
+        yield
     except SelfSpecError as error:
         raise SettingError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _corrupt(path, repr(error)) from error
-
-
-def construct(kind: Callable[..., _T], saved: Saved) -> _T:
-    """Builds an object from the settings in a file.
-
-    Raises:
-        SettingError: they are not settings of ``kind``.
-    """
-    try:
-        return kind(**saved.settings)
-    except SelfSpecError as error:
-        raise SettingError(f"{saved.path}: {error}") from error
-    except TypeError as error:
-        raise _corrupt(saved.path, str(error)) from error
+        why = str(error) if type(error) is ValueError else repr(error)
+        raise SettingError(
+            f"{path} is not a saved SelfSpec, or was cut short or changed ({why}). Save it again, or delete it."
+        ) from error
 
 
 def _key(one: dict[str, Any]) -> Key:
@@ -226,14 +193,3 @@ def _key(one: dict[str, Any]) -> Key:
     if not isinstance(source, str) or not (kind == (None, None) or all(isinstance(value, bool) for value in kind)):
         raise TypeError(f"{kind!r}, {source!r} is not a kind of call and a source")
     return Key(None if kind[0] is None else kind, source)
-
-
-def _corrupt(path: Path, why: str) -> SettingError:
-    return SettingError(
-        f"{path} is not a saved SelfSpec, or was cut short or changed ({why}). Save it again, or delete it."
-    )
-
-
-def corrupt_findings(path: Path, error: Exception) -> SettingError:
-    """Returns the error to raise where findings cannot be used."""
-    return _corrupt(path, repr(error))

@@ -10,11 +10,21 @@ from uuid import uuid4
 
 from ..errors import SettingError, warn_once
 from . import saving
-from .findings import TextFindings
+from .findings import Findings, TextFindings
 from .saving import Key, Saved
 
 # Seconds to wait while another process reads or writes.
 _PATIENCE = 10.0
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from reading or writing a file; raises an ``OSError`` where that is not possible."""
+    from filelock import FileLock  # imported here because calls without a cache folder do not need it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock", timeout=_PATIENCE):
+        yield
 
 
 class TextFile:
@@ -22,9 +32,6 @@ class TextFile:
 
     A file has an id, which changes when its texts are forgotten. If the id of the findings is not the file's, the texts
     were forgotten since, in another process or by removing the file, so the findings are dropped.
-
-    Args:
-        path: the file.
 
     Attributes:
         id: id of the file to which the findings belong, ``None`` before they were first read or written.
@@ -35,38 +42,26 @@ class TextFile:
         self.id: str | None = None
         self._version: tuple[int, int] | None = None
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other processes from reading or writing the file in the meantime.
-
-        Raises:
-            OSError: the folder cannot be written, or another process held the lock for too long.
-        """
-        from filelock import FileLock  # imported here because calls without a cache folder do not need it
-
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.path}.lock", timeout=_PATIENCE):
-            yield
-
     def read(self) -> Saved | None:
-        """Reads the file, ``None`` if there is none; findings that start from it belong to the file.
-
-        Raises:
-            SettingError: it is not a saved ``SelfSpec``, or was cut short or changed.
-        """
+        """Reads the file, ``None`` if there is none; findings that start from it belong to the file."""
         if not self.path.exists():
             return None
         # In a folder that cannot be written nothing changes, so the file is read without the lock.
-        with suppress(OSError), self.locked():
+        with suppress(OSError), locked(self.path):
             return self._read()
         return self._read()
 
-    def meet(self, found: TextFindings, key: Key) -> None:
-        """Merges what others have written since into the findings, before these are written; needs the lock.
+    @contextmanager
+    def merged(self, found: Findings, key: Key) -> Iterator[None]:
+        """Merges what others have written since into the findings; what the block writes is the file from then on."""
+        with locked(self.path):
+            if isinstance(found, TextFindings):
+                with beginning_anew(self.path):
+                    self._merge(found, key)
+            yield
+            self._version = self._seen()
 
-        Raises:
-            SettingError: what is in the file is not a state of such findings.
-        """
+    def _merge(self, found: TextFindings, key: Key) -> None:
         mine, version = self.id, self._version
         if not self.path.exists():
             if mine is not None:
@@ -76,14 +71,8 @@ class TextFile:
             if mine not in (None, self.id):
                 found.forget()
             if (state := saved.states(key.source).get(key.kind)) is not None:
-                try:
+                with saving.reading(self.path):
                     found.merge(state)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    raise saving.corrupt_findings(self.path, error) from error
-
-    def wrote(self) -> None:
-        """Notes that this process has just written the file; needs the lock."""
-        self._version = self._seen()
 
     def _read(self) -> Saved | None:
         if not self.path.exists():

@@ -5,20 +5,23 @@ from __future__ import annotations
 import atexit
 import base64
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from threading import RLock
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from ..stats import GenerationStats
-from .row import LookupKnowledge, LookupRow
-from .suffix import SEPARATOR
+from ..learned.findings import TextFindings
+from .rates import Rates
+from .successors import Successors
+from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
 
 # Seconds between two writes to disk; the last write is at the end of the process.
 _WRITTEN = 10.0
-
+# How many pairs of tokens have successors, and how many tokens of earlier texts are kept by default.
+_PAIRS, _STORED = 65_536, 65_536
 
 _unwritten: weakref.WeakSet[LookupFindings] = weakref.WeakSet()
 
@@ -30,32 +33,34 @@ def _write_rest() -> None:
         found.write()
 
 
-class LookupFindings:
-    """Successors, texts and weights of evidence; see :class:`Findings`.
+class LookupFindings(TextFindings):
+    """Successors of token pairs, earlier texts, and how often each kind of evidence is right.
 
-    Args:
-        stored_tokens: tokens of earlier texts to keep.
-        vocabulary: ``v``; a file with other tokens is rejected.
-
-    Attributes:
-        known: successors, texts and evidence.
-        lock: held while ``known`` is used.
-        changed: called when there is something new to save, or ``None``.
+    ``lock`` is held while they are used. A file with tokens beyond ``vocabulary`` is rejected.
     """
 
-    is_idle = False
-
-    def __init__(self, stored_tokens: int, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
-        self.known = LookupKnowledge(most_stored=stored_tokens)
+    def __init__(self, most_stored: int = _STORED, vocabulary: int = 1 << 31, most_pairs: int = _PAIRS) -> None:
         self.lock = RLock()
-        self.changed: Callable[[], None] | None = None
+        self.successors = Successors(most_pairs)
+        self.store = SuffixIndex(most_stored)
+        self._most_stored, self._vocabulary = most_stored, vocabulary
+        self._rates: dict[str, Rates] = {}
+        self._texts = 0
         self._written = -_WRITTEN
 
-    def end(self, rows: Iterable[LookupRow]) -> None:
+    def rates(self, kind: str) -> Rates:
+        """How often each source was right in one kind of call, such as greedy or sampled."""
+        return self._rates.setdefault(kind, Rates())
+
+    def next_text(self) -> int:
+        """The number of a new text."""
+        self._texts += 1
+        return self._texts
+
+    def end(self, texts: Iterable[Sequence[int]]) -> None:
         """Puts finished texts into the store."""
         with self.lock:
-            self.known.add_texts([row.own.tokens for row in rows])
+            self.add_texts(list(texts))
         if monotonic() - self._written >= _WRITTEN:
             self.write()
         else:
@@ -68,44 +73,103 @@ class LookupFindings:
         if self.changed is not None:
             self.changed()
 
-    def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Ignores a call without a draft, which has nothing to learn from."""
+    def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
+        """Adds texts to the store, without their beginnings where it or a later text has these already (in chats).
 
-    def report(self, stats: GenerationStats) -> None:
-        """Adds nothing to the statistics."""
+        Of more than it keeps, only the last ones are looked at.
+        """
+        most, known, kept = self._most_stored, set[tuple[int, ...]](), list[list[int]]()
+        for text in reversed(texts):
+            if sum(map(len, kept)) >= most:
+                break
+            if new := self._unknown_end(text, known):
+                kept.append([SEPARATOR, *new[-(most // 2) :]])
+        added = list(chain(*reversed(kept)))
+        if len(added) >= most:
+            added, self.store = added[len(added) - most :], SuffixIndex(most)
+        self.store.extend(added)
+
+    def _unknown_end(self, text: Sequence[int], known: set[tuple[int, ...]]) -> Sequence[int]:
+        """The end of a text that is neither in the store nor among ``known`` pieces, to which its own are added."""
+        new = None
+        for start in range(0, len(text), LONGEST_MATCH):
+            piece = tuple(text[start : start + LONGEST_MATCH])
+            if new is None and not (piece in known or self._is_stored(piece)):
+                # The rest is stored with the tokens before it, by which it is found.
+                new = max(0, start - LONGEST_MATCH)
+            if len(piece) == LONGEST_MATCH:
+                known.add(piece)
+        return () if new is None else text[new:]
+
+    def _is_stored(self, piece: Sequence[int]) -> bool:
+        found = self.store.match(piece)
+        return found is not None and found.length == LONGEST_MATCH
 
     def forget(self) -> None:
         """Drops texts, successors and evidence."""
         with self.lock:
-            self.known.forget()
-
-    def merge(self, state: dict[str, Any]) -> None:
-        """See :meth:`TextFindings.merge`."""
-        known = self._checked(state)
-        with self.lock:
-            self.known.merge(known)
+            self.successors.forget()
+            self.store = SuffixIndex(self._most_stored)
+            self._rates.clear()
 
     def state(self) -> dict[str, Any]:
         """What is known, as JSON values."""
         with self.lock:
-            return {"known": _packed(self.known.state())}
+            known = {
+                # Texts could be reconstructed from these, so they are left out where texts are not kept.
+                "successors": (self.successors if self._most_stored else Successors()).state(),
+                "store": np.array(self.store.tokens, np.int32),
+                "rates": {kind: rates.state() for kind, rates in self._rates.items()},
+            }
+            return {"known": _packed(known)}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else.
-        """
+    def merge(self, state: dict[str, Any]) -> None:
+        """Adds unknown texts, as older ones, and unknown pairs of another's :meth:`state`, as long as there is room."""
         known = self._checked(state)
         with self.lock:
-            self.known.restore(known)
+            self.successors.merge(known["successors"])
+            mine = self.store.tokens
+            older: list[int] = []
+            for text in reversed(_unknown(texts_of(known["store"]), texts_of(mine))):
+                if len(older) + len(text) + 1 > self._most_stored - len(mine):
+                    break
+                older = [SEPARATOR, *text, *older]
+            if older:
+                self.store = SuffixIndex(self._most_stored)
+                self.store.extend(chain(older, mine))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`state` returned."""
+        known = self._checked(state)
+        store = SuffixIndex(self._most_stored)
+        store.extend(known["store"])
+        rates = {kind: Rates.of(one) for kind, one in known["rates"].items()}
+        with self.lock:
+            self.successors.restore(known["successors"])
+            self.store, self._rates = store, rates
 
     def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The knowledge in the state of another or an earlier process, checked."""
+        """The knowledge in the state of another or an earlier process, with tokens of this model alone."""
         known: dict[str, Any] = _unpacked(state["known"])
-        for tokens in (known["store"], known["successors"]["tokens"]):
-            _check_tokens(np.asarray(tokens), self._vocabulary)
-        return known
+        _check_tokens(np.asarray(known["successors"]["tokens"]), self._vocabulary)
+        store = np.asarray(known["store"])
+        _check_tokens(store, self._vocabulary)
+        if store.ndim != 1:
+            raise ValueError(f"a store of the shape {store.shape}")
+        return known | {"store": store.tolist()}
+
+
+def _unknown(texts: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The texts that are not among the known ones; the beginning of either may be missing."""
+    ends: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for text in known:
+        ends.setdefault(tuple(text[-LONGEST_MATCH:]), []).append(text)
+
+    def is_known(text: Sequence[int]) -> bool:
+        like = ends.get(tuple(text[-LONGEST_MATCH:]), [])
+        return any(text[-(shorter := min(len(text), len(one))) :] == one[-shorter:] for one in like)
+
+    return [text for text in texts if not is_known(text)]
 
 
 def _packed(state: Any) -> Any:

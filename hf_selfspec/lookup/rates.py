@@ -97,9 +97,6 @@ class Rates:
 
     Tokens are offered in turn, as siblings are verified: the rate of each counts where all that were offered before it
     were wrong, so the probabilities of one place never add up to more than 1.
-
-    Attributes:
-        rates: for each key the rate; first guesses at the beginning.
     """
 
     def __init__(self) -> None:
@@ -120,15 +117,14 @@ class Rates:
         """The rates, and the number of observations behind each."""
         return {"rates": list(self.rates), "seen": list(self._seen)}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            ValueError: it is not a state of these rates.
-        """
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Rates:
+        """The inverse of :meth:`state`; raises ``ValueError`` for anything else."""
         rates, seen = ([float(x) for x in state[name]] for name in ("rates", "seen"))
         if len(rates) != _NUM_KEYS or len(seen) != _NUM_KEYS:
             raise ValueError(f"{len(rates)} rates seen {len(seen)} times, {_NUM_KEYS} expected.")
         if not all(0 <= x <= 1 for x in rates) or not all(_PRIOR <= x <= _MEMORY for x in seen):
             raise ValueError("Rates outside 0 to 1, or counts that are out of bounds.")
-        self.rates, self._seen = rates, seen
+        found = cls()
+        found.rates, found._seen = rates, seen
+        return found

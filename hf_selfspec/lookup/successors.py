@@ -16,14 +16,7 @@ _LAST = (1 << BITS) - 1
 
 
 class Found(NamedTuple):
-    """Successors, the likeliest first.
-
-    Attributes:
-        is_pair: whether they followed the last two tokens, not just the last one.
-        text: number of the text in which they were seen.
-        tokens: the successors; -1 where there are fewer.
-        probabilities: the probability of each.
-    """
+    """Successors of the last two tokens, or of the last one alone, the likeliest first; -1 where there are fewer."""
 
     is_pair: bool
     text: int
@@ -34,8 +27,7 @@ class Found(NamedTuple):
 class Successors:
     """The likeliest successors of the last two tokens when the model last saw these, else of the last one.
 
-    Args:
-        most: the most pairs that are kept; the oldest are dropped first.
+    Of more than ``most`` pairs the oldest are dropped. Arrays in place of objects: a tenth of the memory.
     """
 
     def __init__(self, most: int = 65_536) -> None:
@@ -53,14 +45,7 @@ class Successors:
         return len(self._slots)
 
     def see(self, pair: tuple[int, int], top: Sequence[int], probabilities: Sequence[float], text: int = 0) -> None:
-        """Records what the model predicts after ``pair``.
-
-        Args:
-            pair: the last two tokens.
-            top: the likeliest tokens, the likeliest first; the first ``WIDTH`` are kept.
-            probabilities: the probability of each.
-            text: number of the text in which the pair was seen.
-        """
+        """Records the likeliest tokens after a pair in the text of that number; the first ``WIDTH`` are kept."""
         key = pair[0] << BITS | pair[1]
         slot = self._slots.get(key)
         if slot is None:
@@ -78,10 +63,9 @@ class Successors:
         is_pair = slot is not None
         if slot is None:
             slot = self._singles.get(token)
-            if slot is None:
-                return None
-        start = slot * WIDTH
-        end = start + WIDTH
+        if slot is None:
+            return None
+        start, end = slot * WIDTH, (slot + 1) * WIDTH
         return Found(is_pair, self._texts[slot], self._tokens[start:end], self._probabilities[start:end])
 
     def forget(self) -> None:
@@ -98,11 +82,7 @@ class Successors:
         }
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Adds unknown pairs of another's :meth:`state`, the latest first, as long as there is room.
-
-        Raises:
-            ValueError: it is not a state of successors; nothing is changed then.
-        """
+        """Adds unknown pairs of another's :meth:`state`, the latest first, as long as there is room."""
         pairs, tokens, probabilities = _checked(state)
         for place in range(len(pairs) - 1, -1, -1):
             if len(self._pairs) >= self.most:
@@ -116,11 +96,7 @@ class Successors:
                 self._singles.setdefault(pair & _LAST, slot)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned, only its latest pairs if there are too many.
-
-        Raises:
-            ValueError: it is not a state of successors.
-        """
+        """Restores what :meth:`state` returned, only its latest pairs if there are too many."""
         pairs, tokens, probabilities = (values[-self.most :] for values in _checked(state))
         self.forget()
         self._pairs.extend(pairs.tolist())
@@ -156,7 +132,7 @@ _NOTHING = [0.0] * WIDTH
 
 
 def _checked(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs, and the tokens and probabilities of their successors, the oldest pair first."""
+    """The arrays of a state, the oldest pair first; raises ``ValueError`` where they are something else."""
     pairs = np.asarray(state["pairs"], np.int64)
     tokens = np.asarray(state["tokens"], np.int32)
     probabilities = np.asarray(state["probabilities"], np.float32)

@@ -19,13 +19,7 @@ BITS = 21
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of a text's end.
-
-    Attributes:
-        length: number of tokens that are the same.
-        position: index of the token that followed.
-        support: whether other occurrences of its last three tokens went on in the same way.
-    """
+    """An earlier occurrence of a text's end: how many tokens are the same, and the index of the token that followed."""
 
     length: int
     position: int
@@ -36,10 +30,8 @@ class SuffixIndex:
     """Finds the longest suffix of a text that occurred in the indexed tokens before and goes on there.
 
     Hash chains as in LZ77: the latest occurrence of each three tokens, and for each position the one before it. Where
-    three tokens do not occur, the latest occurrence of two or one counts. Adding a token takes constant time.
-
-    Args:
-        most: the most tokens that are kept. When there are more, the older half is dropped. ``None`` keeps all.
+    three tokens do not occur, the latest occurrence of two or one counts. Adding a token takes constant time. Of more
+    than ``most`` tokens the older half is dropped.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -76,12 +68,7 @@ class SuffixIndex:
             self._drop(position - self.most // 2)
 
     def match(self, tail: Sequence[int], shortest: int = 1) -> Match | None:
-        """The longest suffix of ``tail`` that occurs and goes on; of several, the latest.
-
-        Args:
-            tail: the last tokens of a text, ``LONGEST_MATCH`` of them at most.
-            shortest: the least number of tokens that must be the same.
-        """
+        """The longest suffix of ``tail`` (``LONGEST_MATCH`` tokens at most) that occurs and goes on, the latest one."""
         last = len(tail) - 1
         if last >= 2 and (found := self._match_three(tail, last)):
             return found if found.length >= shortest else None

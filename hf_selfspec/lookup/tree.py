@@ -6,9 +6,9 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol
 
 from ..control.costs import RoundCosts
+from ..grammar.rows import Spot
 from .rates import Offer, Rates, own_key, store_key, successor_keys, view_of
 from .successors import Found, Successors
 from .suffix import CONTESTED, LONGEST_MATCH, SEPARATOR, SuffixIndex
@@ -77,31 +77,13 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where free tokens come from.
-
-    Attributes:
-        own: the row's text.
-        store: earlier texts.
-        successors: likely next tokens by earlier logits.
-        rates: how often each kind of evidence is right.
-        text: number of the row's text.
-    """
+    """Where free tokens come from; ``text`` is the number of the row's own text."""
 
     own: SuffixIndex
     store: SuffixIndex
     successors: Successors
     rates: Rates
     text: int = 0
-
-
-class Guide(Protocol):
-    """What a grammar allows and expects after drafted tokens of a row."""
-
-    def likely(self, path: Sequence[int]) -> tuple[int, float] | None:
-        """The token that follows the drafted tokens ``path`` where there is hardly a choice, and its probability."""
-
-    def allows(self, path: Sequence[int], token: int) -> bool:
-        """Whether ``token`` may follow the drafted tokens ``path``."""
 
 
 def grow(
@@ -111,8 +93,8 @@ def grow(
     deepest: int,
     branching: bool = True,
     seed: TokenTree | None = None,
-    guide: Guide | None = None,
-    ease: float = 1.0,
+    guide: Spot | None = None,
+    acceptance_ratio: float = 1.0,
 ) -> TokenTree:
     """Grows the tree that is expected to bring the most tokens for its time.
 
@@ -127,9 +109,9 @@ def grow(
         branching: whether a node may have several children.
         seed: nodes that are drafted already. They come first and stay; free tokens are added.
         guide: forbids tokens, and names those that have to come next.
-        ease: how often drafts of this text are right, divided by how often they were expected to be.
+        acceptance_ratio: how often drafts of this text are right, divided by how often they were expected to be.
     """
-    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide, ease)
+    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide, acceptance_ratio)
     heap = growth.heap
     pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
     prices = [pace * seconds for seconds in costs.seconds]
@@ -158,10 +140,16 @@ class _Growth:
     """
 
     def __init__(
-        self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Guide | None, ease: float
+        self,
+        sources: Sources,
+        deepest: int,
+        branching: bool,
+        seed: TokenTree,
+        guide: Spot | None,
+        acceptance_ratio: float,
     ) -> None:
-        self.ease = ease
         self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
+        self.acceptance_ratio = acceptance_ratio
         self.text_tail = sources.own.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
@@ -190,17 +178,12 @@ class _Growth:
             self.expand(len(self.tokens) - 1, {})
 
     def expand(self, node: int, drafted: dict[int, float]) -> None:
-        """Adds the tokens that can follow ``node`` to the heap.
-
-        Args:
-            node: the parent.
-            drafted: its children in the seed, and the probability of each.
-        """
+        """Adds the tokens that can follow ``node`` to the heap; ``drafted`` are its children in the seed."""
         reach, path = self.reach[node], self.paths[node]
         likely = self.guide.likely(path) if self.guide is not None and not drafted else None
         if likely is not None and likely[1] == 1.0:
             return self.push(reach, node, likely[0])
-        reach *= 1.0 if node else self.ease
+        reach *= 1.0 if node else self.acceptance_ratio
         offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
             # Free tokens share the probability that the drafted ones leave.
@@ -229,12 +212,7 @@ class _Growth:
         return [(token, key, probability / max(scale, probability)) for token, key, probability in kept]
 
     def offered(self, path: list[int], least: float) -> list[Offer]:
-        """All that the sources offer after ``path``, the surest kind of evidence first.
-
-        Args:
-            path: drafted tokens after the text.
-            least: tokens less likely than this need not be offered.
-        """
+        """What the sources offer after drafted tokens with at least this probability, the surest evidence first."""
         sources = self.sources
         rates = sources.rates.rates
         tail = (self.text_tail + path)[-LONGEST_MATCH:]

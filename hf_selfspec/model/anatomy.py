@@ -97,15 +97,7 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
 
 
 def causal_lm(model: Any, who: str) -> PreTrainedModel:
-    """Returns the transformers model, unwrapped from PEFT if needed.
-
-    Args:
-        model: what the user passed.
-        who: the function that it was passed to, for the message.
-
-    Raises:
-        SettingTypeError: ``model`` is not a causal LM of transformers and not a PEFT model around one.
-    """
+    """Returns the transformers model, unwrapped from PEFT if needed."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         raise SettingTypeError(
@@ -117,40 +109,26 @@ def causal_lm(model: Any, who: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The decoder layers of one model and the blocks in them.
+    """The decoder layers of one model and the blocks in them; for the other flags see :class:`Architecture`."""
 
-    Attributes:
-        model_name: class name of the model, for messages.
-        layers: the ``L`` decoder layers, first to last.
-        attention: for each layer its attention block, ``None`` where none was found.
-        mlp: for each layer the modules of its MLP in the order in which they run, empty where none was found.
-        decoder: the model without its output head (the model itself where it has no such part).
-        stack: the module whose forward runs the layers; what it returns goes into the output head.
-        kv_sources: layers whose keys and values later layers read (Gemma 3n); their attention has to run.
-        max_positions: length of the texts that the model was made for, ``None`` if its config does not give it.
-        position_limit: number of positions, ``None`` where they are computed for any index (rotary, ALiBi): the model
-            is then only less accurate on longer texts.
-        takes_positions: whether the model's forward takes the positions of tokens.
-        tree, ragged, replay, exits, causal: see :class:`Architecture`.
-        is_recurrent: whether it has recurrent states, or inputs of convolutions, besides keys and values.
-    """
-
-    model_name: str
-    layers: tuple[nn.Module, ...]
-    attention: tuple[nn.Module | None, ...]
-    mlp: tuple[tuple[nn.Module, ...], ...]
-    decoder: nn.Module
-    stack: nn.Module
-    kv_sources: frozenset[int]
-    max_positions: int | None
+    model_name: str  # class name of the model, for messages
+    layers: tuple[nn.Module, ...]  # the L decoder layers, first to last
+    attention: tuple[nn.Module | None, ...]  # for each layer its attention block, None where none was found
+    mlp: tuple[tuple[nn.Module, ...], ...]  # for each layer the modules of its MLP in the order in which they run
+    decoder: nn.Module  # the model without its output head (the model itself where it has no such part)
+    stack: nn.Module  # the module whose forward runs the layers; what it returns goes into the output head
+    kv_sources: frozenset[int]  # layers whose keys and values later layers read (Gemma 3n); their attention has to run
+    max_positions: int | None  # length of the texts that the model was made for, None if its config does not give it
+    # Number of positions, None where they are computed for any index (rotary, ALiBi): the model is then only less
+    # accurate on longer texts.
     position_limit: int | None
-    takes_positions: bool
+    takes_positions: bool  # whether the model's forward takes the positions of tokens
     tree: bool
     ragged: bool
     replay: bool
     exits: bool
     causal: bool
-    is_recurrent: bool
+    is_recurrent: bool  # whether it has recurrent states, or inputs of convolutions, besides keys and values
 
     @property
     def num_layers(self) -> int:
@@ -158,12 +136,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Anatomy:
-        """Finds the parts of ``model``, a decoder-only causal LM of transformers.
-
-        Raises:
-            UnsupportedModelError: the model is an encoder-decoder, its recurrent states are not supported, or its
-                layers were not found.
-        """
+        """Finds the parts of ``model``, a decoder-only causal LM of transformers."""
         name = type(model).__name__
         config = model.config
         if getattr(config, "is_encoder_decoder", False):

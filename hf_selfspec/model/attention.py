@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .patching import InstanceForwards, SharedChange
+
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
 
 
-class _CuDNN:
-    """How many generations keep cuDNN's attention switched off, and whether it was on before the first one."""
-
-    lock = threading.Lock()
-    users = 0
-    was_enabled = False
+_without_cudnn = SharedChange()
 
 
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
+def without_cudnn_attention() -> AbstractContextManager[None]:
     """Switches cuDNN's attention off, for all threads, until the last one leaves.
 
     Torch prefers it in 16 bits on Hopper and newer GPUs. It builds a plan for each new shape and stride of its inputs
     (23 to 37 ms on an H100) and keeps all of them, and shapes change in every round.
     """
-    with _CuDNN.lock:
-        if _CuDNN.users == 0:
-            _CuDNN.was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-            torch.backends.cuda.enable_cudnn_sdp(_CuDNN.was_enabled and not _others_enabled())
-        _CuDNN.users += 1
-    try:
-        yield
-    finally:
-        with _CuDNN.lock:
-            _CuDNN.users -= 1
-            if _CuDNN.users == 0:
-                torch.backends.cuda.enable_cudnn_sdp(_CuDNN.was_enabled)
+
+    def switch_off(forwards: InstanceForwards) -> None:
+        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        forwards.afterwards(lambda: torch.backends.cuda.enable_cudnn_sdp(was_enabled))
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled and not _others_enabled())
+
+    return _without_cudnn.of(torch.backends, switch_off)
 
 
 def _others_enabled() -> bool:
@@ -51,12 +41,12 @@ def _others_enabled() -> bool:
 
 
 def grouped_attention(
-    for_groups: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor],
+    for_groups: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor],  # see :meth:`MaskSpec.for_groups`
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: torch.Tensor,  # [b, k*g, s, h]
+    key: torch.Tensor,  # [b, k, n, h], as the values
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,  # [b, 1, s, n] boolean or additive, None when every query sees every key
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
@@ -65,18 +55,6 @@ def grouped_attention(
 
     Transformers' sdpa path repeats every key and value head for each query head when there is a mask and more than
     one query; at 8k context that copy costs several times the attention itself.
-
-    Args:
-        for_groups: lays out a mask ``[b, 1, s, n]`` for ``g`` query heads one after another, ``[b, 1, g*s, n]``,
-            additive, in a given dtype.
-        module: the attention block.
-        query: ``[b, k*g, s, h]`` with ``g`` query heads per key head.
-        key, value: ``[b, k, n, h]``.
-        attention_mask: ``[b, 1, s, n]`` boolean or additive, or ``None`` when every query sees every key.
-        dropout, scaling: as in transformers' attention interface.
-
-    Returns:
-        ``[b, s, k*g, h]`` and ``None`` for the attention weights.
     """
     b, heads, s, h = query.shape
     k = key.shape[1]
@@ -110,19 +88,9 @@ def _capped_attention(
     dropout: float,
     scaling: float | None,
     softcap: float | None,
-    sinks: torch.Tensor | None,
+    sinks: torch.Tensor | None,  # [k*g] score of each head's sink
 ) -> tuple[torch.Tensor, None]:
-    """Attention with soft-capped scores (Gemma 2) or attention sinks (gpt-oss), which sdpa does not support.
-
-    Args:
-        query: ``[b, k*g, s, h]``.
-        key, value: ``[b, k, n, h]``.
-        attention_mask: ``[b, 1, s, n]`` boolean, or ``None``.
-        dropout: share of the weights that is dropped, 0 outside of training mode.
-        scaling: factor of the scores, ``h ** -0.5`` by default.
-        softcap: bound of the scores, or ``None``.
-        sinks: ``[k*g]`` score of each head's sink, or ``None``.
-    """
+    """Attention with soft-capped scores (Gemma 2) or attention sinks (gpt-oss), which sdpa does not support."""
     b, heads, s, h = query.shape
     k = key.shape[1]
     scores = query.reshape(b, k, heads // k * s, h) @ key.transpose(2, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Hashable
 
 import torch
@@ -24,13 +23,7 @@ class Place:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large
 
     def buffer(self, name: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer of zeros.
-
-        Args:
-            name: what it holds. The generation uses only the last one of a name.
-            shape: its shape.
-            like: a tensor of its dtype and device.
-        """
+        """Returns a buffer of zeros, of which the generation uses only the last one of a name."""
         pieces, size = self._pieces.setdefault((name, like.dtype, like.device), []), math.prod(shape)
         piece = next((piece for piece in pieces if len(piece) >= size), None)
         if piece is None:
@@ -49,15 +42,15 @@ class Places:
     """The memory of all generations of a model with graphs."""
 
     def __init__(self) -> None:
-        self._free = [Place() for _ in range(_PLACES)]
-        self._lock = threading.Lock()
+        self._free = [Place() for _ in range(_PLACES)]  # threads append and pop, which is atomic
 
     def take(self) -> Place | None:
         """Returns the memory for a generation, ``None`` while others use all there is."""
-        with self._lock:
-            return self._free.pop() if self._free else None
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
     def leave(self, place: Place) -> None:
         """Ends the use of ``place``; the next generation gets the one that was left last."""
-        with self._lock:
-            self._free.append(place)
+        self._free.append(place)

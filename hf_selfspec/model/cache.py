@@ -14,11 +14,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .buffers import Place
-from .graphs import size_for, step_above
+from .layout import TreeLayout
 from .recurrences.recurrence import Recurrence
-from .state_log import StateLog
-from .states import Feed, StateLayer
-from .tracing import ChangingNumber
+from .recurrences.state_log import StateLog
+from .recurrences.states import StateLayer, StateUpdate
+from .tracing import ChangingNumber, size_for, step_above
 from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
@@ -53,13 +53,12 @@ class _SpeculativeLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache = self._cache
+        cache, length = self._cache, key_states.shape[2]
+        end, places = cache.max_cursor + length, cache.places(length, key_states.device)
         if cache.fixed_slots is not None:
-            return self._update_at(cache.fixed_slots, key_states, value_states)
-        self.grow()
-        end = cache.max_cursor + key_states.shape[2]
-        places = cache.places(key_states.shape[2], key_states.device)
-        if places is None and cache.max_cursor <= self.filled:
+            end = self.keys.shape[2]
+        elif places is None and cache.max_cursor <= self.filled:
+            self.grow()
             self.filled = max(self.filled, end)
         else:
             self.fill(-(-end // _GRAIN) * _GRAIN)
@@ -67,21 +66,10 @@ class _SpeculativeLayer(CacheLayerMixin):
             if places is None:
                 buffer[:, :, cache.max_cursor : end] = states
             else:
+                # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
                 rows, slots = places
                 buffer[rows, :, slots] = states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _update_at(
-        self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes at slots ``[b, s]`` and returns the whole buffers.
-
-        Torch's compiler does this in place; with ``scatter_`` it would copy the whole buffer twice.
-        """
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer[rows, :, slots] = states.transpose(1, 2)
-        return self.keys, self.values
 
     def fill(self, end: int) -> None:
         """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""
@@ -123,47 +111,28 @@ class _RecurrentLayer(_SpeculativeLayer, StateLayer):
         super().__init__(cache)
         self.init_states(number_of_states, recurrence, name)
 
-    @property
-    def feed(self) -> Feed:
-        return self._cache.feed
-
 
 class SpeculativeCache(Cache):
-    """In-place KV cache with one write cursor per row, frozen while a forward runs.
-
-    Attributes:
-        has_few_sizes: only few capacities are used, and so only few shapes of forwards.
-        place: where the buffers are, ``None`` where that does not matter.
-        fixed_slots: ``[b, s]`` where the running forward writes, ``None`` where that follows from the cursors.
-
-    Args:
-        num_layers: number of layers that the model's own cache has; more are added when a model writes to them.
-        batch_size: ``b``.
-        capacity: slots to allocate at first. The buffers grow by a quarter when that is not enough.
-    """
+    """In-place KV cache with one write cursor per row, frozen while a forward runs."""
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         super().__init__(layers=[_SpeculativeLayer(self) for _ in range(num_layers)])
         self.capacity = self._text_slots = capacity
         self.cursors = RowNumbers([0] * batch_size)
         self.max_cursor = 0
-        self.fixed_slots: torch.Tensor | None = None
-        self.has_few_sizes = False
-        self.place: Place | None = None
-        self.feed = Feed(self.cursors)
+        self.fixed_slots: torch.Tensor | None = None  # [b, s] where a forward writes, where not at the cursors
+        self.has_few_sizes = False  # only few capacities are used, and so only few shapes of forwards
+        self.place: Place | None = None  # where the buffers are, where that matters
+        self.state_update = StateUpdate(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
+        self._has_states = False
 
     def hold_states(self, like: Cache, recurrence: type[Recurrence] | None, name: str) -> None:
-        """Prepares for the recurrent states that a model keeps in its own cache.
-
-        Args:
-            like: the model's own cache.
-            recurrence: how its states are updated, ``None`` for convolutions alone.
-            name: name of the model, for messages.
-        """
+        """Prepares for the recurrent states that a model keeps in its own cache."""
         for index, layer in enumerate(like.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
+                self._has_states = True
                 self.layers[index] = _RecurrentLayer(self, layer.number_of_states, recurrence, name)
 
     @property
@@ -190,16 +159,17 @@ class SpeculativeCache(Cache):
             slots = size_for(slots) or slots  # graphs pad tokens
         self.capacity = max(self.capacity, self._text_slots + slots)
 
-    def seek(self, cursors: Sequence[int], new_slots: int, feed: Feed | None = None) -> None:
-        """Sets where each row's next forward writes, and makes room there.
-
-        Args:
-            cursors: slot of each row's first token.
-            new_slots: number of tokens.
-            feed: which tokens update recurrent states, ``None`` where all of them do, in these slots.
-        """
+    def seek(
+        self,
+        cursors: Sequence[int],
+        new_slots: int,
+        counts: Sequence[int] | None = None,
+        nodes: TreeLayout | None = None,
+    ) -> None:
+        """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.cursors = RowNumbers.of(cursors)
-        self.feed = feed or Feed(self.cursors)
+        if self._has_states:
+            self.state_update = StateUpdate.of(self.cursors, counts, nodes)
         self.max_cursor = max(cursors)
         self._places = None
         if (needed := self.max_cursor + new_slots) > self.capacity:
@@ -208,15 +178,19 @@ class SpeculativeCache(Cache):
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of keys and values of all layers that have any, grown to the capacity, without unknown slots."""
-        layers = [layer for layer in self.layers if layer.is_initialized]
-        for layer in layers:
+        for layer in self._written:
             layer.fill(self.capacity)
-        return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+        return [buffer for layer in self._written for buffer in (layer.keys, layer.values)]
+
+    @property
+    def _written(self) -> list[Any]:
+        """The layers with keys and values."""
+        return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
     def written_at(self, slots: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Makes forwards write to slots ``[b, s]`` of these buffers, see :meth:`buffers`, whatever the cursors are."""
-        layers = [layer for layer in self.layers if layer.is_initialized]
+        layers = self._written
         before = [(layer.keys, layer.values) for layer in layers]
         self.fixed_slots = slots
         try:
@@ -233,6 +207,8 @@ class SpeculativeCache(Cache):
 
         ``None`` where all rows write at ``max_cursor``, which needs no index.
         """
+        if self.fixed_slots is not None:
+            return torch.arange(len(self.fixed_slots), device=device)[:, None], self.fixed_slots
         if self.cursors.are_equal:
             return None
         if self._places is None or self._places[1].device != device:
@@ -243,15 +219,7 @@ class SpeculativeCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens' keys and values at the cursors and returns all up to the furthest one.
-
-        Args:
-            key_states, value_states: ``[b, k, s, h]``.
-            layer_idx: the layer.
-
-        Returns:
-            Views ``[b, k, max_cursor + s, h]`` of the buffers.
-        """
+        """Writes new keys and values ``[b, k, s, h]`` at the cursors, and returns all up to the furthest one."""
         while len(self.layers) <= layer_idx:
             self.layers.append(_SpeculativeLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
@@ -260,41 +228,33 @@ class SpeculativeCache(Cache):
         """Drops all rows but ``kept``."""
         self.cursors = RowNumbers([self.cursors[row] for row in kept])
         self._places = None
-        rows = None
-        for layer in self.layers:
-            if layer.is_initialized:
-                device = layer.keys.device
-                rows = upload(kept, device) if rows is None else rows.to(device)
-                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        rows: torch.Tensor | None = None
+        for layer in self._written:
+            device = layer.keys.device
+            rows = upload(kept, device) if rows is None else rows.to(device)
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         for log in self._logs:
             log.keep_rows(kept)
 
     def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
-        """Moves accepted tokens' keys and values to their final slots.
-
-        Args:
-            moves: ``(row, from slot, to slot)`` for each token that is not in its final slot.
-        """
+        """Moves accepted tokens' keys and values, for each ``(row, from slot, to slot)``."""
         if not moves:
             return
         for log in self._logs:
             log.keep_path(moves)
-        places = None
-        for layer in self.layers:
-            if layer.is_initialized:
-                device = layer.keys.device
-                places = upload(moves, device) if places is None else places.to(device)
-                rows, source, target = places.unbind(1)
-                for buffer in (layer.keys, layer.values):
-                    buffer[rows, :, target] = buffer[rows, :, source]
+        places: torch.Tensor | None = None
+        for layer in self._written:
+            device = layer.keys.device
+            places = upload(moves, device) if places is None else places.to(device)
+            rows, source, target = places.unbind(1)
+            for buffer in (layer.keys, layer.values):
+                buffer[rows, :, target] = buffer[rows, :, source]
 
     def take_in(self, other: Cache, columns: torch.Tensor | None, slots: list[int]) -> None:
         """Copies the content of a cache that an earlier ``generate`` returned; the cursors do not change.
 
-        Args:
-            other: a ``DynamicCache`` with ``n`` tokens.
-            columns: ``[b, m]`` which of its tokens go to slots ``0..m-1`` of each row, ``None`` for all in order.
-            slots: number of tokens of each row in it.
+        ``columns`` ``[b, m]`` are those of its tokens that go to slots ``0..m-1`` of each row (``None``: all, in
+        order), ``slots`` the number of tokens of each row in it.
         """
         length = other.get_seq_length()
         for state, before in zip(self.layers, other.layers, strict=False):
@@ -313,19 +273,15 @@ class SpeculativeCache(Cache):
                 whole = states.new_zeros(*states.shape[:2], length, states.shape[3])
                 whole[:, :, length - kept :] = states
                 if columns is not None:
-                    rows = torch.arange(states.shape[0], device=states.device)[:, None]
-                    whole = whole[rows, :, columns.to(states.device)].transpose(1, 2)
+                    whole = _picked(whole, columns.to(states.device))
                 buffer[:, :, : whole.shape[2]] = whole
             layer.filled = max(layer.filled, whole.shape[2])
 
     def hand_back(self, other: Cache, columns: torch.Tensor | None, length: int, slots: Sequence[int]) -> None:
         """Fills a ``DynamicCache`` with this cache's content, as ``generate`` without us would have left it.
 
-        Args:
-            other: the cache to fill, replaced as a whole.
-            columns: ``[b, length]`` slot of each token, -1 for none (padding); ``None`` for slots ``0..length-1``.
-            length: number of tokens.
-            slots: number of tokens of each row.
+        ``columns`` ``[b, length]`` are the slots of its tokens, -1 for padding (``None``: slots ``0..length-1``),
+        ``slots`` the number of tokens of each row.
         """
         other.reset()
         for layer in other.layers:
@@ -344,7 +300,11 @@ class SpeculativeCache(Cache):
                     pair.append(buffer[:, :, :length].clone())
                 else:
                     places = columns.to(buffer.device)
-                    rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
-                    picked = buffer[rows, :, places.clamp(min=0)].transpose(1, 2)
+                    picked = _picked(buffer, places.clamp(min=0))
                     pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
             other.update(*pair, layer_idx=index)
+
+
+def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The keys or values ``[b, k, n, h]`` in slots ``[b, n]``."""
+    return states[torch.arange(len(states), device=states.device)[:, None], :, slots].transpose(1, 2)

@@ -44,17 +44,11 @@ def _then(module: nn.Module, original: Any, hook: Any) -> Any:
 class Exits:
     """The exits of one model, between :meth:`attach` and :meth:`detach`.
 
-    Args:
-        model: a causal LM of transformers.
-
     Attributes:
         chosen: exit layers ``E`` (the first ``E`` layers have run) that the next forward brings to the head.
         states: ``[len(chosen), b, s, d]`` inputs of the head at each chosen exit in the last forward, ``None`` before
             the first forward and where nothing was chosen.
         final: ``[b, s, d]`` input of the head for the whole model in that forward.
-
-    Raises:
-        UnsupportedModelError: the model's layers were not found.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -70,15 +64,7 @@ class Exits:
         self._thread = 0
 
     def check(self, name: str, layers: Iterable[int]) -> None:
-        """Checks that exits after ``layers`` exist.
-
-        Args:
-            name: what the setting is called in the message.
-            layers: exit layers, from 1 to ``L``.
-
-        Raises:
-            SettingError: one does not exist.
-        """
+        """Checks that exits after ``layers`` exist."""
         wrong = [layer for layer in layers if not 1 <= layer <= self.anatomy.num_layers]
         if wrong:
             raise SettingError(
@@ -87,11 +73,7 @@ class Exits:
             )
 
     def attach(self) -> None:
-        """Registers hooks on the model, for forwards of this thread; :meth:`detach` removes them.
-
-        Raises:
-            UnsupportedModelError: the model's code after the last layer takes only the original batch.
-        """
+        """Registers hooks on the model, for forwards of this thread; :meth:`detach` removes them."""
         if not self.anatomy.exits:
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} fixes the batch after its last layer, so the states of its exits cannot go "
@@ -139,12 +121,6 @@ class Exits:
         """Runs the model's own output head.
 
         Hooks that others have registered on the model's stack of layers run as well, with ids of zeros.
-
-        Args:
-            states: ``[n, d]`` rows of :attr:`states`, in any number and order.
-
-        Returns:
-            ``[n, v]`` logits, with the model's scale and soft-cap, in the precision (autocast) of that forward.
         """
         chosen, self.chosen = self.chosen, ()
         try:

@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from .forwards import InstanceForwards, SharedChange
+from .patching import InstanceForwards, SharedChange
 from .tracing import NoGraphError, is_tracing
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.

@@ -19,32 +19,18 @@ SHOWN = 100
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What identifies a model in saved findings.
+    """What identifies a model in saved findings."""
 
-    Attributes:
-        model: class name.
-        num_layers: ``L``.
-        shapes: digest of the names and shapes of all parameters.
-        weights: digest of a few values of each, rounded to bfloat16 so that a cast does not matter; ``None`` where
-            some cannot be read (offloaded, sharded or quantised weights).
-    """
-
-    model: str
-    num_layers: int
-    shapes: str
+    model: str  # class name
+    num_layers: int  # L
+    shapes: str  # digest of the names and shapes of all parameters
+    # Digest of a few values of each, rounded to bfloat16 so that a cast does not matter; None where some cannot be read
+    # (offloaded, sharded or quantised weights).
     weights: str | None
 
     @classmethod
     def read(cls, state: object, name: str) -> Fingerprint:
-        """Reads a fingerprint from a file.
-
-        Args:
-            state: the JSON value.
-            name: name of its place in the file, for messages.
-
-        Raises:
-            SettingError: it is not a fingerprint.
-        """
+        """Reads a fingerprint from a file."""
         known = [field.name for field in fields(cls)]
         if not isinstance(state, dict):
             raise SettingError(f"{name} must have the fields {', '.join(known)}, got {repr(state)[:SHOWN]}.")

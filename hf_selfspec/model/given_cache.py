@@ -28,13 +28,7 @@ _RECURRENT = tuple(
 
 
 def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
-    """Returns the cache that a model needs.
-
-    Args:
-        model: the model.
-        batch_size, capacity: see :class:`SpeculativeCache`.
-        like: the model's own cache, ``None`` for a new one.
-    """
+    """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one."""
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
     cache = SpeculativeCache(len(like.layers), batch_size, capacity)
     if model.config.model_type in SERVED:
@@ -54,11 +48,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 
 
 def tokens_in(cache: Cache) -> int:
-    """Returns how many tokens the rows of a cache have, padding included.
-
-    Raises:
-        UnsupportedOptionError: the cache does not know it.
-    """
+    """Returns how many tokens the rows of a cache have, padding included."""
     if not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return int(cache.get_seq_length())
     if any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers):
@@ -70,16 +60,7 @@ def tokens_in(cache: Cache) -> int:
 
 
 def check_cache(cache: Any, model: PreTrainedModel) -> None:
-    """Checks that the tokens of ``cache`` can be rolled back.
-
-    Args:
-        cache: the cache that ``generate`` passes on.
-        model: the model that it is for.
-
-    Raises:
-        UnsupportedOptionError: it is static, quantized, offloaded or of an unknown kind.
-        UnsupportedModelError: the model makes a cache of its own, or keeps states in it that cannot be rolled back.
-    """
+    """Checks that the tokens of ``cache`` can be rolled back."""
     if cache is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} makes a cache of its own, whose tokens cannot be rolled back when a draft is "

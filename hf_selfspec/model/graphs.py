@@ -13,8 +13,10 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -24,21 +26,16 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, warn_once
 from .buffers import Places
-from .faster import Faster
-from .tracing import NoGraphError, NotTraceableError, Turns, tracing
+from .tracing import NoGraphError, NotTraceableError, tracing
 from .transfer import wait_for
 
-# Sizes of forwards in tokens; other numbers are padded to the next size.
-SIZES = (1, 2, 4, 8, 16, 32)
-# Capacities are powers of two up to 4,096 slots, then multiples of that, and above 65,536 an eighth more at each step.
-# Attention over 4,096 empty slots reads 0.5 GiB for nothing in an 8B model (32 layers, 8 heads of 128, bfloat16;
-# computed).
-_FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
 # the last draft of a text, which is cut by its end.
 _USES = 8
 # How many forwards are counted that are no graphs yet, the last ones that were seen.
 _COUNTED = 512
+# Times of each way before one is chosen; disturbances only make a time longer, so the shortest counts.
+_TIMES = 3
 # After this many choices against graphs, and none for them, no more graphs are made.
 _LOST = 2
 # Module attributes with values of these types are constants of a graph.
@@ -48,23 +45,77 @@ Run = Callable[..., Sequence[torch.Tensor]]
 Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
-_turns = Turns()
+
+
+class _ReadWriteLock:
+    """Lets graphs run concurrently but be made one at a time: torch's tracer changes process-wide state."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = self._waiting = 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Runs at the same time as others that use this method."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Runs while nothing else does."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._running)
+                yield
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+
+_turns = _ReadWriteLock()
+
+
+class Faster:
+    """Alternates between two ways until their times show which is faster, then always uses that one.
+
+    The choice is final, so that equal calls have equal results as long as the process lives.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self.seconds: tuple[list[float], list[float]] = ([], [])
+        self.is_first: bool | None = None
+
+    def run(self, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
+        """Returns the result of one of the ways; if both take equally long, that of the first."""
+        if self.is_first is not None:
+            return first() if self.is_first else second()
+        mine, other = self.seconds
+        turn = first if len(mine) <= len(other) else second
+        begun = self._clock()
+        result = turn()
+        (mine if turn is first else other).append(self._clock() - begun)
+        if len(other) >= _TIMES:
+            self.is_first = min(mine) <= min(other)
+        return result
 
 
 @dataclass
 class Graph:
-    """One graph, and the choice of whether to use it.
+    """One graph, and the choice of whether to use it."""
 
-    Attributes:
-        run: maps the inputs to the results.
-        what: what it is a graph of, for messages.
-        clock: returns seconds, after all that its device was given is done.
-        choices: for each number of tokens that it is padded from whether it is faster than the model's own code.
-    """
-
-    run: Run
-    what: str
-    clock: Callable[[], float]
+    run: Run  # maps the inputs to the results
+    what: str  # what it is a graph of, for messages
+    clock: Callable[[], float]  # returns seconds, after all that its device was given is done
+    # For each number of tokens that it is padded from whether it is faster than the model's own code.
     choices: dict[int, Faster] = field(default_factory=dict)
 
     def faster_of(self, count: int, by_graph: Callable[[], Result], eager: Callable[[], Result]) -> Result:
@@ -74,22 +125,13 @@ class Graph:
 
 @dataclass
 class Graphs:
-    """The graphs of one model.
-
-    Attributes:
-        config: how they are compiled.
-        state: properties of the model that they depend on.
-        whose: name of the model, for messages.
-        seconds: time spent on tracing and compiling.
-        refused: why no (further) graphs are made, empty as long as they are.
-        places: memory of keys and values.
-    """
+    """The graphs of one model."""
 
     config: CompileConfig
-    state: Hashable
-    whose: str
-    seconds: float = 0.0
-    refused: str = ""
+    state: Hashable  # properties of the model that they depend on
+    whose: str  # name of the model, for messages
+    seconds: float = 0.0  # spent on tracing and compiling
+    refused: str = ""  # why no (further) graphs are made
     places: Places = field(default_factory=Places)
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
@@ -102,13 +144,9 @@ class Graphs:
         return sum(graph is not None for graph in self._graphs.values())
 
     def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
-        """Returns the graph of ``function``, ``None`` as long as there is none.
+        """Returns the graph of ``function`` for the shapes of ``inputs``, ``None`` as long as there is none.
 
-        Args:
-            key: what the graph depends on besides its inputs.
-            function: maps the inputs to tensors.
-            inputs: example inputs; the graph is for their shapes.
-            what: description of the forward, for messages.
+        ``key`` is what the graph depends on besides its inputs, ``what`` describes it in messages.
         """
         with self._lock:
             if key in self._graphs or self.refused:
@@ -175,7 +213,7 @@ class Graphs:
         if self.refused or len(choices) < _LOST or any(choice.is_first for _, choice in choices):
             return False
         what, choice = choices[-1]
-        mine, other = choice.shortest
+        mine, other = map(min, choice.seconds)
         self.refused = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
         _logger.warning(f"{self.whose}: no more graphs are made, since {self.refused}")
         return True
@@ -191,7 +229,7 @@ class Graphs:
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
             run: Run = torch.compile(graph, **_options(self.config))
             run(*inputs)
-        return _copied(run) if inputs[0].is_cuda else _in_turn(run)
+        return partial(_copied if inputs[0].is_cuda else _in_turn, run)
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:
@@ -210,25 +248,17 @@ def _options(config: CompileConfig) -> dict[str, Any]:
     return config.to_dict() | {"fullgraph": True, "dynamic": False}
 
 
-def _in_turn(run: Run) -> Run:
-    """Wraps ``run`` so that it runs only while no graph is being made."""
-
-    def in_turn(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        with _turns.together():
-            return run(*inputs)
-
-    return in_turn
+def _in_turn(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Runs while no graph is being made."""
+    with _turns.together():
+        return run(*inputs)
 
 
-def _copied(run: Run) -> Run:
-    """Wraps ``run`` to copy its results, since the next run of any CUDA graph overwrites them."""
-
-    def copied(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        with _turns.alone():
-            torch.compiler.cudagraph_mark_step_begin()
-            return [value.clone() for value in run(*inputs)]
-
-    return copied
+def _copied(run: Run, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Runs alone and copies the results, since the next run of any CUDA graph overwrites them."""
+    with _turns.alone():
+        torch.compiler.cudagraph_mark_step_begin()
+        return [value.clone() for value in run(*inputs)]
 
 
 _of_models: weakref.WeakKeyDictionary[PreTrainedModel, list[Graphs]] = weakref.WeakKeyDictionary()
@@ -236,11 +266,7 @@ _lock = threading.Lock()
 
 
 def graphs_of(model: PreTrainedModel, config: CompileConfig) -> Graphs:
-    """Returns the graphs of a model with these options; they live as long as the model.
-
-    Raises:
-        SettingError: torch does not have such options.
-    """
+    """Returns the graphs of a model with these options; they live as long as the model."""
     state = _state_of(model)
     with _lock:
         # Graphs refer to the weights that they were made with.
@@ -301,15 +327,3 @@ def _first_line(error: Exception) -> str:
     """The first line of a message, as a sentence."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0].rstrip(".") + "."
-
-
-def size_for(count: int) -> int | None:
-    """Returns the smallest size of a forward that fits ``count`` tokens, ``None`` if they are too many."""
-    return next((size for size in SIZES if size >= count), None)
-
-
-def step_above(slots: int) -> int:
-    """Returns the smallest capacity that is at least ``slots``: few capacities make few shapes."""
-    power = 1 << (slots - 1).bit_length()
-    step = max(_STEP, power // 2 // _LEAST_SHARE)
-    return max(_FEWEST_SLOTS, power) if power <= _STEP else -(-slots // step) * step

@@ -1,36 +1,112 @@
-"""Runs a model's own output head on states that do not come from its last layer."""
+"""A model's output head: run on states that do not come from its last layer, or with some of its rows only."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedModelError
 from .anatomy import Anatomy
-from .autocast import Autocast, within
-from .forwards import InstanceForwards, states_of, with_states
+from .linear import FewTokenLinear
+from .patching import (
+    Autocast,
+    InstanceForwards,
+    PerThread,
+    SharedChange,
+    autocast_around,
+    states_of,
+    with_states,
+    within,
+)
 
-_head_lock = threading.Lock()
+# The logit of tokens without a row. Next to the logits of other tokens its probability is 0 in all floating types,
+# unless a soft-cap or a high temperature raises it; in any case sampling uses exactly that probability. Unlike an
+# infinity it does not turn into NaN in scales and soft-caps.
+NOTHING = -3e4
 
 
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """Makes ``module`` return ``output`` in this thread; only one thread at a time can replace its forward."""
-    forwards, thread = InstanceForwards(), threading.get_ident()
-    with _head_lock:
-        original = module.forward
-        forwards.replace(
-            module, lambda *args, **kwargs: output if threading.get_ident() == thread else original(*args, **kwargs)
-        )
-        try:
-            yield
-        finally:
-            forwards.restore()
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Returns the module that maps states to logits, ``None`` if the model does not name it."""
+    try:
+        found: nn.Module | None = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    except (AttributeError, NotImplementedError):  # raised by code that is not transformers' own
+        return None
+    return found
+
+
+class HeadRows:
+    """The rows of a model's head for some tokens ``[r]``, in order, copied when the first states arrive."""
+
+    def __init__(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
+        head = output_head(model)
+        # Parameters that are spread over processes have a device mesh, or no values in this process.
+        if type(head) is not nn.Linear or hasattr(head.weight, "device_mesh") or not _is_matrix(head.weight):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no output head that is a plain linear layer of this process (quantised, "
+                "offloaded, spread over processes, or wrapped by an adapter?), so drafts cannot have a reduced one: "
+                "leave `head` out."
+            )
+        self._vocabulary = len(head.weight)
+        if int(tokens.max()) >= self._vocabulary:
+            raise UnsupportedModelError(
+                f"this reduced head names token {int(tokens.max())}, but the head of {type(model).__name__} has "
+                f"{self._vocabulary} tokens. Fit one to this model."
+            )
+        self._head: nn.Linear = head
+        self.tokens = tokens.to(head.weight.device)
+        self._rows: FewTokenLinear | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model has run its head, in place of which the rows were."""
+        return self._rows is not None
+
+    @property
+    def size(self) -> int:
+        """Number of tokens with a row."""
+        return len(self.tokens)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns logits ``[..., v]`` of states ``[..., d]``, in place of the head."""
+        if self._rows is None:
+            self._rows = self._cut()
+        found: torch.Tensor = self._rows(states.to(self.tokens.device))
+        logits = found.new_full((*found.shape[:-1], self._vocabulary), NOTHING)
+        return logits.index_copy_(-1, self.tokens, found)
+
+    def only(self, logits: torch.Tensor) -> torch.Tensor:
+        """Changes logits ``[..., v]`` of the whole head to those that this head would return."""
+        tokens = self.tokens.to(logits.device)
+        return torch.full_like(logits, NOTHING).index_copy_(-1, tokens, logits.index_select(-1, tokens))
+
+    def _cut(self) -> FewTokenLinear:
+        weight, bias = self._head.weight, self._head.bias
+        with torch.device("meta"):
+            rows = FewTokenLinear(weight.shape[1], self.size, bias=bias is not None)
+        rows.weight = nn.Parameter(weight.detach()[self.tokens], requires_grad=False)
+        if bias is not None:
+            rows.bias = nn.Parameter(bias.detach()[self.tokens], requires_grad=False)
+        return rows
+
+
+def _is_matrix(weight: torch.Tensor) -> bool:
+    return weight.dim() == 2 and weight.is_floating_point() and weight.device.type != "meta"
+
+
+_given = PerThread[Any]()
+_returns_given = SharedChange()
+
+
+def _return_given(stack: nn.Module, forwards: InstanceForwards) -> None:
+    original = stack.forward
+    forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
 
 
 class OwnHead:
@@ -38,10 +114,6 @@ class OwnHead:
 
     No architecture is reimplemented: the model's forward runs, and its stack of layers returns the given states
     directly. What a stack returns besides states is copied from an earlier forward that was observed.
-
-    Args:
-        model: a causal LM of transformers.
-        anatomy: its parts.
     """
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
@@ -58,7 +130,7 @@ class OwnHead:
     def see(self, output: Any) -> None:
         """Remembers the form of an output of the stack, and the autocast that is on."""
         self._output = output
-        self._autocast = Autocast.around(states_of(output))
+        self._autocast = autocast_around(states_of(output))
 
     @contextmanager
     def seeing(self) -> Iterator[list[torch.Tensor]]:
@@ -82,23 +154,18 @@ class OwnHead:
         self._output = None
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Runs the head.
+        """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
 
-        Hooks that others have registered on the model's stack of layers run as well, with ids of zeros.
-
-        Args:
-            states: ``[n, d]`` or ``[b, s, d]``, as they leave the stack (after its final norm, if it has one).
-
-        Returns:
-            ``[n, v]`` or ``[b, s, v]`` logits, in the precision (autocast) of the observed forward.
+        They have the precision (autocast) of the observed forward. Hooks that others have registered on the model's
+        stack of layers run as well, with ids of zeros.
         """
         output = self._output
         assert output is not None, "a forward has to be seen first"
         batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
-        replaced = with_states(output, batch)
         ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
         # The forward of the class, without what others have wrapped around the instance's, except for its autocast.
-        with within(self._autocast), _returning(self._stack, replaced):
+        change = _returns_given.of(self._stack, partial(_return_given, self._stack))
+        with within(self._autocast), change, _given.during(with_states(output, batch)):
             result = type(self._model).forward(self._model, input_ids=ids)
         logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
         logits = logits.to(states.device)

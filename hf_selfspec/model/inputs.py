@@ -1,39 +1,193 @@
-"""The inputs of one call of ``generate``: its prompts laid out, how they are prefilled, and what follows them."""
+"""The inputs of one call of ``generate``: which arguments go to the model, its prompts, and what follows them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
-from ..errors import UnsupportedOptionError
+from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .anatomy import Anatomy
-from .arguments import extra_arguments, has_tensors, takes_text_only
-from .following import Following
 from .given_cache import given_cache, tokens_in
-from .prefill import OwnPrefill, Prefill, TextPrefill
 from .prompt import Prompt
+
+# Arguments that are laid out anew for every forward.
+PREPARED = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
+    "output_attentions", "output_hidden_states", "cache_position", "cache_params",
+}  # fmt: skip
+# Which tokens stand for images or sound; zero for text.
+MARKS = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+
+
+def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the forward arguments that are not laid out anew: the user's own, and input besides the text.
+
+    Tensors for a model that takes text only are an error: they would have to grow with the text.
+    """
+    extra = {
+        name: value
+        for name, value in arguments.items()
+        if name not in PREPARED and not is_nothing(value) and not _marks_text_only(model, name, value)
+    }
+    if has_tensors(extra) and takes_text_only(model):
+        names = ", ".join(f"`{name}`" for name, value in extra.items() if has_tensors(value))
+        raise UnsupportedOptionError(
+            f"the tensor argument {names} is not supported with self-speculative decoding, which feeds the model "
+            "tokens in blocks of its own. Leave it out, or call generate without `assistant`."
+        )
+    return extra
+
+
+def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, Any]) -> None:
+    """Checks that a text-only model gets nothing but text, as first argument of ``generate`` or by name."""
+    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+        arguments = {**arguments, model.main_input_name: inputs, "inputs": inputs}
+    extra_arguments(model, arguments)
+
+
+def takes_text_only(model: PreTrainedModel) -> bool:
+    """Returns whether text is the model's only input."""
+    modalities = getattr(model, "input_modalities", "text")
+    named = set([modalities] if isinstance(modalities, str) else modalities)
+    # Some classes name no other inputs, though their configs have a part for the text besides others.
+    return named <= {"text"} and model.config.get_text_config(decoder=True) is model.config
+
+
+def is_nothing(value: Any) -> bool:
+    """Returns whether an argument is ``None``, or holds nothing but ``None``."""
+    return value is None or (isinstance(value, (dict, list, tuple)) and all(is_nothing(part) for part in _parts(value)))
+
+
+def has_tensors(value: Any) -> bool:
+    """Returns whether an argument is a tensor, or holds one."""
+    if isinstance(value, (dict, list, tuple)):
+        return any(has_tensors(part) for part in _parts(value))
+    return isinstance(value, torch.Tensor)
+
+
+def _parts(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an argument only marks all tokens as text, as processors do for prompts without images.
+
+    ``token_type_ids`` have other meanings, too. They are such marks if the model does not take them after the prefill,
+    with generated tokens.
+    """
+    if name not in MARKS or not isinstance(value, torch.Tensor) or value.any():
+        return False
+    if name != "token_type_ids":
+        return True
+    last = value[:, -1:]
+    later = model.prepare_inputs_for_generation(last, token_type_ids=last, use_cache=True, is_first_iteration=False)
+    return later.get("token_type_ids") is None
+
+
+# The row's dimension in positions [*n, b, s] with any number of dimensions in front.
+_ROW_DIM = -2
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """The inputs of forwards after a prompt, taken from the model's own preparation of its next token."""
+
+    offsets: torch.Tensor | None = None  # [*n, b, 1] position of a token minus its slot, None where all are 0
+    marks: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [b, 1], equal for all tokens that follow
+    extra: Mapping[str, Any] = field(default_factory=dict)  # other arguments, the same in every forward
+    has_positions: bool = True  # whether the model takes positions instead of counting them itself
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        arguments: Mapping[str, Any],
+        slots: Sequence[int],
+        output: Mapping[str, Any] | None = None,
+    ) -> DecodeInputs:
+        """Prepares one more token as the model's own ``generate`` does, and keeps what we do not lay out ourselves.
+
+        ``arguments`` are those of the forward over the prompt, ``output`` is its output (``None`` before it), and
+        ``slots`` are those of the next token.
+        """
+        seen = _NoOutput() if output is None else output
+        later = model._update_model_kwargs_for_generation(seen, dict(arguments), is_encoder_decoder=False)
+        text = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
+        prepared = model.prepare_inputs_for_generation(text, next_sequence_length=1, is_first_iteration=False, **later)
+        marks: dict[str, torch.Tensor] = {}
+        extra: dict[str, Any] = {}
+        for name, value in prepared.items():
+            if name in PREPARED or is_nothing(value):
+                continue
+            if name in MARKS and isinstance(value, torch.Tensor):
+                marks[name] = value[:, -1:]
+            elif not has_tensors(value) or _is_same(value, arguments.get(name)):
+                extra[name] = value
+            else:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} takes a `{name}` of its own with every generated token, so that tokens "
+                    "cannot be drafted after such a prompt. Call generate without `assistant`."
+                )
+        positions = prepared.get("position_ids")
+        has_positions = positions is not None or arguments.get("position_ids") is None
+        return cls(None if positions is None else _offsets(positions, slots), marks, extra, has_positions)
+
+    def positions(self, slots: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
+        """Returns positions ``[*n, b, s]`` of the tokens in slots ``[b, s]`` of all rows, or of ``rows``."""
+        if self.offsets is None:
+            return slots
+        offsets = self.offsets.to(slots.device)
+        if rows is not None:
+            offsets = offsets.index_select(_ROW_DIM, torch.tensor(rows, device=slots.device))
+        return offsets + slots
+
+    def marks_of(self, count: int) -> dict[str, torch.Tensor]:
+        """Returns the marks of ``count`` tokens, each ``[b, count]``."""
+        return {name: mark.expand(-1, count) for name, mark in self.marks.items()}
+
+
+class _NoOutput(dict[str, Any]):
+    """Stands for a model's output before its first forward: every attribute is ``None``."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _offsets(positions: torch.Tensor, slots: Sequence[int]) -> torch.Tensor | None:
+    offsets = positions[..., -1:] - torch.tensor(slots, device=positions.device)[:, None]
+    return offsets if offsets.any() else None
+
+
+def _is_same(value: Any, given: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return value is given
+    return value.shape == given.shape and torch.equal(value, given.to(value.device))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The input of one call.
+    """The input of one call."""
 
-    Attributes:
-        anatomy: the model's parts, with what they support in this call.
-        prompt: the prompts.
-        prefill: puts them into the cache.
-        following: the inputs after them. An :class:`OwnPrefill` replaces it.
-        fixed: see :class:`Text`.
-    """
-
-    anatomy: Anatomy
+    input_ids: torch.Tensor  # [b, s] as `generate` passes them
+    arguments: dict[str, Any]  # what `generate` has prepared for the model's forward over them
+    config: GenerationConfig
+    anatomy: Anatomy  # the model's parts, with what they support in this call
     prompt: Prompt
-    prefill: Prefill
-    following: Following
-    fixed: list[int] | None = None
+    following: DecodeInputs  # where prompts are not text alone, their prefill replaces it
+    is_text: bool = True  # whether prompts can be laid out by us: text only, without positions of their own
+    fixed: list[int] | None = None  # see :class:`Text`
+
+    @property
+    def past(self) -> Cache:
+        """The cache with the beginnings of the prompts, possibly empty."""
+        found: Cache = given_cache(self.arguments)
+        return found
 
     @classmethod
     def of(
@@ -44,48 +198,24 @@ class Inputs:
         arguments: dict[str, Any],
         config: GenerationConfig,
     ) -> Inputs:
-        """Lays out the prompts.
-
-        Args:
-            model: the model.
-            anatomy: its parts.
-            input_ids: ``[b, s]`` the prompts.
-            arguments: arguments that ``generate`` has prepared for the model's forward.
-            config: generation config of the call.
-
-        Raises:
-            SelfSpecError: an input is not supported; the message names it.
-        """
+        """Lays out the prompts; an input that is not supported is an error that names it."""
         extra = extra_arguments(model, arguments)
-        prompt = _prompt(input_ids, arguments, config, anatomy.ragged)
+        seen, mask_length = tokens_in(given_cache(arguments)), getattr(config, "_mask_length", None)
+        prompt = Prompt.of(input_ids, arguments, seen, mask_length, anatomy.ragged)
         if anatomy.is_recurrent and prompt.holes is not None:
             raise UnsupportedOptionError(
                 f"{anatomy.model_name} has recurrent states, which masked columns inside a prompt would change: "
                 "padding between the turns of a batched chat, for example. Pass prompts that are padded only on the "
                 "left, or call generate without `assistant`."
             )
-        text = TextPrefill(given_cache(arguments), config.prefill_chunk_size)
+        given = input_ids, arguments, config
         if takes_text_only(model):
-            return cls(anatomy, prompt, text, Following(extra=extra))
-        following = Following.of(model, input_ids, arguments, prompt.tokens_of_rows())
+            return cls(*given, anatomy, prompt, DecodeInputs(extra=extra))
+        following = DecodeInputs.of(model, input_ids, arguments, prompt.tokens_of_rows())
         if not has_tensors(extra) and not prompt.own_positions:
             # The cache may hold more than text.
-            return cls(anatomy, prompt, text, Following(following.offsets, extra=extra), prompt.cursors)
+            return cls(*given, anatomy, prompt, DecodeInputs(following.offsets, extra=extra), fixed=prompt.cursors)
         if not following.has_positions:
             anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
-            prompt = _prompt(input_ids, arguments, config, ragged=False)
-        own = OwnPrefill(input_ids, config, arguments)
-        return cls(anatomy, prompt, own, following, prompt.ends())
-
-
-def _prompt(input_ids: torch.Tensor, arguments: dict[str, Any], config: GenerationConfig, ragged: bool) -> Prompt:
-    past = given_cache(arguments)
-    return Prompt.of(
-        input_ids,
-        arguments.get("inputs_embeds"),
-        arguments.get("attention_mask"),
-        arguments.get("position_ids"),
-        past if tokens_in(past) else DynamicCache(),
-        getattr(config, "_mask_length", None),
-        ragged,
-    )
+            prompt = Prompt.of(input_ids, arguments, seen, mask_length, ragged=False)
+        return cls(*given, anatomy, prompt, following, is_text=False, fixed=prompt.ends())

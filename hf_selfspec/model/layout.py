@@ -17,11 +17,11 @@ class TreeLayout:
 
     Attributes:
         parents: for each row, or for all together, the parent of each token: its index, -1 for a token that continues
-            the text. Parents come before children.
+            the text. Parents come before children
         depths: likewise for each token the distance of its position from the slot at which the forward starts. It is
-            negative for tokens that are in the text already and go through the model again.
-        hidden: number of slots before the first token that no token sees, where the text's own copy of the tokens is.
-        ids: for each row the ids of the tokens after the first one, if they are uploaded together with this layout.
+            negative for tokens that are in the text already and go through the model again
+        hidden: number of slots before the first token that no token sees, where the text's own copy of the tokens is
+        ids: for each row the ids of the tokens after the first one, if they are uploaded together with this layout
     """
 
     parents: Sequence[Sequence[int]]
@@ -34,10 +34,8 @@ class TreeLayout:
     def of_tree(cls, parents: Sequence[Sequence[int]], ids: Sequence[Sequence[int]] | None = None) -> TreeLayout:
         """The layout of each row's last token and its draft.
 
-        Args:
-            parents: for each row the parent of nodes 1 and up, node 0 being the last token; -1 for a node that does not
-                count, which sees only itself and the text.
-            ids: ids of these nodes, if the host knows them.
+        ``parents`` are those of nodes 1 and up, node 0 being the last token; -1 for a node that does not count, which
+        sees only itself and the text. ``ids`` are those of these nodes, if the host knows them.
         """
         depths = []
         for row in parents:
@@ -107,15 +105,9 @@ class TreeLayout:
         return self._on[device]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The positions of the tokens in the cache's slots, and which of them each token may see at most.
+        """The positions ``[b, n]`` of the tokens in the cache's slots, and which of them a token may see ``[b, s, n]``.
 
-        Args:
-            slots: ``[b, t]`` the slot of each token of the tree.
-            length: ``n``, number of slots in all.
-            first: the first token that runs; the ones before it are in the cache.
-
-        Returns:
-            Positions ``[b, n]``, and visibility ``[b, s, n]`` for the ``s`` tokens from ``first`` on.
+        The tokens of the tree are in ``slots`` ``[b, t]``; those from ``first`` on run, the others are in the cache.
         """
         device, (b, t) = slots.device, slots.shape
         keys = torch.arange(length, device=device)[None]

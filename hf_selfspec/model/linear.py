@@ -14,7 +14,7 @@ tokens                    1     2     3     4     8    16    32
 ``onednn_transposed``  0.87  1.34  1.37  1.36  1.39  1.37  2.25
 =====================  ====  ====  ====  ====  ====  ====  ====
 
-On an Intel Xeon the order is different. So :class:`FastestWays` times the ways where they are needed and uses the
+On an Intel Xeon the order is different. So :class:`LinearAutotuner` times the ways where they are needed and uses the
 fastest. bfloat16 and GPUs need none of this.
 """
 
@@ -28,14 +28,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
 
-from .forwards import InstanceForwards, SharedChange
 from .modules import all_modules
+from .patching import Forward, InstanceForwards, SharedChange
 from .tracing import is_tracing
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
@@ -94,15 +94,11 @@ def onednn_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 
 @dataclass(frozen=True)
 class Way:
-    """A way to multiply.
+    """A way to multiply."""
 
-    Attributes:
-        multiply: maps input ``[n, i]``, weight ``[o, i]`` and bias ``[o]`` or ``None`` to ``[n, o]``, contiguous.
-        compiles: whether its first run for a shape takes longer (oneDNN's: 0.3 to 0.5 ms).
-    """
-
+    # Maps input [n, i], weight [o, i] and bias [o] or None to [n, o], contiguous.
     multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    compiles: bool = False
+    compiles: bool = False  # whether its first run for a shape takes longer (oneDNN's: 0.3 to 0.5 ms)
 
 
 def available_ways() -> tuple[Way, ...]:
@@ -113,15 +109,11 @@ def available_ways() -> tuple[Way, ...]:
     return (*of_blas, Way(onednn, compiles=True), Way(onednn_transposed, compiles=True))
 
 
-class FastestWays:
+class LinearAutotuner:
     """Knows the fastest way for each shape of weight, number of tokens and number of threads.
 
     A way is chosen at the first use and never changed, so that equal calls have equal results as long as the process
     lives. Threads share the choices; while one times, others that need a new choice wait.
-
-    Args:
-        ways: what to choose from.
-        clock: returns seconds.
     """
 
     def __init__(self, ways: Sequence[Way], clock: Callable[[], float] = perf_counter) -> None:
@@ -131,13 +123,7 @@ class FastestWays:
         self._found: dict[tuple[torch.Size, int, int], Way] = {}
 
     def way(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:
-        """Returns the fastest way.
-
-        Args:
-            count: number of tokens, 1 to 32.
-            weight: ``[o, i]``.
-            alike: all weights of this shape in the model, in the order in which it uses them.
-        """
+        """Returns the fastest way for 1 to 32 tokens; ``alike`` are all weights of this shape, in order of use."""
         way = self.known(count, weight)
         if way is None:
             with self._lock:
@@ -186,7 +172,7 @@ def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield weight[start : start + rows]
 
 
-_fastest = FastestWays(available_ways())
+_fastest = LinearAutotuner(available_ways())
 
 
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -206,12 +192,7 @@ _installed = SharedChange()
 
 
 def few_token_linears(model: nn.Module, is_active: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Returns a context in which the linear layers of ``model`` are faster for few tokens, see :func:`is_served`.
-
-    Args:
-        model: the model.
-        is_active: whether that applies to the current thread.
-    """
+    """Returns a context in which the linear layers of ``model`` are faster for few tokens, see :func:`is_served`."""
 
     def install(forwards: InstanceForwards) -> None:
         for module, forward in few_token_forwards(all_modules(model), is_active):
@@ -220,9 +201,7 @@ def few_token_linears(model: nn.Module, is_active: Callable[[], bool]) -> Abstra
     return _installed.of(model, install)
 
 
-def few_token_forwards(
-    modules: Iterable[nn.Module], is_active: Callable[[], bool]
-) -> list[tuple[nn.Linear, Callable[..., Any]]]:
+def few_token_forwards(modules: Iterable[nn.Module], is_active: Callable[[], bool]) -> list[tuple[nn.Linear, Forward]]:
     """Returns forwards for those of ``modules`` that are served, faster for up to 32 tokens while ``is_active``."""
     known = list(modules)
     if any(hasattr(parameter, "device_mesh") for module in known for parameter in module._parameters.values()):
@@ -231,14 +210,14 @@ def few_token_forwards(
     alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
     for module in served:
         alike[module.weight.shape].append(module.weight)
-    return [(module, _few_token_forward(module, alike[module.weight.shape], is_active)) for module in served]
+    return [(module, _few_tokens(module, module.forward, alike[module.weight.shape], is_active)) for module in served]
 
 
-def _few_token_forward(
-    module: nn.Linear, alike: Sequence[torch.Tensor], is_active: Callable[[], bool]
-) -> Callable[..., Any]:
+def _few_tokens(
+    module: nn.Linear, original: Forward, alike: Sequence[torch.Tensor], is_active: Callable[[], bool]
+) -> Forward:
     # Called for each layer of each forward, so everything possible is computed in advance.
-    original, parameters, (out, width) = module.forward, module._parameters, module.weight.shape
+    parameters, (out, width) = module._parameters, module.weight.shape
     most, chosen = _COUNTS[-1] * width, dict[tuple[int, int], Way]()
     threads = torch.get_num_threads
 
@@ -266,31 +245,12 @@ class FewTokenLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps ``[..., d]`` to ``[..., v]``."""
-        weight = self.weight
-        if not torch.is_grad_enabled() and _has_ways(weight) and _are_few(input, weight):
-            return _of_few(input, self, (weight,))
-        return super().forward(input)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _has_ways(self.weight):
+            return super().forward(input)
+        found: torch.Tensor = _few_tokens(self, super().forward, [self.weight], lambda: True)(input)
+        return found
 
 
 def _has_ways(weight: torch.Tensor) -> bool:
     plain = type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
     return plain and weight.is_contiguous() and weight.numel() >= _SMALLEST
-
-
-def _are_few(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    fits = 0 < input.numel() <= _COUNTS[-1] * weight.shape[1] and input.dtype is torch.float32
-    return (
-        fits
-        and weight.is_cpu
-        and input.is_cpu
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not is_tracing()
-    )
-
-
-def _of_few(input: torch.Tensor, module: nn.Linear, alike: Sequence[torch.Tensor]) -> torch.Tensor:
-    weight = module.weight
-    tokens = input.reshape(-1, weight.shape[1])
-    found = _fastest.way(tokens.shape[0], weight, alike).multiply(tokens, weight, module.bias)
-    return found.view(*input.shape[:-1], weight.shape[0])

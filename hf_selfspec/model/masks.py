@@ -1,51 +1,45 @@
 """Attention masks for tokens at arbitrary positions: ragged rows, windows and token trees in one rule.
 
 Transformers describes each mask (causal, sliding window, chunks) as a function of a query's and a key's position and
-expands it over a rectangle of consecutive ones. While a :class:`Geometry` is active in the current thread, the same
+expands it over a rectangle of consecutive ones. While a :class:`MaskSpec` is active in the current thread, the same
 function is expanded over the real positions instead, and tokens of a draft tree see their ancestors only.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import grouped_attention
 from .layout import TreeLayout
+from .patching import InstanceForwards, PerThread, SharedChange
 from .prompt import Holes
 from .transfer import RowNumbers
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 _ALIGNED = 8
+_OURS = "_is_speculative"  # marks the functions that replace transformers'
 
 
 @dataclass
-class Geometry:
-    """The positions of the tokens of one forward.
+class MaskSpec:
+    """What the masks of one forward follow from: the positions of its tokens."""
 
-    Attributes:
-        query_positions: ``[b, s]`` position of each token that runs.
-        length: ``n``, number of cache slots.
-        key_positions: ``[b, n]`` position of the token in each slot, ``None`` where it is the slot's number.
-        is_even: whether all rows are at the same positions.
-        is_fixed: whether masks are for any positions of the tokens, so that there always is one.
-        visible: ``[b, s, n]`` what a token may see at most, or ``None`` where positions alone decide.
-        grouped: masks, each with its layout for grouped query heads once that was made.
-    """
-
-    query_positions: torch.Tensor
-    length: int
-    key_positions: torch.Tensor | None = None
-    visible: torch.Tensor | None = None
-    is_even: bool = False
-    is_fixed: bool = False
+    query_positions: torch.Tensor  # [b, s] position of each token that runs
+    length: int  # n, number of cache slots
+    key_positions: torch.Tensor | None = None  # [b, n] of the token in each slot, None where it is the slot's number
+    visible: torch.Tensor | None = None  # [b, s, n] what a token may see at most, or None where positions alone decide
+    is_even: bool = False  # whether all rows are at the same positions
+    is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
+    # Masks, each with its layout for grouped query heads once that was made.
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -56,8 +50,8 @@ class Geometry:
         nodes: TreeLayout | None,
         first_node: int,
         holes: Holes | None,
-    ) -> Geometry:
-        """The geometry of tokens at positions ``[b, s]``, which may be nodes of a tree; see :meth:`Target.step`."""
+    ) -> MaskSpec:
+        """The spec of tokens at positions ``[b, s]``, which may be nodes of a tree; see :meth:`Target.step`."""
         device = positions.device
         length = max(cursors) + positions.shape[1]
         keys: torch.Tensor | None = None
@@ -70,6 +64,36 @@ class Geometry:
             keys = torch.arange(length, device=device)[None] if keys is None else keys
             positions, keys = holes.at(positions), holes.at(keys)
         return cls(positions, length, keys, visible, cursors.are_equal and holes is None)
+
+    def mask(
+        self,
+        additive: bool,
+        mask_function: Callable[..., torch.Tensor],
+        allow_is_causal_skip: bool = True,
+        local_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **_: Any,
+    ) -> torch.Tensor | None:
+        """Expands a function of positions to the mask ``[b, 1, s, n]``, ``None`` where every token sees everything."""
+        (b, s), n = self.query_positions.shape, self.length
+        last = s == 1 and (b == 1 or self.is_even) and self.visible is None
+        everything = last and (local_size is None or n <= local_size)
+        if everything and allow_is_causal_skip and not additive and not self.is_fixed:
+            return None
+        keys, device = self.key_positions, self.query_positions.device
+        if keys is None:
+            keys = torch.arange(n, device=device)[None]
+        batch = torch.arange(b, device=device)[:, None, None, None]
+        # Masks are the same for all heads, so the row indices can be passed as head indices.
+        allowed = mask_function(
+            batch, batch[0, 0, 0, 0], self.query_positions[:, None, :, None], keys[:, None, None, :]
+        ).expand(b, 1, s, n)
+        if self.visible is not None:
+            allowed = allowed & self.visible[:, None]
+        if not additive:
+            return allowed
+        zero = torch.zeros((), dtype=dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(dtype).min)
 
     def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads one after another, additive.
@@ -101,63 +125,18 @@ def padded_mask(padding: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([padding, padding.new_ones(padding.shape[0], missing)], dim=1)
 
 
-class _Current(threading.local):
-    geometry: Geometry | None = None
+_current = PerThread[MaskSpec]()
 
 
-_current = _Current()
-
-
-@contextmanager
-def at_positions(geometry: Geometry | None) -> Iterator[None]:
-    """Builds masks from ``geometry`` in this thread (``None``: as transformers builds them)."""
-    previous = _current.geometry
-    _current.geometry = geometry
-    try:
-        yield
-    finally:
-        _current.geometry = previous
+def at_positions(spec: MaskSpec | None) -> AbstractContextManager[None]:
+    """Builds masks from ``spec`` in this thread (``None``: as transformers builds them)."""
+    return _current.during(spec)
 
 
 def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[..., Any]:
-    def mask(
-        *args: Any,
-        mask_function: Callable[..., torch.Tensor],
-        allow_is_causal_skip: bool = True,
-        local_size: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
-        geometry = _current.geometry
-        if geometry is None:
-            return original(
-                *args,
-                mask_function=mask_function,
-                allow_is_causal_skip=allow_is_causal_skip,
-                local_size=local_size,
-                dtype=dtype,
-                **kwargs,
-            )
-        b, s = geometry.query_positions.shape
-        n = geometry.length
-        last = s == 1 and (b == 1 or geometry.is_even) and geometry.visible is None
-        everything = last and (local_size is None or n <= local_size)
-        if everything and allow_is_causal_skip and not additive and not geometry.is_fixed:
-            return None
-        keys, device = geometry.key_positions, geometry.query_positions.device
-        if keys is None:
-            keys = torch.arange(n, device=device)[None]
-        batch = torch.arange(b, device=device)[:, None, None, None]
-        # Masks are the same for all heads, so the row indices can be passed as head indices.
-        allowed = mask_function(
-            batch, batch[0, 0, 0, 0], geometry.query_positions[:, None, :, None], keys[:, None, None, :]
-        ).expand(b, 1, s, n)
-        if geometry.visible is not None:
-            allowed = allowed & geometry.visible[:, None]
-        if not additive:
-            return allowed
-        zero = torch.zeros((), dtype=dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        spec = _current.now
+        return original(*args, **kwargs) if spec is None else spec.mask(additive, **kwargs)
 
     return mask
 
@@ -166,18 +145,15 @@ def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        geometry = _current.geometry
-        if geometry is None:
+        spec = _current.now
+        if spec is None:
             return original(module, query, key, value, *args, **kwargs)
-        return grouped_attention(geometry.for_groups, module, query, key, value, *args, **kwargs)
+        return grouped_attention(spec.for_groups, module, query, key, value, *args, **kwargs)
 
     return attention
 
 
-_lock = threading.Lock()
-_users = 0
-# Each interface, with what it had of its own by the names that were replaced; ``None`` where it had nothing.
-_replaced: tuple[tuple[Any, dict[str, Any]], ...] = ((ALL_MASK_ATTENTION_FUNCTIONS, {}), (ALL_ATTENTION_FUNCTIONS, {}))
+_served = SharedChange()
 
 
 def served_attention() -> list[str]:
@@ -192,44 +168,23 @@ def served_attention() -> list[str]:
     ]
 
 
-@contextmanager
-def speculative_attention() -> Iterator[None]:
-    """Lets transformers' attention obey the :class:`Geometry` of the thread; threads without one are not affected.
+def speculative_attention() -> AbstractContextManager[None]:
+    """Lets transformers' attention obey the :class:`MaskSpec` of the thread; threads without one are not affected.
 
-    Every fused implementation (sdpa, flash, flex) is replaced by sdpa while a geometry is active, since the others take
+    Every fused implementation (sdpa, flash, flex) is replaced by sdpa while a spec is active, since the others take
     no mask of this kind; eager attention keeps its own code and gets the additive mask that it expects.
     """
-    global _users
-    with _lock:
-        _replace()
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _restore()
+    return _served.of(masking_utils, add=_replace)
 
 
-def _replace() -> None:
+def _replace(forwards: InstanceForwards) -> None:
     """Replaces what was not yet: a kernel may have been registered since another thread's generation began."""
-    for interface, before in _replaced:
-        for name in served_attention():
-            if name in before or name not in interface:
-                continue
-            before[name], original = interface._local_mapping.get(name), interface[name]
-            if interface is ALL_ATTENTION_FUNCTIONS:
-                interface[name] = _speculative_attention(original)
-            else:
-                interface[name] = _speculative_mask(original, additive=name == "eager")
-
-
-def _restore() -> None:
-    for interface, before in _replaced:
-        for name, own in before.items():
-            if own is not None:
-                interface[name] = own
-            else:
-                interface._local_mapping.pop(name, None)
-        before.clear()
+    for name in served_attention():
+        for interface, wrapped in (
+            (ALL_MASK_ATTENTION_FUNCTIONS, partial(_speculative_mask, additive=name == "eager")),
+            (ALL_ATTENTION_FUNCTIONS, _speculative_attention),
+        ):
+            if name in interface and not hasattr(interface[name], _OURS):
+                replaced = wrapped(interface[name])
+                setattr(replaced, _OURS, True)
+                forwards.put(interface._local_mapping, name, replaced)

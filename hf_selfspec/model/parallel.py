@@ -22,10 +22,6 @@ def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[]
     So decisions based on timings are the same everywhere. Each reading is then a broadcast, which waits for the device,
     so the clock stands still until another forward has run: what the host does between two forwards counts as time of
     the second.
-
-    Args:
-        model: the model.
-        forwards: returns how many forwards this process has run, as many as the others.
     """
     if not is_tensor_parallel(model):
         return perf_counter

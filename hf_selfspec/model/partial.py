@@ -7,24 +7,32 @@ architecture is reimplemented: logits of an early exit come from the model's own
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 
-from .additions import Additions
 from .anatomy import Anatomy
-from .autocast import Autocast
-from .forwards import Forward, InstanceForwards, SharedChange, residual_of, states_of, with_arity, with_states
-from .head_rows import HeadRows, output_head
+from .head import HeadRows, output_head
 from .linear import few_token_linears
-from .plan import LayerPlan
-from .step import Best
+from .patching import (
+    Autocast,
+    Forward,
+    InstanceForwards,
+    PerThread,
+    SharedChange,
+    autocast_around,
+    residual_of,
+    states_of,
+    with_arity,
+    with_states,
+)
+from .plan import LayerPlan, LoraDeltas
 from .transfer import upload
 
 # Maps (layer, state that entered it, state that left it), both [b, s, d], to what enters the next layer.
@@ -33,52 +41,48 @@ AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 StopFn = Callable[[int, torch.Tensor], bool]
 
 
+class Best(NamedTuple):
+    """The tokens with the highest logits."""
+
+    tokens: torch.Tensor  # [b, s]
+    highest: torch.Tensor  # [b, s] their logits
+
+
 @dataclass
 class ForwardPass:
-    """One forward of a partial model: what runs, what it starts from, and the states that it stores.
+    """One forward of a model, or of a part: what runs, what it starts from, and what it has found."""
 
-    Attributes:
-        plan: blocks to run.
-        start: layers below it are skipped; its input is ``state``.
-        state: ``[b, s, d]`` the hidden state that enters layer ``start``.
-        stop: layers from here on are skipped (``L`` for none).
-        capture: layer whose input state is kept, or -1.
-        after_layer: returns what each layer passes to the next, ``None`` for its output.
-        stop_fn: called at layers ``start + 1`` to ``stop``; the forward ends at the first that it returns ``True`` for.
-        head_input_fn: maps ``exit_state`` to the input of the head, in place of the stack's final norm.
-        head_rows: what runs in place of the output head, ``None`` for that head itself.
-        ends: for each row the one token whose logits are needed, ``None`` for those that the model is asked for.
-        chooses: whether the tokens with the highest logits are needed, too; only graphs compute them.
-        captured: ``[b, s, d]`` the state kept by ``capture``, after the forward.
-        exit_state: ``[b, s, d]`` output of the last layer, after the forward.
-        autocast: the autocast that was on in the last layer, after the forward.
-        best: the tokens requested by ``chooses``, after the forward.
-    """
-
-    plan: LayerPlan
-    start: int = 0
-    state: torch.Tensor | None = None
-    stop: int | None = None
-    capture: int = -1
-    after_layer: AfterLayer | None = None
+    plan: LayerPlan  # blocks to run
+    start: int = 0  # layers below it are skipped; its input is `state`
+    state: torch.Tensor | None = None  # [b, s, d] the hidden state that enters layer `start`
+    stop: int | None = None  # layers from here on and the output head are skipped, None for none
+    capture: int = -1  # layer whose input state is kept, -1 for none; `stop` by default
+    after_layer: AfterLayer | None = None  # returns what each layer passes to the next, None for its output
+    # Called at layers `start + 1` to `stop`; the forward ends at the first that it returns True for.
     stop_fn: StopFn | None = None
+    # Maps `exit_state` to the input of the head, in place of the final norm of the stack.
     head_input_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
-    head_rows: HeadRows | None = None
-    ends: Sequence[int] | None = None
-    chooses: bool = False
-    captured: torch.Tensor | None = None
-    exit_state: torch.Tensor | None = None
-    autocast: Autocast | None = None
-    best: Best | None = None
+    head_rows: HeadRows | None = None  # what runs in place of the output head, None for that head itself
+    ends: Sequence[int] | None = None  # for each row the one token whose logits are needed, None for all of `keep`
+    keep: int = 0  # how many of the last tokens need logits, 0 for all; a model may return more
+    chooses: bool = False  # whether the tokens with the highest logits are needed, too; only graphs compute them
+    logits: torch.Tensor | None = field(init=False, default=None)  # [b, s, v]
+    captured: torch.Tensor | None = field(init=False, default=None)  # [b, s, d] the state kept by `capture`
+    # [b, s, d] output of the last layer; None where the model ran as it is.
+    exit_state: torch.Tensor | None = field(init=False, default=None)
+    autocast: Autocast | None = field(init=False, default=None)  # the autocast that was on in the last layer
+    best: Best | None = field(init=False, default=None)  # the tokens requested by `chooses`
     passed: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        stop = self.plan.num_layers if self.stop is None else self.stop
-        if self.start == 0 and stop == self.plan.num_layers:
-            self.passed = self.plan.skipped_layers
-        else:
-            outside = (*range(self.start), *range(stop, self.plan.num_layers))
-            self.passed = self.plan.skipped_layers.union(outside)
+        num_layers, stop = self.plan.num_layers, self.stop
+        if stop is None:
+            stop = num_layers
+        elif self.capture < 0:
+            self.capture = stop
+        self.passed = self.plan.skipped_layers
+        if self.start > 0 or stop < num_layers:
+            self.passed = self.passed.union(range(self.start), range(stop, num_layers))
 
     @property
     def is_plain(self) -> bool:
@@ -96,132 +100,117 @@ class ForwardPass:
                 self.passed = self.passed.union(range(layer, self.plan.num_layers))
 
 
-class _Current(threading.local):
-    forward_pass: ForwardPass | None = None
-
-
-_current = _Current()
+_current = PerThread[ForwardPass]()
+# How many values the blocks of each class returned, in a tuple or (``None``) without one, when they last ran.
+_Arity = dict[type, int | None]
+_arities: WeakKeyDictionary[nn.Module, _Arity] = WeakKeyDictionary()
 
 
 def is_speculating() -> bool:
     """Returns whether the current thread's forwards obey a :class:`ForwardPass`, without gradients."""
-    return _current.forward_pass is not None and not torch.is_grad_enabled()
+    return _current.now is not None and not torch.is_grad_enabled()
 
 
-@contextmanager
-def obeying(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
+def obeying(forward_pass: ForwardPass) -> AbstractContextManager[None]:
     """Makes prepared models obey ``forward_pass`` in this thread."""
-    previous = _current.forward_pass
-    _current.forward_pass = forward_pass
-    try:
-        yield forward_pass
-    finally:
-        _current.forward_pass = previous
+    return _current.during(forward_pass)
 
 
-class _Installation:
-    """The instance forwards on one model, shared by all threads that speculate with it."""
+def _install(anatomy: Anatomy, model: nn.Module, forwards: InstanceForwards) -> None:
+    if (head := output_head(model)) is not None:
+        forwards.replace(head, _head_forward(head))
+    forwards.replace(anatomy.stack, _stack_forward(anatomy.stack))
+    arity = _arities.setdefault(model, {})
+    for index, layer in enumerate(anatomy.layers):
+        forwards.replace(layer, _layer_forward(layer, index, arity, is_last=index == anatomy.num_layers - 1))
+        attention, mlp = anatomy.attention[index], anatomy.mlp[index]
+        if attention is not None:
+            forwards.replace(attention, _block_forward(attention, index, arity, "skipped_attention", silent=True))
+        for module in mlp:
+            forwards.replace(module, _block_forward(module, index, arity, "skipped_mlp", silent=module is mlp[-1]))
 
-    def __init__(self, anatomy: Anatomy, forwards: InstanceForwards, arity: dict[type, int | None]) -> None:
-        self.anatomy = anatomy
-        self.forwards = forwards
-        self.arity = arity
 
-    def install(self, model: nn.Module) -> None:
-        if (head := output_head(model)) is not None:
-            self.forwards.replace(head, _head_forward(head))
-        self.forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack))
-        for index, layer in enumerate(self.anatomy.layers):
-            self.forwards.replace(layer, self._layer_forward(index, layer))
-            attention = self.anatomy.attention[index]
-            if attention is not None:
-                forward = self._block_forward(attention, index, "skipped_attention", silent=True)
-                self.forwards.replace(attention, forward)
-            mlp = self.anatomy.mlp[index]
-            for module in mlp:
-                forward = self._block_forward(module, index, "skipped_mlp", silent=module is mlp[-1])
-                self.forwards.replace(module, forward)
+def _stack_forward(stack: nn.Module) -> Forward:
+    original = stack.forward
 
-    def _stack_forward(self, stack: nn.Module) -> Forward:
-        original = stack.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            current = _current.forward_pass
-            if current is None:
-                return output
-            if current.head_input_fn is not None:
-                assert current.exit_state is not None
-                return with_states(output, current.head_input_fn(current.exit_state))
-            if current.ends is not None:
-                states = states_of(output)
-                rows = torch.arange(len(states), device=states.device)
-                return with_states(output, states[rows, upload(current.ends, states.device)][:, None])
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        current = _current.now
+        if current is None:
             return output
+        if current.head_input_fn is not None:
+            assert current.exit_state is not None
+            return with_states(output, current.head_input_fn(current.exit_state))
+        if current.ends is not None:
+            states = states_of(output)
+            rows = torch.arange(len(states), device=states.device)
+            return with_states(output, states[rows, upload(current.ends, states.device)][:, None])
+        return output
 
-        return forward
+    return forward
 
-    def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
-        original, arity, kind = layer.forward, self.arity, type(layer)
-        last = index == self.anatomy.num_layers - 1
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            current = _current.forward_pass
-            if current is None:
-                return original(*args, **kwargs)
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if index == current.start and current.state is not None:
-                hidden = current.state
-                if args:
-                    args = (hidden, *args[1:])
-                else:
-                    kwargs["hidden_states"] = hidden
-            if index == current.capture:
-                current.captured = hidden
-            if current.stop_fn is not None:
-                current.check_stop(index, hidden)
-            if index in current.passed:
-                output = with_arity(hidden, arity.get(kind))
+def _layer_forward(layer: nn.Module, index: int, arity: _Arity, is_last: bool) -> Forward:
+    original, kind = layer.forward, type(layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = _current.now
+        if current is None:
+            return original(*args, **kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if index == current.start and current.state is not None:
+            hidden = current.state
+            if args:
+                args = (hidden, *args[1:])
             else:
-                output = original(*args, **kwargs)
+                kwargs["hidden_states"] = hidden
+        if index == current.capture:
+            current.captured = hidden
+        if current.stop_fn is not None:
+            current.check_stop(index, hidden)
+        if index in current.passed:
+            output = with_arity(hidden, arity.get(kind))
+        else:
+            output = original(*args, **kwargs)
+            arity[kind] = len(output) if isinstance(output, tuple) else None
+        if current.after_layer is not None:
+            left = output[0] if isinstance(output, tuple) else output
+            left = current.after_layer(index, hidden, left)
+            output = (left, *output[1:]) if isinstance(output, tuple) else left
+        if is_last:
+            current.exit_state = output[0] if isinstance(output, tuple) else output
+            current.autocast = autocast_around(current.exit_state)
+        return output
+
+    return forward
+
+
+def _block_forward(module: nn.Module, index: int, arity: _Arity, skipped: str, silent: bool) -> Forward:
+    """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
+    original, kind = module.forward, type(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = _current.now
+        if current is None or index not in getattr(current.plan, skipped):
+            output = original(*args, **kwargs)
+            if current is not None:
                 arity[kind] = len(output) if isinstance(output, tuple) else None
-            if current.after_layer is not None:
-                left = output[0] if isinstance(output, tuple) else output
-                left = current.after_layer(index, hidden, left)
-                output = (left, *output[1:]) if isinstance(output, tuple) else left
-            if last:
-                current.exit_state = output[0] if isinstance(output, tuple) else output
-                current.autocast = Autocast.around(current.exit_state)
             return output
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if silent:
+            # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
+            residual = residual_of(args, kwargs, original)
+            hidden = torch.zeros_like(hidden) if residual is None else residual
+        return with_arity(hidden, arity.get(kind))
 
-        return forward
-
-    def _block_forward(self, module: nn.Module, index: int, skipped: str, silent: bool) -> Forward:
-        """``silent`` blocks contribute nothing where the plan's ``skipped`` has them; others pass their input on."""
-        original, arity, kind = module.forward, self.arity, type(module)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            current = _current.forward_pass
-            if current is None or index not in getattr(current.plan, skipped):
-                output = original(*args, **kwargs)
-                if current is not None:
-                    arity[kind] = len(output) if isinstance(output, tuple) else None
-                return output
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if silent:
-                # Blocks that add the residual themselves (BLOOM, MPT) must return it unchanged.
-                residual = residual_of(args, kwargs, original)
-                hidden = torch.zeros_like(hidden) if residual is None else residual
-            return with_arity(hidden, arity.get(kind))
-
-        return forward
+    return forward
 
 
 def _head_forward(head: nn.Module) -> Forward:
     original = head.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        current = _current.forward_pass
+        current = _current.now
         if current is None or current.head_rows is None:
             return original(*args, **kwargs)
         return current.head_rows(*args, **kwargs)
@@ -237,43 +226,30 @@ class _AddingForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._original(*args, **kwargs)
-        current = _current.forward_pass
-        if current is None or current.plan.additions is None:
+        current = _current.now
+        if current is None or current.plan.deltas is None:
             return output
-        addition = current.plan.additions.of.get(self._module)
-        return output if addition is None else output + addition(args[0] if args else kwargs["input"]).to(output.dtype)
-
-
-def _prepare_additions(forwards: InstanceForwards, additions: Iterable[Additions]) -> None:
-    for module in (module for some in additions for module in some.of):
-        if not isinstance(module.__dict__.get("forward"), _AddingForward):
-            forwards.replace(module, _AddingForward(module))
+        delta = current.plan.deltas.of.get(self._module)
+        return output if delta is None else output + delta(args[0] if args else kwargs["input"]).to(output.dtype)
 
 
 _installations = SharedChange()
-# How many values the blocks of each class returned, in a tuple or (``None``) without one, when they last ran.
-_arities: WeakKeyDictionary[nn.Module, dict[type, int | None]] = WeakKeyDictionary()
 
 
 @contextmanager
-def partial_forwards(model: nn.Module, anatomy: Anatomy, additions: Iterable[Additions] = ()) -> Iterator[None]:
+def partial_forwards(model: nn.Module, anatomy: Anatomy, deltas: Iterable[LoraDeltas] = ()) -> Iterator[None]:
     """Prepares ``model`` so that its forwards obey the current thread's :class:`ForwardPass`.
 
     Threads without one are not affected. Several threads share one preparation; the last one to leave removes it, also
     after an exception. An existing instance ``forward`` (accelerate) is called inside and restored afterwards. Faster
     linear layers (:func:`few_token_linears`) come first and leave last, so that either can leave in any thread.
-
-    Args:
-        model: the model.
-        anatomy: its parts.
-        additions: what plans add to outputs of its modules.
+    ``deltas`` are all that plans add to outputs of the model's modules.
     """
-    with (
-        few_token_linears(model, is_speculating),
-        _installations.of(
-            model,
-            lambda forwards: _Installation(anatomy, forwards, _arities.setdefault(model, {})).install(model),
-            lambda forwards: _prepare_additions(forwards, additions),
-        ),
-    ):
+
+    def add(forwards: InstanceForwards) -> None:
+        for module in (module for some in deltas for module in some.of):
+            if not isinstance(module.__dict__.get("forward"), _AddingForward):
+                forwards.replace(module, _AddingForward(module))
+
+    with few_token_linears(model, is_speculating), _installations.of(model, partial(_install, anatomy, model), add):
         yield

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+import torch.nn as nn
+
 from ..errors import SettingError, UnsupportedModelError
-from .additions import Additions
 from .anatomy import Anatomy
+
+
+@dataclass(frozen=True, eq=False)
+class LoraDeltas:
+    """What is added to the outputs of some modules, in forwards whose plan has it."""
+
+    of: Mapping[nn.Module, Callable[[torch.Tensor], torch.Tensor]]  # maps a module's input to what is added
+    first_layer: int  # the first layer that has one of these modules
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Which of a model's blocks run.
-
-    Attributes:
-        num_layers: ``L``.
-        skipped_attention: layers whose attention block is left out.
-        skipped_mlp: layers whose MLP block is left out.
-        additions: what is added to outputs of modules inside the layers, ``None`` for nothing.
-
-    A layer in both sets is skipped as a whole.
-    """
+    """Which of a model's blocks run; a layer in both sets is skipped as a whole."""
 
     num_layers: int
     skipped_attention: frozenset[int] = frozenset()
     skipped_mlp: frozenset[int] = frozenset()
-    additions: Additions | None = None
+    deltas: LoraDeltas | None = None
 
     def __post_init__(self) -> None:
         for name in ("skipped_attention", "skipped_mlp"):
@@ -37,10 +39,10 @@ class LayerPlan:
                 )
 
     @classmethod
-    def early_exit(cls, num_layers: int, layer: int, additions: Additions | None = None) -> LayerPlan:
+    def early_exit(cls, num_layers: int, layer: int, deltas: LoraDeltas | None = None) -> LayerPlan:
         """The plan that runs layers ``0 .. layer-1``."""
         skipped = frozenset(range(layer, num_layers))
-        return cls(num_layers, skipped, skipped, additions)
+        return cls(num_layers, skipped, skipped, deltas)
 
     @classmethod
     def of_picture(cls, picture: str) -> LayerPlan:
@@ -56,7 +58,7 @@ class LayerPlan:
     @property
     def is_whole(self) -> bool:
         """Whether it is the model as it is."""
-        return not self.skipped_attention and not self.skipped_mlp and self.additions is None
+        return not self.skipped_attention and not self.skipped_mlp and self.deltas is None
 
     @property
     def first_altered(self) -> int:
@@ -65,7 +67,7 @@ class LayerPlan:
         Hidden states that enter it, and keys and values below it, are those of the full model: the exact prefix.
         """
         first = min(self.skipped_attention | self.skipped_mlp, default=self.num_layers)
-        return first if self.additions is None else min(first, self.additions.first_layer)
+        return first if self.deltas is None else min(first, self.deltas.first_layer)
 
     def picture(self) -> str:
         """One character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing."""
@@ -76,11 +78,7 @@ class LayerPlan:
 
 
 def check_plan(plan: LayerPlan, anatomy: Anatomy) -> None:
-    """Checks that the model has every block that ``plan`` skips on its own.
-
-    Raises:
-        UnsupportedModelError: a block to be skipped was not found in the model.
-    """
+    """Checks that the model has every block that ``plan`` skips on its own."""
     for name, skipped, found in (
         ("attention", plan.skipped_attention - plan.skipped_mlp, anatomy.attention),
         ("mlp", plan.skipped_mlp - plan.skipped_attention, anatomy.mlp),

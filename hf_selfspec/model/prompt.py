@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from ..errors import SettingError, UnsupportedOptionError
 
 
 @dataclass(frozen=True)
 class Holes:
-    """Masked columns between tokens, which count for sliding windows, as in ``generate``.
+    """Masked columns between tokens, which count for sliding windows, as in ``generate``."""
 
-    Attributes:
-        coordinates: ``[b, n]`` column of the token in each slot of the prompt, counted from the row's first token.
-        counts: ``[b, 1]`` number of tokens of each row's prompt.
-        masked: ``[b, 1]`` number of masked columns of each row after its first token.
-    """
-
-    coordinates: torch.Tensor
-    counts: torch.Tensor
-    masked: torch.Tensor
+    coordinates: torch.Tensor  # [b, n] column of the token in each slot of the prompt, counted from the row's first
+    counts: torch.Tensor  # [b, 1] number of tokens of each row's prompt
+    masked: torch.Tensor  # [b, 1] number of masked columns of each row after its first token
 
     @classmethod
     def of(cls, valid: torch.Tensor) -> Holes | None:
@@ -43,59 +38,34 @@ class Holes:
 
 @dataclass
 class Prompt:
-    """The prompts of a batch, aligned left.
+    """The prompts of a batch, aligned left."""
 
-    Attributes:
-        tokens: ``[b, s]`` ids or ``[b, s, d]`` embeddings that have not been through the model, junk on the right.
-        cursors: for each row the slot of its first token (the number of its tokens in an earlier cache).
-        lengths: for each row how many of ``tokens`` are real.
-        base: for each row the slot of column 0 of ``input_ids``.
-        width: number of columns of the prompt in the attention mask, including an earlier cache.
-        valid: ``[b, width]`` which columns hold tokens, ``None`` for all.
-        padding: the mask, where rows must stay left-padded (see :class:`Target`).
-        holes: masked columns between tokens, ``None`` for none.
-        own_positions: whether ``position_ids`` of several dimensions differ from 0, 1, 2, ... in any.
-    """
-
-    tokens: torch.Tensor
-    cursors: list[int]
-    lengths: list[int]
-    base: list[int]
-    width: int
-    valid: torch.Tensor | None
-    padding: torch.Tensor | None
-    holes: Holes | None = None
-    own_positions: bool = False
+    tokens: torch.Tensor  # [b, s] ids or [b, s, d] embeddings that have not been through the model, junk on the right
+    cursors: list[int]  # for each row the slot of its first token (the number of its tokens in an earlier cache)
+    lengths: list[int]  # for each row how many of tokens are real
+    base: list[int]  # for each row the slot of column 0 of input_ids
+    width: int  # number of columns of the prompt in the attention mask, including an earlier cache
+    valid: torch.Tensor | None  # [b, width] which columns hold tokens, None for all
+    padding: torch.Tensor | None  # the mask, where rows must stay left-padded (see :class:`Target`)
+    holes: Holes | None = None  # masked columns between tokens, None for none
+    own_positions: bool = False  # whether position_ids of several dimensions differ from 0, 1, 2, ... in any
 
     @classmethod
     def of(
         cls,
-        input_ids: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        past: Cache,
-        mask_length: int | None,
-        ragged: bool,
+        input_ids: torch.Tensor,  # [b, s], the whole text or what follows the cache
+        arguments: Mapping[str, Any],  # what `generate` has prepared for the model's forward
+        seen: int,  # number of tokens in the cache
+        mask_length: int | None,  # m where `generate` dropped a mask of ones
+        ragged: bool,  # whether the model takes rows at different lengths
     ) -> Prompt:
-        """Lays out a prompt.
+        """Lays out a prompt of ids, or embeddings ``[b, s, d]``, with a mask ``[b, m]`` over the whole text.
 
-        Args:
-            input_ids: ``[b, s]``, the whole text or what follows ``past``.
-            inputs_embeds: ``[b, s, d]`` in place of ids, or ``None``.
-            attention_mask: ``[b, m]`` over the whole text, ``None`` for all ones.
-            position_ids: ``[b or 1, m]`` as ``generate`` prepared them, or ``[n, b or 1, m]`` for a rotary embedding of
-                several dimensions, which are equal for text but not for images; ``None`` for none.
-            past: cache with the text's beginning, possibly empty.
-            mask_length: ``m`` where ``generate`` dropped a mask of ones.
-            ragged: whether the model takes rows at different lengths.
-
-        Raises:
-            SettingError: a prompt is empty.
-            UnsupportedOptionError: there are position ids of the user's own.
+        Position ids are ``[b or 1, m]``, or ``[n, b or 1, m]`` for a rotary embedding of several dimensions.
         """
         b, columns = input_ids.shape
-        seen = past.get_seq_length()
+        names = ("inputs_embeds", "attention_mask", "position_ids")
+        inputs_embeds, attention_mask, position_ids = (arguments.get(name) for name in names)
         source = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None:
             width = attention_mask.shape[1]
@@ -199,11 +169,7 @@ def _check_filled(mask: torch.Tensor) -> None:
 
 
 def _are_own(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
-    """Whether positions of several dimensions differ from 0, 1, 2, ... over each row's tokens.
-
-    Raises:
-        UnsupportedOptionError: positions of one dimension do.
-    """
+    """Whether positions of several dimensions differ from 0, 1, 2, ... over each row's tokens."""
     if position_ids is None:
         return False
     columns = position_ids.shape[-1]

@@ -19,15 +19,10 @@ _ROW_DIM = -3
 
 @dataclass(frozen=True)
 class ActiveRows:
-    """The rows of a batch that are still generating.
+    """The rows of a batch that are still generating."""
 
-    Attributes:
-        kept: their indices.
-        total: ``b``, number of rows of the whole batch.
-    """
-
-    kept: list[int]
-    total: int
+    kept: list[int]  # their indices
+    total: int  # b, number of rows of the whole batch
     _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def of_list(self, values: Sequence[_T]) -> list[_T]:
@@ -36,31 +31,27 @@ class ActiveRows:
 
     def of_numbers(self, numbers: RowNumbers) -> RowNumbers:
         """The numbers of these rows."""
+        return RowNumbers.made(self.of_list(numbers), lambda device: self.pick(numbers.on(device), 0))
 
-        def make(device: torch.device) -> torch.Tensor:
-            return self.pick(numbers.on(device), 0)
-
-        return RowNumbers.made(self.of_list(numbers), make)
+    def of_layout(self, nodes: TreeLayout | None) -> TreeLayout | None:
+        """The trees of these rows."""
+        return None if nodes is None else nodes.of_rows(self.kept, self.pick)
 
     def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """These rows of a tensor."""
         return values.index_select(dim, self._index(values.device))
 
-    def spread(self, values: torch.Tensor, dim: int = _ROW_DIM) -> torch.Tensor:
-        """Expands a tensor of these rows to the whole batch, with zeros in the other rows."""
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Expands a tensor ``[*n, b, s, d]`` of these rows to the whole batch, with zeros in the other rows."""
         shape = list(values.shape)
-        shape[dim] = self.total
-        return values.new_zeros(shape).index_copy_(dim, self._index(values.device), values)
+        shape[_ROW_DIM] = self.total
+        return values.new_zeros(shape).index_copy_(_ROW_DIM, self._index(values.device), values)
 
     def _index(self, device: torch.device) -> torch.Tensor:
         """The indices on a device, uploaded once."""
         if device not in self._indices:
             self._indices[device] = upload(self.kept, device)
         return self._indices[device]
-
-    def of_layout(self, nodes: TreeLayout | None) -> TreeLayout | None:
-        """The trees of these rows."""
-        return None if nodes is None else nodes.of_rows(self.kept, self.pick)
 
     def enter(self, run: ForwardPass) -> ForwardPass:
         """The forward over these rows; its callbacks see the whole batch."""
@@ -74,16 +65,15 @@ class ActiveRows:
             assert head_input_fn is not None
             return self.pick(head_input_fn(self.spread(states)), _ROW_DIM)
 
-        state = None if run.state is None else self.pick(run.state, _ROW_DIM)
         return replace(
             run,
-            state=state,
+            state=None if run.state is None else self.pick(run.state, _ROW_DIM),
             stop_fn=None if stop_fn is None else stop,
             head_input_fn=None if head_input_fn is None else head_input,
         )
 
     def leave(self, run: ForwardPass) -> None:
-        """Expands the states that the forward has stored to the whole batch."""
-        for name in ("captured", "exit_state"):
+        """Expands what the forward has found to the whole batch."""
+        for name in ("logits", "captured", "exit_state"):
             if (found := getattr(run, name)) is not None:
                 setattr(run, name, self.spread(found))

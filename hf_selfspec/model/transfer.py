@@ -40,9 +40,7 @@ class Pending:
 def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
     """Returns integer, boolean and float32 tensors of one device as nested lists, copied to the host together.
 
-    Args:
-        tensors: the tensors.
-        along: what is read in the same transfer, but not returned.
+    ``along`` is read in the same transfer, but not returned.
     """
     if along is not None:
         found = read(*tensors, *along.tensors)

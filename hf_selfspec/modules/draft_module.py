@@ -85,7 +85,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters."""
+        """The number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
@@ -109,11 +109,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         return self.digest
 
     def check(self, fingerprint: Callable[[], Fingerprint]) -> None:
-        """Checks that the module was fitted to the model with this fingerprint, if it has one to compare it with.
-
-        Raises:
-            SettingError: the module was fitted to another model.
-        """
+        """Raises if the module was fitted to a model with another fingerprint."""
         kept = self.about.get("fingerprint")
         if kept is None:
             return

@@ -15,7 +15,7 @@ from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import SHOWN
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count, check_share
-from .calibration import drafts, entropy, roc_auc, threshold
+from .calibration import drafts, entropy, threshold
 from .draft_module import DraftModule
 
 # Most tokens of a draft (DSSD §4.1).
@@ -95,9 +95,8 @@ class ExitHeads(DraftModule):
         self.heads = nn.ModuleList(nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), linear()) for _ in layers)
 
     def _check_about(self, name: str, known: dict[str, Any]) -> None:
-        found = known.get("calibration")
-        if found:
-            check_calibration(f"{name}['calibration']", found, len(self.layers))
+        if known.get("calibration"):
+            _check_calibration(f"{name}['calibration']", known["calibration"], len(self.layers))
 
     def logits(self, head: int, states: torch.Tensor) -> torch.Tensor:
         """``[..., v]`` logits of a head for the states ``[..., d]`` that left the layers before it."""
@@ -130,12 +129,8 @@ class ExitHeads(DraftModule):
         Raises:
             SettingError: no accuracy that high was calibrated, or there is no such metric.
         """
-        check_share("epsilon", epsilon, zero=False, one=True)
         known = self._calibration["epsilons"]
-        index = next((index for index, value in enumerate(known) if value >= epsilon - 1e-9), None)
-        if index is None:
-            raise SettingError(f"epsilon={epsilon} is above all accuracies that were calibrated, up to {known[-1]}.")
-        return self._at(index, metric)
+        return self._first(known, epsilon, metric, f"is above all accuracies that were calibrated, up to {known[-1]}.")
 
     def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
         """Like :meth:`thresholds`, but the loosest at which drafted tokens were accepted often enough.
@@ -149,30 +144,33 @@ class ExitHeads(DraftModule):
         Raises:
             SettingError: this rate was never reached, or there is no such metric.
         """
+        rates = [rate or 0.0 for rate in self._by_metric("acceptance", metric)]
+        return self._first(
+            rates,
+            epsilon,
+            metric,
+            f"is more than these exit heads reach: when they were calibrated, at best {_down(max(rates))} of what they "
+            "drafted was accepted. Ask for less, fit them on more text, or calibrate them on text that is closer to "
+            "what they are used for.",
+        )
+
+    def _first(self, rates: list[float], epsilon: float, metric: str | None, too_high: str) -> list[float]:
+        """The thresholds of the first of ``rates`` that is high enough."""
         check_share("epsilon", epsilon, zero=False, one=True)
-        rates = [rate or 0.0 for rate in self._found("acceptance", metric)]
         index = next((index for index, rate in enumerate(rates) if rate >= epsilon - 1e-9), None)
         if index is None:
-            raise SettingError(
-                f"epsilon={epsilon} is more than these exit heads reach: when they were calibrated, at best "
-                f"{_down(max(rates))} of what they drafted was accepted. Ask for less, fit them on more text, or "
-                "calibrate them on text that is closer to what they are used for."
-            )
-        return self._at(index, metric)
+            raise SettingError(f"epsilon={epsilon} {too_high}")
+        return [math.inf if head[index] is None else head[index] for head in self._by_metric("thresholds", metric)]
 
-    def _at(self, index: int, metric: str | None) -> list[float]:
-        return [math.inf if head[index] is None else head[index] for head in self._found("thresholds", metric)]
-
-    def _found(self, what: str, metric: str | None) -> list[Any]:
+    def _by_metric(self, table: str, metric: str | None) -> list[Any]:
         check_metric("exit heads", metric)
-        found = self._calibration.get(what, {})
+        found = self._calibration.get(table, {})
         chosen = metric or self.metric
         if not isinstance(found, dict) or chosen not in found:
             raise SettingError(
                 f"these exit heads were not calibrated by {chosen!r}: calibrate them, see calibrate_exit_heads."
             )
-        by_metric: list[Any] = found[chosen]
-        return by_metric
+        return list(found[chosen])
 
 
 def check_metric(name: str, metric: str | None) -> None:
@@ -181,38 +179,28 @@ def check_metric(name: str, metric: str | None) -> None:
         raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
 
 
-def check_calibration(name: str, found: object, heads: int) -> None:
+def _check_calibration(name: str, found: Any, heads: int) -> None:
     """Raises if ``found`` does not have the form that :func:`calibrate` returns for ``heads`` heads."""
-    if not isinstance(found, dict):
-        raise SettingError(f"{name} must be a dict with a metric and epsilons, got {repr(found)[:SHOWN]}.")
-    epsilons: Any = found.get("epsilons")
-    tables = [found.get(table, {}) for table in ("thresholds", "acceptance")]
-    # A list of thresholds was written by an earlier version; such heads have to be calibrated again.
-    thresholds, acceptance = ({} if isinstance(table, list) else table for table in tables)
-    wrong = {
-        "metric": found.get("metric") not in [*METRICS],
-        "epsilons": not _numbers(epsilons, 0, 1) or None in epsilons or epsilons != sorted(set(epsilons)),
-        "thresholds": not (isinstance(thresholds, dict) and thresholds.keys() <= METRICS.keys())
-        or not all(isinstance(rows, list) and len(rows) == heads for rows in thresholds.values())
-        or not all(_numbers(row, count=epsilons) for rows in thresholds.values() for row in rows),
-        "acceptance": not (isinstance(acceptance, dict) and acceptance.keys() <= METRICS.keys())
-        or not all(_numbers(row, 0, 1, count=epsilons) for row in acceptance.values()),
-    }
-    for entry, is_wrong in wrong.items():
-        if is_wrong:
-            raise SettingError(f"{name}[{entry!r}] is not one that calibrate_exit_heads has written for {heads} heads.")
-
-
-def _numbers(values: Any, least: float = -math.inf, most: float = math.inf, count: Any = None) -> bool:
-    """Whether this is a list of finite numbers or None, as many as in ``count``."""
-    return (
-        isinstance(values, list)
-        and (count is None or (isinstance(count, list) and len(values) == len(count)))
-        and all(
-            value is None or (type(value) in (int, float) and least <= value <= most and math.isfinite(value))
-            for value in values
+    try:
+        epsilons, tables = found["epsilons"], [found.get(name, {}) for name in ("thresholds", "acceptance")]
+        # A list of thresholds was written by an earlier version; such heads have to be calibrated again.
+        by_metric, acceptance = ({} if isinstance(table, list) else table for table in tables)
+        rates = [epsilons, *acceptance.values()]
+        rows = [*rates, *(row for by_head in by_metric.values() for row in by_head)]
+        is_right = (
+            {found["metric"], *acceptance, *by_metric} <= METRICS.keys()
+            and epsilons == sorted(set(epsilons))
+            and all(len(by_head) == heads for by_head in by_metric.values())
+            and all(isinstance(row, list) and len(row) == len(epsilons) for row in rows)
+            and all(math.isfinite(value) for row in rows for value in row if value is not None)
+            and all(0 <= value <= 1 for row in rates for value in row if value is not None)
         )
-    )
+    except (TypeError, KeyError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise SettingError(
+            f"{name} is not one that calibrate_exit_heads has written for {heads} heads, got {repr(found)[:SHOWN]}."
+        )
 
 
 @dataclass(frozen=True)
@@ -231,22 +219,30 @@ def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metri
     and ``auc`` ``[K]``; ``None`` where a value cannot be measured.
     """
     right = torch.cat([text.right for text in texts], 1)
-    thresholds: dict[str, list[list[float | None]]] = {}
-    acceptance, auc = dict[str, list[float | None]](), dict[str, list[float | None]]()
+    tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
     for name in METRICS:
-        sure = torch.cat([text.sure[name] for text in texts], 1)
-        pairs = list(zip(sure, right, strict=True))
-        thresholds[name] = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
-        acceptance[name] = [_acceptance(texts, name, limits) for limits in zip(*thresholds[name], strict=True)]
-        auc[name] = [roc_auc(*pair) for pair in pairs]
-
-    def telling(name: str) -> float:
-        known = [value for value in auc[name] if value is not None]
-        return mean(known) if known else 0.0
-
-    chosen = metric or max(METRICS, key=telling)
-    tables = {"thresholds": thresholds, "acceptance": acceptance, "auc": auc}
+        pairs = list(zip(torch.cat([text.sure[name] for text in texts], 1), right, strict=True))
+        found = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
+        tables["thresholds"][name] = found
+        tables["acceptance"][name] = [_acceptance(texts, name, limits) for limits in zip(*found, strict=True)]
+        tables["auc"][name] = [_roc_auc(*pair) for pair in pairs]
+    means = _mean_auc(tables["auc"])
+    chosen = metric or max(METRICS, key=lambda name: means.get(name, 0.0))
     return {"epsilons": list(epsilons), "tokens": right.shape[1], "metric": chosen, **tables}
+
+
+def _roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:
+    """How often a right token is surer than a wrong one; ``None`` if one kind is missing."""
+    from sklearn.metrics import roc_auc_score  # takes a second to import
+
+    labels = right.bool().tolist()
+    return float(roc_auc_score(labels, sure.tolist())) if len(set(labels)) == 2 else None
+
+
+def _mean_auc(auc: dict[str, list[float | None]]) -> dict[str, float]:
+    """The mean over heads by metric, of those that were measured."""
+    known = {name: [value for value in values if value is not None] for name, values in auc.items()}
+    return {name: mean(values) for name, values in known.items() if values}
 
 
 def _acceptance(texts: Sequence[HeadPredictions], metric: str, limits: Sequence[float | None]) -> float | None:
@@ -257,17 +253,15 @@ def _acceptance(texts: Sequence[HeadPredictions], metric: str, limits: Sequence[
     for text in texts:
         sure = text.sure[metric] >= bounds
         first = sure.byte().argmax(0, keepdim=True)
-        more, kept = drafts(sure.any(0), text.right.bool().gather(0, first)[0], _LONGEST)
+        right = text.right.bool().gather(0, first)[0]
+        more, kept = drafts(sure.any(0).tolist(), right.tolist(), _LONGEST)
         drafted, accepted = drafted + more, accepted + kept
     return accepted / drafted if drafted else None
 
 
 def figures_of(calibration: dict[str, Any]) -> dict[str, float]:
     """The model card's lines about a calibration."""
-    figures = {}
-    for metric, values in calibration["auc"].items():
-        if known := [value for value in values if value is not None]:
-            figures[f"ROC AUC of {metric}"] = round(mean(known), 4)
+    figures = {f"ROC AUC of {metric}": round(value, 4) for metric, value in _mean_auc(calibration["auc"]).items()}
     return figures | {"drafts accepted at best": reached(calibration)}
 
 

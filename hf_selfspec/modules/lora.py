@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
-from ..model.additions import Addition, Additions
 from ..model.anatomy import Anatomy
+from ..model.plan import LoraDeltas
 from ..validation import MOST_LAYERS, MOST_WIDTH, check_count
 from .draft_module import DraftModule
 
@@ -60,17 +60,15 @@ class DraftLora(DraftModule):
         layers = f"{len(self.shapes)} linear layers"
         return f"DraftLora(exit_layer={self.exit_layer}, rank={self.rank}, {layers}, {self.digest})"
 
-    def additions(self, anatomy: Anatomy) -> Additions:
-        """Returns the additions to a model's linear layers, through which gradients flow to this module.
-
-        Raises:
-            SettingError: the model has no such linear layers.
-            UnsupportedModelError: their weights are not all in this process.
-        """
-        found = dict[nn.Module, Addition]()
+    def deltas(self, anatomy: Anatomy) -> LoraDeltas:
+        """Returns the additions to a model's linear layers, through which gradients flow to this module."""
+        found = dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]()
         for index, (name, width, out) in enumerate(self.shapes):
             layer, _, path = name.partition(".")
-            module = _submodule(anatomy, int(layer), path)
+            try:
+                module: nn.Module | None = anatomy.layers[int(layer)].get_submodule(path)
+            except (AttributeError, IndexError):
+                module = None
             if module is None or widths(module) != (width, out):
                 raise SettingError(
                     f"this {self.kind} adds to a linear layer {path!r} of {width} to {out} in layer {layer}, which "
@@ -84,11 +82,11 @@ class DraftLora(DraftModule):
                     f"added to {name!r} while drafting. Load the model on devices of one process."
                 )
             own = self if torch.is_grad_enabled() else self.on(weight.device)  # gradients are not for copies
-            down, up = own.down[index].to(weight.device), own.up[index].to(weight.device)
             is_plain = weight.is_floating_point() and weight.element_size() > 1  # not quantised
-            dtype = weight.dtype if is_plain else up.dtype
-            found[module] = _addition(down.to(dtype), (_SCALE * up).to(dtype))
-        return Additions(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
+            dtype = weight.dtype if is_plain else own.up[index].dtype
+            down, up = (matrix.to(weight.device, dtype) for matrix in (own.down[index], _SCALE * own.up[index]))
+            found[module] = _delta(down, up)
+        return LoraDeltas(found, min(int(name.partition(".")[0]) for name, _, _ in self.shapes))
 
 
 def widths(module: nn.Module) -> tuple[int, int] | None:
@@ -100,18 +98,11 @@ def widths(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _addition(down: torch.Tensor, up: torch.Tensor) -> Addition:
+def _delta(down: torch.Tensor, up: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     def add(input: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(input.to(down.dtype), down), up)
 
     return add
-
-
-def _submodule(anatomy: Anatomy, layer: int, path: str) -> nn.Module | None:
-    try:
-        return anatomy.layers[layer].get_submodule(path)
-    except (AttributeError, IndexError):
-        return None
 
 
 def _shape(found: Any, exit_layer: int) -> Shape:

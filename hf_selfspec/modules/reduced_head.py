@@ -44,15 +44,7 @@ class ReducedHead(DraftModule):
 
     @classmethod
     def of(cls, tokens: Iterable[int], vocabulary: int) -> ReducedHead:
-        """Returns a reduced head of given tokens.
-
-        Args:
-            tokens: their ids.
-            vocabulary: ``v`` of the model.
-
-        Raises:
-            SettingError, SettingTypeError: they are not distinct ids of the vocabulary.
-        """
+        """Returns a head of tokens with these ids, for a model with a vocabulary of this size."""
         chosen = torch.as_tensor(sorted(tokens), device="cpu")
         head = cls(len(chosen), vocabulary)
         head.load_state_dict({"tokens": chosen})
@@ -64,11 +56,7 @@ class ReducedHead(DraftModule):
         return f"{len(self.tokens)} of {self.vocabulary} tokens, {digest}"
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like that of any module, with a check of the tokens.
-
-        Raises:
-            SettingError: they are not distinct ids of the vocabulary.
-        """
+        """Like that of any module; raises if the tokens are not distinct ids of the vocabulary."""
         found = super().load_state_dict(*args, **kwargs)
         tokens = self.tokens.tolist()
         if sorted(set(tokens)) != tokens or not 0 <= tokens[0] <= tokens[-1] < self.vocabulary:

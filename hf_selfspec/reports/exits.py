@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..data.prompts import checked_texts, token_ids
+from ..errors import SettingError, UnsupportedModelError
 from ..model.anatomy import causal_lm
-from ..model.checkpointing import evaluating
 from ..model.exits import LOGIT_ELEMENTS, Exits
+from ..model.patching import evaluating
 from ..validation import check_count
 from .plots import new_figure, save
 
@@ -222,13 +223,9 @@ def _length(max_length: int | None, positions: int | None) -> int:
 
 def _token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> list[list[int]]:
     """The first ``length`` token ids of each text."""
-    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
-    if not all(isinstance(text, str) for text in given):
-        raise SettingTypeError(f"exit_report(texts) must be a list of strings, got {repr(texts)[:100]}.")
-    if not given:
-        raise SettingError("exit_report(texts) is empty. Give at least one text of two tokens.")
+    given = checked_texts("exit_report", texts)
     # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
-    rows = [list(tokenizer(text, verbose=False)["input_ids"])[:length] for text in given]
+    rows = [token_ids(tokenizer, text)[:length] for text in given]
     for index, row in enumerate(rows):
         if len(row) < 2:
             raise SettingError(

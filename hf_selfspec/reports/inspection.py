@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
-from ..model.fixed import why_no_graphs
+from ..model.runner import why_no_graphs
 from ..search.skip_space import SkipSpace
 
 _MIB = 2**20

@@ -21,19 +21,14 @@ def share_of(budget: float, pays: bool) -> float:
 
 
 class Budget:
-    """The time budget of one call; created at its start.
+    """The time budget of one call, created at its start: a ``share`` of its time so far, which may change.
 
-    Args:
-        share: share of the call's time so far that may be spent, 1 for no limit; it may change.
-        clock: returns seconds.
-        carried: seconds that earlier calls have left over.
+    A share of 1 is no limit. Earlier calls may have left ``carried`` seconds over.
     """
 
     def __init__(self, share: float, clock: Callable[[], float], carried: float = 0.0) -> None:
         self.share = share
-        self._carried = carried
-        self._clock = clock
-        self._begun = clock()
+        self._carried, self._clock, self._begun = carried, clock, clock()
         self._spent = 0.0
         self._spending_since: float | None = None
 

@@ -8,24 +8,18 @@ from typing import Any, TypeVar
 
 from ..control.arms import LEAST_SPEEDUP
 from ..learned.files import as_count, as_number
+from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan
 from ..stop.rules import StopRule
 from .costs import ForwardCosts
-from .replay import Replay, Rule, Trace, replays, rule_of, rule_state
+from .replay import Rule, Trace, replays
 
 _C = TypeVar("_C", bound="Choice")
 
 
 @dataclass(frozen=True)
 class LayerArm:
-    """Part of a model that drafts, and what it is expected to achieve.
-
-    Attributes:
-        plan: the blocks that run; all of them where nothing is drafted.
-        stop: the stop rule, ``None`` for the default one.
-        speedup: tokens per second divided by those of rounds without a draft.
-        acceptance_rate: share of the drafted tokens that are accepted.
-    """
+    """Part of a model that drafts with a stop rule (``None`` for the default one), and what that should achieve."""
 
     plan: LayerPlan
     stop: StopRule | None
@@ -39,7 +33,7 @@ class LayerArm:
 
 
 def fastest(arms: Iterable[LayerArm]) -> LayerArm:
-    """Returns the arm with the highest speed-up, the first one if several have it."""
+    """The arm with the highest speed-up, the first one if several have it."""
     return max(arms, key=lambda arm: arm.speedup)
 
 
@@ -69,7 +63,7 @@ class Choice:
     def state(self) -> dict[str, Any]:
         """The choice as JSON values."""
         return {
-            "stop": None if self.stop is None else rule_state(self.stop),
+            "stop": encode(self.stop, "stop"),
             "expected_speedup": self.expected_speedup,
             "acceptance_rate": self.acceptance_rate,
         }
@@ -77,9 +71,11 @@ class Choice:
 
 def _settings_of(state: dict[str, Any]) -> dict[str, Any]:
     """The inverse of :meth:`Choice.state`: arguments of a choice."""
-    stop, speedup = state["stop"], state["expected_speedup"]
+    stop, speedup = decode(state["stop"], "stop"), state["expected_speedup"]
+    if not isinstance(stop, Rule | None):
+        raise ValueError(f"{stop!r} is not a rule that a search compares")
     return {
-        "stop": None if stop is None else rule_of(stop),
+        "stop": stop,
         "expected_speedup": None if speedup is None else as_number(speedup),
         "acceptance_rate": as_number(state["acceptance_rate"]),
     }
@@ -113,11 +109,7 @@ class ExitChoice(Choice):
 
     @classmethod
     def of_state(cls, state: dict[str, Any], num_layers: int) -> ExitChoice:
-        """The inverse of :meth:`state`.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else, or of another model.
-        """
+        """The inverse of :meth:`state`; raises KeyError, TypeError or ValueError for anything else."""
         layer, settings = state["layer"], _settings_of(state)
         by_layer = {as_count(exit_layer): as_number(speed) for exit_layer, speed in state["by_layer"]}
         if not (by_layer and all(0 < exit_layer < num_layers for exit_layer in by_layer)):
@@ -157,35 +149,25 @@ class SkipChoice(Choice):
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> SkipChoice:
-        """The inverse of :meth:`state`.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else.
-        """
+        """The inverse of :meth:`state`; raises KeyError, TypeError or ValueError for anything else."""
         if not isinstance(drafts := state["drafts"], bool):
             raise TypeError(f"{drafts!r} is neither yes nor no")
         plan, matchness = LayerPlan.of_picture(state["set"]), as_number(state["matchness"])
         return cls(plan, drafts, **_settings_of(state), matchness=matchness)
 
 
-def fastest_run(runs: Sequence[Replay]) -> int:
-    """Returns the index of the replay with the least time per token."""
-    return min(range(len(runs)), key=lambda index: runs[index].seconds_per_token)
+def choice_of_state(state: dict[str, Any], num_layers: int) -> Choice | None:
+    """Returns the choice in the state of a probe or a search, ``None`` for the state of something else."""
+    if "by_layer" in state:
+        return ExitChoice.of_state(state, num_layers)
+    return SkipChoice.of_state(state) if "set" in state else None
 
 
 def replayed_arm(
     plan: LayerPlan, rules: Sequence[Rule], traces: Iterable[Trace], costs: ForwardCosts, max_draft: int
 ) -> LayerArm:
-    """Returns a plan with the stop rule that is the fastest along the texts.
-
-    Args:
-        plan: the blocks that run in a draft.
-        rules: stop rules to compare.
-        traces: what the plan predicts along the texts.
-        costs: measured forwards.
-        max_draft: maximum number of tokens in a draft.
-    """
+    """A plan with the one of ``rules`` that is the fastest along the texts, which ``traces`` show."""
     runs = replays(traces, rules, plan, costs, max_draft)
-    index = fastest_run(runs)
-    speedup, rate = costs.plain() / runs[index].seconds_per_token, runs[index].acceptance_rate
-    return LayerArm(plan, rules[index], speedup=speedup, acceptance_rate=rate)
+    index = runs.fastest
+    speedup = costs.plain() / runs.seconds_per_token[index]
+    return LayerArm(plan, rules[index], float(speedup), float(runs.acceptance_rate[index]))

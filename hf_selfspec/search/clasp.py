@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..batch import Text
 from ..model.layout import TreeLayout
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 
@@ -71,12 +72,6 @@ def closest_layers(target: Target, text: Text, layers: Sequence[int], most: int)
     num_layers = target.anatomy.num_layers
     table = _Table(layers, most)
     copies = text.last_tokens().expand(-1, most + 1)
-    target.step(
-        copies,
-        text.last_slots(),
-        nodes=TreeLayout.independent(most + 1),
-        capture=num_layers,
-        head=False,
-        after_layer=table.after_layer,
-    )
+    run = ForwardPass(target.full_plan, stop=num_layers, after_layer=table.after_layer)
+    target.step(copies, text.last_slots(), run, TreeLayout.independent(most + 1))
     return [LayerPlan(num_layers, frozenset(found), frozenset(found)) for found in table.skipped()]

@@ -6,13 +6,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from ..learned.files import as_count, as_number
+from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..model.transfer import RowNumbers, wait_for
@@ -22,7 +22,7 @@ FEW, MANY = 2, 8
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, clock: Callable[[], float] = perf_counter) -> float:
-    """Returns the time of ``run`` by a clock, by default wall-clock time."""
+    """The time of ``run`` by a clock, by default wall-clock time."""
     wait_for(device)
     begun = clock()
     run()
@@ -36,34 +36,20 @@ class ForwardCosts:
 
     A forward over all blocks and one token takes ``fixed + L (attention + mlp)``; one over ``m > 1`` tokens takes
     ``further[m - 1]`` more, or ``several + L token (m - 1)`` if rounds of that size were not timed.
-
-    Attributes:
-        fixed: embedding, masks, head and everything else that does not depend on the blocks.
-        attention: an attention block with one token.
-        mlp: an MLP block with one token.
-        several: extra cost of the kernels for more than one token, all layers together.
-        token: cost of each further token in a layer.
-        step: cost of drafting a token besides its forward.
-        num_layers: ``L``.
-        further: cost of 0, 1, 2, ... further tokens in a round, from timed rounds; empty if none were timed.
     """
 
-    fixed: float
-    attention: float
-    mlp: float
-    several: float
-    token: float
-    step: float
+    fixed: float  # embedding, masks, head and everything else that does not depend on the blocks
+    attention: float  # an attention block with one token
+    mlp: float  # an MLP block with one token
+    several: float  # extra cost of the kernels for more than one token, all layers together
+    token: float  # each further token in a layer
+    step: float  # drafting a token besides its forward
     num_layers: int
-    further: tuple[float, ...] = ()
+    further: tuple[float, ...] = ()  # 0, 1, 2, ... further tokens in a round, from timed rounds; empty without these
 
     @classmethod
     def of_state(cls, state: dict[str, Any], num_layers: int) -> ForwardCosts:
-        """The inverse of ``asdict``, for a model with ``num_layers`` layers.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else.
-        """
+        """The inverse of ``asdict``; raises KeyError, TypeError or ValueError for anything else."""
         state = dict(state)
         layers, further = as_count(state.pop("num_layers")), tuple(map(as_number, state.pop("further", ())))
         numbers = {name: as_number(value) for name, value in state.items()}
@@ -109,31 +95,18 @@ class ForwardCosts:
         return math.ceil(self.fixed / spared) if spared > 0 else sys.maxsize
 
 
-def _from(slots: Sequence[int], count: int, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-    """The ``count`` tokens ``[b, count]`` from each row's slot on, from ``ids`` ``[b, n]`` that begin at ``starts``."""
-    columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)]).on(ids.device)
-    columns = (columns + torch.arange(count, device=ids.device)).clamp(max=ids.shape[1] - 1)
-    return ids.gather(1, columns.expand(len(ids), count))
-
-
 @dataclass
 class Stopwatch:
     """Repeated timings of the forwards from which costs follow, and of drafting a token.
 
-    Attributes:
-        early: the plan of the ``early`` forwards, which leaves out some layers as a whole.
-        attention: a plan that leaves out only MLP blocks, ``None`` if attention and MLP need not be told apart.
-        seconds: all times of the forwards ``early``, ``attention``, ``full``, ``few`` and ``many``, and of ``draft``.
+    The plan ``early`` leaves out some layers as a whole, ``attention`` only MLP blocks (``None`` if attention and MLP
+    need not be told apart). ``seconds`` has all times of the forwards ``early``, ``attention``, ``full``, ``few`` and
+    ``many``, and of ``draft``.
     """
 
     early: LayerPlan
     attention: LayerPlan | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, other: Stopwatch) -> None:
-        """Adds the times of another stopwatch."""
-        for name, times in other.seconds.items():
-            self.seconds.setdefault(name, []).extend(times)
 
     def measure(
         self,
@@ -147,31 +120,22 @@ class Stopwatch:
     ) -> bool:
         """Times each forward ``repeats`` times in turn, at the end of the text and without changing it.
 
-        Args:
-            target: the prepared model.
-            ids: ``[b, MANY]`` the last tokens of each row, of which all but the last are in the cache; junk after them
-                in rows that have fewer.
-            starts: slot of the first of them.
-            roots: slot of each row's last token.
-            repeats: number of repetitions; the shortest time excludes the warm-up of the first one.
-            draft: drafts one token with the early plan, ``None`` to leave drafting out.
-            may_run: whether there is time for a forward over a number of tokens, ``None`` for always. If there is not,
-                the next call continues from there.
-
-        Returns:
-            Whether everything was timed.
+        ``ids`` ``[b, MANY]`` are the last tokens of each row, from its slot in ``starts`` on; all but the last, in slot
+        ``roots``, are in the cache, and junk follows in rows that have fewer. Where ``may_run`` says that there is no
+        time for a forward over a number of tokens, this returns ``False``, and the next call continues from there.
         """
         last = _from(roots, 1, ids, starts)
         few_starts = [max(root - FEW + 1, start) for root, start in zip(roots, starts, strict=True)]
         few = _from(few_starts, FEW, ids, starts)
         runs: dict[str, tuple[int, Callable[[], object]]] = {
-            "early": (1, lambda: target.step(last, roots, self.early)),
+            "early": (1, lambda: target.step(last, roots, ForwardPass(self.early))),
             "full": (1, lambda: target.step(last, roots)),
             "few": (FEW, lambda: target.step(few, few_starts)),
             "many": (MANY, lambda: target.step(ids, starts)),
         }
         if self.attention is not None:
-            runs["attention"] = 1, lambda: target.step(last, roots, self.attention)
+            attention = self.attention
+            runs["attention"] = 1, lambda: target.step(last, roots, ForwardPass(attention))
         if draft is not None:
             runs["draft"] = 1, draft
         for count in range(repeats):
@@ -184,13 +148,9 @@ class Stopwatch:
                 times.append(seconds_of(run, ids.device, target.clock))
         return True
 
-    def costs(self, of: Callable[[list[float]], float] = min) -> ForwardCosts:
-        """Computes the costs from the times so far.
-
-        Args:
-            of: reduces repeated times to one; by default the shortest, since disturbances only make a time longer.
-        """
-        found = {name: of(times) for name, times in self.seconds.items()}
+    def costs(self) -> ForwardCosts:
+        """The costs by the shortest times: disturbances, and the warm-up of the first one, only make a time longer."""
+        found = {name: min(times) for name, times in self.seconds.items()}
         layers, full = self.early.num_layers, found["full"]
         layer = max(full - found["early"], 0.0) / len(self.early.skipped_layers)
         mlp = layer / 2
@@ -208,36 +168,42 @@ class Stopwatch:
         )
 
 
-@dataclass
-class Timings:
-    """Timings on several texts, and the costs that follow from all of them.
+def _from(slots: Sequence[int], count: int, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """The ``count`` tokens ``[b, count]`` from each row's slot on, from ``ids`` ``[b, n]`` that begin at ``starts``."""
+    columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)]).on(ids.device)
+    columns = (columns + torch.arange(count, device=ids.device)).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, columns.expand(len(ids), count))
 
-    Attributes:
-        costs: measured forwards, ``None`` before the first timings.
-        disturbed: usual time of a one-token step divided by the shortest one.
-        count: number of texts on which forwards were timed.
-        stopwatch: all times.
+
+class Timings:
+    """Timings on several texts: the ``costs`` of all of them together (``None`` before the first), and their ``count``.
+
+    A text's own stopwatch may go on in another call.
     """
 
-    costs: ForwardCosts | None = None
-    disturbed: float = 1.0
-    count: int = 0
-    stopwatch: Stopwatch | None = None
+    def __init__(self) -> None:
+        self.costs: ForwardCosts | None = None
+        self.count = 0
+        self._all: Stopwatch | None = None
+        self._unfinished: Stopwatch | None = None
+
+    def stopwatch(self, early: LayerPlan, attention: LayerPlan | None = None) -> Stopwatch:
+        """The stopwatch to continue, or a new one."""
+        if self._unfinished is None:
+            self._unfinished = Stopwatch(early, attention)
+        return self._unfinished
 
     def add(self, stopwatch: Stopwatch, rounds: Sequence[float] = (), anew: bool = False) -> ForwardCosts:
-        """Adds the times of one text and returns the resulting costs.
+        """Adds a text's times, and the seconds of rounds with 0, 1, 2, ... drafted tokens if these were timed.
 
-        Args:
-            stopwatch: the times.
-            rounds: seconds of rounds with 0, 1, 2, ... drafted tokens; empty if they were not timed.
-            anew: whether earlier times no longer count.
+        With ``anew``, earlier times no longer count.
         """
         self.count += 1
-        if self.stopwatch is None or anew:
-            self.stopwatch = stopwatch
+        self._unfinished = None
+        if self._all is None or anew:
+            self._all = stopwatch
         else:
-            self.stopwatch.add(stopwatch)
-        further = tuple(seconds - rounds[0] for seconds in rounds)
-        self.costs = replace(self.stopwatch.costs(), further=further)
-        self.disturbed = self.stopwatch.costs(median).plain() / self.costs.plain()
+            for name, times in stopwatch.seconds.items():
+                self._all.seconds.setdefault(name, []).extend(times)
+        self.costs = replace(self._all.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
         return self.costs

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace
@@ -25,36 +26,21 @@ _PLACES = (1 / 3, 1 / 6, 2 / 3)
 _LOOK = 3.0
 
 
-class ExitStudy:
-    """What one model's texts have shown about its exits, and the choice that follows; threads may share it.
+class ExitStudy(Findings):
+    """What one model's texts have shown about its exits, and the choice that follows; threads may share it."""
 
-    Args:
-        num_layers: ``L``.
-
-    Attributes:
-        tokens: number of tokens of text that were looked at.
-        timings: timings of forwards.
-        choice: the best exit and rule on all texts together, ``None`` before the first.
-        is_promising: whether a single exit that was tried may pay.
-        pace: times of rounds and trials.
-        look: duration of a look at all exits, in forwards of the same size.
-        changed: called when there is a new choice, or ``None``.
-    """
-
-    is_promising = False
+    is_promising = False  # whether a single exit that was tried may pay
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.pace = Pace()
-        self.look = _LOOK
+        self.timings = Timings()
+        self.look = _LOOK  # duration of a look at all exits, in forwards of the same size
+        self.tokens = 0  # of text that was looked at
+        self.choice: ExitChoice | None = None
         self._unspent = 0.0
-        self._unfinished: Stopwatch | None = None
         self._bounds: dict[int, LayerArm] = {}
         self._trials = 0
-        self.changed: Callable[[], None] | None = None
-        self.tokens = 0
-        self.timings = Timings()
-        self.choice: ExitChoice | None = None
         self._traces: dict[int, list[Trace]] = {}
         self._lock = threading.Lock()
 
@@ -90,12 +76,6 @@ class ExitStudy:
         """Leaves seconds to later calls, or a debt."""
         self._unspent += seconds if math.isfinite(seconds) else 0.0
 
-    def stopwatch(self, early: LayerPlan) -> Stopwatch:
-        """The timings to continue, in this call or a later one."""
-        if self._unfinished is None:
-            self._unfinished = Stopwatch(early)
-        return self._unfinished
-
     def next_exit(self, layers: Sequence[int]) -> int:
         """Which of these exits to try next."""
         return layers[int(_PLACES[self._trials % len(_PLACES)] * len(layers))]
@@ -116,9 +96,6 @@ class ExitStudy:
             speeds = {layer: bound.speedup for layer, bound in self._bounds.items()}
             self.choice = ExitChoice.of(none, by_layer=speeds, reuse_from=0, tokens=self.tokens)
 
-    def add_idle_call(self, tokens: int, seconds: float) -> None:
-        """Ignores a call without a draft, which shows nothing about exits."""
-
     def report(self, stats: GenerationStats) -> None:
         """Adds whether drafts pay."""
         stats.drafts = self.choice is None or self.choice.drafts
@@ -131,20 +108,13 @@ class ExitStudy:
         max_draft: int,
         rounds: Sequence[float] = (),
     ) -> ExitChoice:
-        """Adds more text, with new timings unless there are enough, and chooses again.
-
-        Args:
-            traces, candidates, max_draft: see :func:`choose_exit`.
-            stopwatch: the timings, ``None`` for none.
-            rounds: seconds of rounds, as in :meth:`Timings.add`.
-        """
+        """Adds what each exit predicts along more text, with new timings unless there are enough, and chooses again."""
         with self._lock:
             # An exit that is no longer compared is left out, so that all have seen the same texts.
             compared = traces.keys() & self._traces.keys() if self._traces else traces.keys()
             self._traces = {layer: self._traces.get(layer, []) + traces[layer] for layer in sorted(compared)}
             self.tokens = _tokens(self._traces)
             if stopwatch is not None:
-                self._unfinished = None
                 self.timings.add(stopwatch, rounds)
             assert self.timings.costs is not None, "the first text comes with timings"
             choice = choose_exit(self._traces, candidates, self.timings.costs, max_draft)
@@ -160,11 +130,7 @@ class ExitStudy:
         return {} if self.choice is None or self._rests_on_trials else self.choice.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else.
-        """
+        """Restores what :meth:`state` returned; raises KeyError, TypeError or ValueError for anything else."""
         if state:
             self.choice = ExitChoice.of_state(state, self.num_layers)
             self.tokens = self.choice.tokens
@@ -173,12 +139,7 @@ class ExitStudy:
 def choose_exit(
     traces: dict[int, list[Trace]], candidates: Sequence[Rule], costs: ForwardCosts, max_draft: int
 ) -> ExitChoice:
-    """Returns the exit and rule with the least expected time per token.
-
-    Args:
-        traces: what each exit predicts along the same texts.
-        candidates, costs, max_draft: see :func:`replayed_arm`.
-    """
+    """The exit and rule with the least expected time per token, by what each exit predicts along the same texts."""
     arms = {
         layer: replayed_arm(LayerPlan.early_exit(costs.num_layers, layer), candidates, texts, costs, max_draft)
         for layer, texts in traces.items()
@@ -199,7 +160,7 @@ def _tokens(traces: dict[int, list[Trace]]) -> int:
 
 
 def exits_to_try(num_layers: int) -> list[int]:
-    """Returns the exit layers to look at: all in models of up to 12 layers, else the first four and some above."""
+    """The exit layers to look at: all in models of up to 12 layers, else the first four and some above."""
     if num_layers <= 12:
         return list(range(1, num_layers))
     half = num_layers // 2

@@ -13,8 +13,6 @@ from collections import deque
 # bounds of ``ease``, and its step: a share of 512 tokens has a standard error of at most 0.022, so that a step is about
 # two of them and the choice does not follow noise.
 _REMEMBERED, _DOUBTED, _EASE, _STEP = 512, 32, (0.2, 1.1), 0.05
-# How much longer than predicted rounds may take before that counts: the loop's own time besides the forwards.
-_TOLERANCE = 1.05
 # Text has become hard if, over this many drafted tokens, less than this share of the usual number is accepted. The
 # share has a standard error of at most 0.031: if half of the tokens are usually accepted, that is more than five of
 # them.
@@ -26,23 +24,13 @@ class Feedback:
 
     def __init__(self) -> None:
         self._expected = self._accepted = 0.0
-        self._foretold = self._taken = 0.0
-        self._plain = (0.0, 0.0)
         self._rounds: deque[tuple[int, float, float]] = deque(maxlen=_WATCHED)
         self._usual: float | None = None
 
-    def add(self, drafted: int, expected: float, accepted: float, foretold: float, taken: float) -> None:
-        """Records one round.
-
-        Args:
-            drafted: number of drafted tokens.
-            expected, accepted: how many of them the trials expected to be accepted, and how many were.
-            foretold, taken: predicted seconds of its forwards by the measured costs, and seconds of the whole round; 0
-                if not known.
-        """
+    def add(self, drafted: int, expected: float, accepted: float) -> None:
+        """Records a round: how many of the drafted tokens trials expected to be accepted, and how many were."""
         kept = max(0.0, 1 - drafted / _REMEMBERED)
         self._expected, self._accepted = self._expected * kept + expected, self._accepted * kept + accepted
-        self._foretold, self._taken = self._foretold * kept + foretold, self._taken * kept + taken
         self._rounds.append((drafted, expected, accepted))
 
     @property
@@ -50,23 +38,6 @@ class Feedback:
         """The ratio of accepted to expected tokens, in steps."""
         ease = (self._accepted + _DOUBTED) / (self._expected + _DOUBTED)
         return round(min(max(ease, _EASE[0]), _EASE[1]) / _STEP) * _STEP
-
-    def add_plain(self, foretold: float, taken: float) -> None:
-        """Records one round without a draft; seconds as in :meth:`add`."""
-        kept = 1 - 1 / _REMEMBERED
-        self._plain = (self._plain[0] * kept + foretold, self._plain[1] * kept + taken)
-
-    def pace(self, disturbed: float) -> float:
-        """How much slower than predicted drafting rounds are, relative to one-token steps; at most 1.
-
-        Args:
-            disturbed: usual time of one-token steps divided by the shortest one, used until some were recorded.
-        """
-        if self._expected < _DOUBTED or not self._foretold:
-            return 1.0
-        foretold, taken = self._plain
-        usual = taken / foretold if foretold else disturbed
-        return min(_TOLERANCE * usual * self._foretold / self._taken, 1.0)
 
     def has_become_hard(self) -> bool:
         """Whether drafts are accepted much less often than at the first call of this method."""

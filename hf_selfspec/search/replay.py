@@ -8,8 +8,8 @@ their own when they continue from drafted tokens.) So one forward over the text 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -27,11 +27,10 @@ _PRODUCTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 @dataclass(frozen=True)
 class Trace:
-    """What part of a model predicts along texts that the whole model generated.
+    """What part of a model predicts along texts ``[b, n]`` that the whole model generated.
 
-    Attributes:
-        accept: ``[b, n]`` probability that a token drafted at each position is accepted, after accepted ones.
-        confidence: ``[b, n]`` the draft's top-1 probability there.
+    ``accept`` is the probability that a token drafted at each position is accepted, after accepted ones, and
+    ``confidence`` the draft's top-1 probability there.
     """
 
     accept: np.ndarray
@@ -57,13 +56,9 @@ class Trace:
 
 
 def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor, do_sample: bool) -> Trace:
-    """Returns the trace of a draft where the whole model's scores are known.
+    """The trace of a draft with processed logits ``[b, n, v]``, where the whole model's ``scores`` are known.
 
-    Args:
-        drafted: ``[b, n, v]`` processed logits of the draft.
-        scores: ``[b, n, v]`` processed logits of the full model at the same positions.
-        confidence: ``[b, n]`` the draft's top-1 probability.
-        do_sample: whether tokens are sampled, so that a draft is accepted with probability ``Σ min(p, q)``.
+    Where tokens are sampled, a draft is accepted with probability ``Σ min(p, q)``.
     """
     if do_sample:
         accept = torch.minimum(drafted.softmax(-1), scores.softmax(-1)).sum(-1)
@@ -72,42 +67,39 @@ def trace(drafted: torch.Tensor, scores: torch.Tensor, confidence: torch.Tensor,
     return Trace.of(accept, confidence)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A draft replayed along texts.
+class Replays(NamedTuple):
+    """Expected sums along texts that were drafted with each of some rules, each ``[rules]``."""
 
-    Attributes:
-        seconds: expected time.
-        tokens, drafted, accepted: expected numbers of tokens that are generated, drafted and accepted.
-    """
-
-    seconds: float
-    tokens: float
-    drafted: float
-    accepted: float
+    seconds: np.ndarray
+    tokens: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
 
     @property
-    def seconds_per_token(self) -> float:
+    def seconds_per_token(self) -> np.ndarray:
         """Expected time per generated token."""
-        return self.seconds / self.tokens
+        return np.asarray(self.seconds / self.tokens)
 
     @property
-    def acceptance_rate(self) -> float:
+    def acceptance_rate(self) -> np.ndarray:
         """α, the share of drafted tokens that are accepted."""
-        return self.accepted / self.drafted
+        return np.asarray(self.accepted / self.drafted)
+
+    @property
+    def fastest(self) -> int:
+        """The index of the rule with the least time per token."""
+        return int(self.seconds_per_token.argmin())
 
     @classmethod
-    def of_all(cls, parts: Iterable[Replay]) -> Replay:
+    def total(cls, parts: Iterable[Replays]) -> Replays:
         """The sums over several texts."""
-        runs = list(parts)
-        names = ("seconds", "tokens", "drafted", "accepted")
-        return cls(*(sum(getattr(run, name) for run in runs) for name in names))
+        return cls(*np.sum(list(parts), axis=0))
 
 
 def replays(
     traces: Iterable[Trace], rules: Sequence[Rule], plan: LayerPlan, costs: ForwardCosts, max_draft: int
-) -> list[Replay]:
-    """Returns the expected result of each rule if ``plan`` drafts along all of the texts.
+) -> Replays:
+    """The expected results of each rule if ``plan`` drafts along all of the texts.
 
     A round that starts at position ``i`` drafts ``D_i`` tokens and advances by one more than are accepted. After a
     rejected token a real draft would follow another text; the confidences of this text are used instead. A draft that
@@ -119,7 +111,7 @@ def replays(
     sums = np.zeros((4, len(rules)))
     for trace in traces:
         b, n = trace.accept.shape
-        lengths = np.stack([draft_lengths(trace.confidence, rule, max_draft) for rule in rules])
+        lengths = np.stack([rule.lengths(trace.confidence, max_draft) for rule in rules])
         ahead = (np.arange(n)[:, None] + counts[:-1]) % n
         # [b, n, max_draft + 1]: the probability that at least 0, 1, ... tokens of a long draft are accepted;
         # [rules, b, n, ...]: that exactly so many tokens of each rule's draft are.
@@ -135,50 +127,23 @@ def replays(
         sums[1] += (ended * np.arange(n, n + max_draft + 1)).sum((1, 2))
         sums[2] += (begun * lengths).sum((1, 2))
         sums[3] += (begun * (exactly @ counts)).sum((1, 2))
-    return [Replay(*values) for values in sums.T.tolist()]
-
-
-def draft_lengths(confidence: np.ndarray, rule: Rule, max_draft: int) -> np.ndarray:
-    """Returns how many tokens a draft that starts at each position has, ``[b, n]``."""
-    b, n = confidence.shape
-    if isinstance(rule, FixedLength):
-        return np.full((b, n), min(rule.num_tokens, max_draft))
-    if isinstance(rule, ProductThreshold):
-        ahead = confidence[:, (np.arange(n)[:, None] + np.arange(max_draft)) % n].cumprod(-1)
-        return np.minimum((ahead >= rule.threshold).sum(-1) + 1, max_draft)
-    places = np.arange(2 * n)
-    unsure = np.where(np.tile(confidence < rule.threshold, 2), places, 2 * n + max_draft)
-    following = np.minimum.accumulate(unsure[:, ::-1], 1)[:, ::-1]
-    return np.minimum(following - places + 1, max_draft)[:, :n]
+    return Replays(*sums)
 
 
 def can_replay(rule: Any) -> TypeGuard[Rule]:
-    """Returns whether a trace is enough to find where the rule would end drafts."""
-    return isinstance(rule, Rule) and getattr(rule, "confidence", None) is None
+    """Whether a trace is enough to find where the rule would end drafts."""
+    return isinstance(rule, Rule) and rule.confidence is None
 
 
 def rules_for(stop: Any, max_draft: int) -> list[Rule]:
-    """Returns the stop rules to compare: only the given one, if it can be replayed."""
+    """The stop rules to compare: only the given one, if it can be replayed."""
     return [stop] if can_replay(stop) else rules(max_draft)
 
 
 def rules(max_draft: int) -> list[Rule]:
-    """Returns the stop rules that a probe compares."""
+    """The stop rules that a search compares."""
     return [
         *(FixedLength(length) for length in _LENGTHS if length <= max_draft),
         *(ConfidenceThreshold(threshold) for threshold in _THRESHOLDS),
         *(ProductThreshold(threshold) for threshold in _PRODUCTS),
     ]
-
-
-def rule_state(rule: Any) -> dict[str, Any]:
-    """Returns one of the compared rules as JSON values."""
-    return {"class": type(rule).__name__, **asdict(rule)}
-
-
-def rule_of(state: dict[str, Any]) -> Rule:
-    """The inverse of :func:`rule_state`."""
-    kinds: dict[str, type[Rule]] = {
-        kind.__name__: kind for kind in (FixedLength, ConfidenceThreshold, ProductThreshold)
-    }
-    return kinds[state["class"]](**{name: value for name, value in state.items() if name != "class"})

@@ -1,24 +1,26 @@
-"""The search for blocks to skip, as drafts and files use it."""
+"""The search for blocks to skip: what it tries when, the best set so far, and when it ends or begins again."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from ..learned.files import as_count
+from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .budget import Pace
 from .choice import SkipChoice
 from .costs import ForwardCosts, Stopwatch, Timings
 from .feedback import Feedback
-from .on_the_fly import Search
-from .proposers import ProposeLayers, proposer_of
+from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from .proposers import ProposeLayers, first_sizes, next_set, next_sizes, other_ratio
 from .replay import Rule, Trace
-from .schedule import Schedule
 from .skip_space import SkipSpace
 from .trials import Records, Trial
 
@@ -26,33 +28,28 @@ from .trials import Records, Trial
 _PHASES = ("optimization", "acceleration")
 # How many trials of a set are kept once the search is over, and how many are kept for plots.
 _KEPT, _LOGGED = 16, 1024
+# How many of the best sets are tried again on each new window.
+_TRIED_AGAIN = 3
+# On how many windows a set has to be good enough to end the search.
+_CONFIRMED = 3
+# Windows after which a set that does not pay is tried once more.
+_IDLE = 16
+# Number of texts on which forwards are timed in a search, and of trials between them.
+_TIMED_TEXTS, _TIMED_AFTER = 2, 4
+# A search for the closest layers whose best set of all sizes stays below this expected speed-up in two windows is given
+# up. One set is still tried again every 16 windows.
+_HOPELESS = 0.9
 
 
-class SkipSearch:
+class SkipSearch(Findings):
     """One search for one model and kind of call; threads may share it.
 
     A window of 32 tokens shows little, some texts are easier than others, and the best of many scores is too high. So a
     set that scored well is tried again on later text, and sets are compared on the same text (:class:`Records`; SWIFT
     keeps the highest score, so that a set that was lucky once would never be replaced).
 
-    Args:
-        settings: what is tried, and when the search ends.
-        space: blocks to choose from.
-        ratio: share of these blocks that a proposed set skips; with ``auto`` that of the first sets.
-        start: the set that drafts until a better one is found.
-        auto: whether the ratio is searched for, too; then speed decides, otherwise matchness.
-        rules: stop rules to compare.
-        max_draft: maximum number of tokens in a draft.
-
-    Attributes:
-        choice: what drafts.
-        trials: all trials, in order.
-        generated: number of tokens generated during the search.
-        seconds, search_seconds: time of these generations, and of the trials in them.
-        timings: timings of forwards.
-        pace: times of rounds and trials.
-        found: for each change of the best set its step and the new set.
-        changed: called after each trial, or ``None``; what it writes is written at the end of the call.
+    ``start`` drafts until a better set is found. ``ratio`` is the share of the blocks that proposed sets skip; with
+    ``auto``, it is that of the first ones, other sizes are tried too, and speed decides instead of matchness.
     """
 
     def __init__(
@@ -65,38 +62,38 @@ class SkipSearch:
         rules: Sequence[Rule] = (),
         max_draft: int = 25,
     ) -> None:
-        self.settings = settings
-        self.space = space
-        self.ratio = ratio
-        self.auto = auto
-        self.rules = rules
-        self.max_draft = max_draft
-        self.changed: Callable[[], None] | None = None
+        self.settings, self.space, self.auto = settings, space, auto
+        self._finds_closest = isinstance(settings, ClosestLayers)
+        self._first_ratio, self._rules, self._max_draft = ratio, rules, max_draft
         self.choice = self._untried(start)
         self.trials: deque[Trial] = deque(maxlen=_LOGGED)
-        self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)
-        self.generated = self._idle_tokens = 0
-        self.seconds = self.search_seconds = 0.0
-        self.timings = Timings()
-        self.pace = Pace()
-        self._unfinished: Stopwatch | None = None
+        self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # best sets, from which step on
+        self.generated = self._idle_tokens = 0  # tokens of these calls
+        self.seconds = self.search_seconds = 0.0  # of these calls, and of the trials in them
+        self.timings, self.pace = Timings(), Pace()
         self._lock = threading.Lock()
+        # Sets to try in this window before new ones; a number stands for the closest set of so many layers.
+        self._queue: list[LayerPlan | int] = []
         self._start_over()
-        self._schedule.queue, self._schedule.has_begun = [start], False
-
-    def _untried(self, plan: LayerPlan) -> SkipChoice:
-        """The choice of a set without trials: where speed decides, it drafts only once that is known to pay."""
-        return SkipChoice(plan, not self.auto, None, None, 0.0, 0.0)
+        self._queue, self._has_begun = [start], False
 
     def _start_over(self) -> None:
-        proposer = proposer_of(self.settings, self.space, self.ratio, self.auto)
-        self._schedule = Schedule(self.settings, proposer)
-        self._records = Records(
-            self.rules, self.max_draft, proposer.estimates, self.timings.costs if self.auto else None
-        )
+        costs = self.timings.costs if self.auto else None
+        self._records = Records(self.space, self._rules, self._max_draft, costs)
         self._feedback = Feedback()
-        self._expected_rate = 0.0
-        self._has_drafted = False
+        self._expected_rate, self._has_drafted = 0.0, False
+        self.window = self.steps = self._since_better = self._last_retry = 0
+        self.is_over, self._has_begun = False, True
+        self._queue = []
+        # For OnTheFlySearch: the ratio of new sets, and all that were searched.
+        self._ratio, self._searched = self._first_ratio, {self._first_ratio}
+        self._rng = np.random.default_rng(getattr(self.settings, "seed", 0))
+        # For ClosestLayers: the number of layers of the first set, the closest sets on this text, and its windows.
+        self._layers = len(self.space.whole_layers)
+        self._size = max(1, round(self._first_ratio * self._layers))
+        self._sizes = first_sizes(self._layers) if self.auto else [self._size]
+        self._closest: list[LayerPlan] = []
+        self._windows = 0
 
     @property
     def best(self) -> LayerPlan:
@@ -109,16 +106,6 @@ class SkipSearch:
         return [trial.matchness for trial in self.trials]
 
     @property
-    def steps(self) -> int:
-        """Number of trials of the current search, or of the last one."""
-        return self._schedule.steps
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the best set is final."""
-        return self._schedule.is_over
-
-    @property
     def phase(self) -> str:
         """``optimization`` or ``acceleration`` (SWIFT, Figure 4)."""
         return _PHASES[self.is_over]
@@ -126,25 +113,34 @@ class SkipSearch:
     @property
     def is_idle(self) -> bool:
         """Whether no draft pays and nothing will be tried in the next window."""
-        return not self.choice.drafts and self._schedule.is_waiting
+        return (
+            not self.choice.drafts and self.is_over and not self._queue and self.window + 1 < self._last_retry + _IDLE
+        )
 
     @property
     def wants_timings(self) -> bool:
-        """Whether forwards should be timed on this text."""
-        return self.auto and self._schedule.wants_timings(self.timings.count)
-
-    @property
-    def proposal_tokens(self) -> int:
-        """See :attr:`Schedule.proposal_tokens`."""
-        return self._schedule.proposal_tokens
+        """Whether forwards should be timed on this text: at first, after some trials, and when a set is tried again."""
+        count = self.timings.count
+        if self.is_over:
+            return self.auto and (bool(self._queue) or not count)
+        return self.auto and count < _TIMED_TEXTS and self.steps >= _TIMED_AFTER * count
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what was found."""
         stats.plan = self.best.picture()
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
+    @property
+    def proposal_tokens(self) -> int:
+        """Tokens of the forward that finds the closest layers before the next set, 0 for none."""
+        needs_closest = isinstance(self._queue[0], int) if self._queue and self._has_begun else not self._has_begun
+        return self._most_layers() + 1 if needs_closest and self._finds_closest and not self._closest else 0
+
+    def _most_layers(self) -> int:
+        return max(size for size in [*self._queue, *self._sizes[-1:]] if isinstance(size, int))
+
     def begin(self, propose_layers: ProposeLayers) -> None:
-        """Drafts with the proposer's first set before any was tried, unless speed decides."""
+        """Drafts with the closest layers before any set was tried, unless speed decides."""
         with self._lock:
             if not self.auto:
                 self._begin(propose_layers)
@@ -153,67 +149,122 @@ class SkipSearch:
         """Runs the forward of :attr:`proposal_tokens`."""
         with self._lock:
             self._begin(propose_layers)
-            if not self._schedule.queue:
-                self._schedule.proposer.prepare(propose_layers)
+            if self._queue and isinstance(self._queue[0], int):
+                self._find_closest(propose_layers)
 
     def propose(self, propose_layers: ProposeLayers) -> LayerPlan | None:
         """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window.
 
-        Args:
-            propose_layers: finds the closest sets for the current text, for ``ClosestLayers``.
+        ``propose_layers`` finds the closest sets for the current text, for ``ClosestLayers``.
         """
         with self._lock:
             self._begin(propose_layers)
-            return self._schedule.next(self._records.scores, propose_layers)
+            if self._queue:
+                if isinstance(self._queue[0], int):
+                    self._find_closest(propose_layers)
+                first = self._queue.pop(0)
+                return self._closest[first - 1] if isinstance(first, int) else first
+            if self.is_over or not isinstance(self.settings, OnTheFlySearch):
+                return None
+            records, interval = self._records, self.settings.bayes_interval
+            sets, known = list(records.sets), records.estimates
+            return next_set(self.space, sets, known, self.steps, interval, self._ratio, self._rng)
+
+    def _begin(self, propose_layers: ProposeLayers) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self._finds_closest:
+            self._find_closest(propose_layers)
+            first = self._closest[min(self._size, len(self._closest)) - 1]
+            self._queue = [first]
+            self._lead(self._untried(first))
+
+    def _find_closest(self, propose_layers: ProposeLayers) -> None:
+        if not self._closest:
+            self._closest = propose_layers(self._most_layers())
 
     def begin_window(self) -> None:
         """Starts a window of new text, on which the sets that look best will be tried."""
         with self._lock:
-            schedule = self._schedule
-            schedule.window += 1
-            if not schedule.is_over and schedule.proposer.is_busy:
+            self.window += 1
+            if not self.is_over and any(isinstance(size, int) for size in self._queue):
                 return
             has_paid = self.choice.drafts
             if self.best in self._records.sets:
                 self._choose()
             leaders = self._records.leaders()
-            if schedule.is_over:
-                retry_is_due = not self.choice.drafts and schedule.retry_is_due
+            if self.is_over:
+                retry_is_due = not self.choice.drafts and self.window >= self._last_retry + _IDLE
                 if not (self._feedback.has_become_hard() or (has_paid and retry_is_due)):
                     if retry_is_due:
-                        schedule.retry(self.best)
+                        self._queue, self._last_retry = [self.best], self.window
                         self._feedback = Feedback()  # whether it pays now does not depend on earlier drafts
                     return
                 self._start_over()
             if not self._has_drafted:
                 self._feedback = Feedback()  # without drafts nothing would correct it
             self._has_drafted = False
-            self._schedule.begin_window(leaders, self.best, self.choice.matchness)
+            again = _TRIED_AGAIN if self.settings.tries_each_round or not self.steps else 1
+            self._queue = list(leaders[:again] or [self.best])
+            if self._finds_closest:
+                self._queue += self._sizes_of_window()
+
+    def _sizes_of_window(self) -> list[int]:
+        """On the first text sizes of all kinds, from the sets that were found for the first one; then two."""
+        self._windows += 1
+        if self._windows > 1:
+            self._closest = []
+            if self.auto:
+                self._size = len(self.best.skipped_layers) or self._size
+                target = self.settings.target_matchness
+                self._sizes = next_sizes(self._layers, self._size, self.choice.matchness, target, self._windows)
+        return self._sizes
 
     def register(self, plan: LayerPlan, traces: Sequence[Trace]) -> None:
         """Records a trial: what ``plan`` predicts where the text's tokens are known."""
         with self._lock:
-            trial = Trial(plan, tuple(traces), self._schedule.window, self.generated)
+            trial = Trial(plan, tuple(traces), self.window, self.generated)
             self.trials.append(trial)
             self._records.add(trial, _KEPT if self.is_over else None)
-            is_better, record = self._choose(), self._records.sets.get(self.best)
-            self._schedule.add_trial(is_better, self.best, self.choice.matchness, len(record.trials) if record else 0)
-            speedup = self.choice.expected_speedup
-            if speedup is not None and not self.is_over and self._schedule.proposer.gives_up(speedup):
-                self._schedule.end()
+            is_better = self._choose()
+            self._has_begun = True
+            self.steps += 1
+            self._since_better = 0 if is_better else self._since_better + 1
+            if self._is_done():
+                self.is_over, self._queue, self._last_retry = True, [], self.window
         if self.changed is not None:
             self.changed()
 
-    def stopwatch(self) -> Stopwatch:
-        """The timings to continue, in this call or a later one."""
-        if self._unfinished is None:
-            self._unfinished = Stopwatch(*self.space.timed_plans())
-        return self._unfinished
+    def _is_done(self) -> bool:
+        """Whether the search ends after a trial; where it is only done with sets of one ratio, it begins another."""
+        settings, choice = self.settings, self.choice
+        record, matchness = self._records.sets.get(self.best), choice.matchness
+        is_good = matchness > settings.target_matchness and record is not None and len(record.trials) >= _CONFIRMED
+        is_stuck = self._since_better >= settings.patience or (is_good and self._may_end_with_best())
+        if self.steps >= settings.max_steps:
+            return True
+        if not is_stuck:
+            speedup = choice.expected_speedup
+            has_tried_all = self.auto and self._windows > 1 and not any(isinstance(one, int) for one in self._queue)
+            return self._finds_closest and has_tried_all and speedup is not None and speedup < _HOPELESS
+        if self.auto and not self._finds_closest:
+            ratio = other_ratio(self._ratio, matchness, settings.target_matchness)
+            if ratio not in self._searched:
+                self._ratio, self._since_better = ratio, 0
+                self._searched.add(ratio)
+                return False
+        return True
+
+    def _may_end_with_best(self) -> bool:
+        """Whether a set that matches well ends the search: where sizes are compared, only one of the present size."""
+        if not self.auto or self._finds_closest:
+            return not self.auto
+        return len(self.space.places(self.best)) == self.space.count(self._ratio)
 
     def time(self, stopwatch: Stopwatch, rounds: Sequence[float] = ()) -> None:
         """Records timings of forwards, and of rounds as in :meth:`Timings.add`."""
         with self._lock:
-            self._unfinished = None
             # Once a search is over, the machine may be a different or busier one.
             costs = self.timings.add(stopwatch, rounds, anew=self.is_over)
             if self.auto:
@@ -230,39 +281,44 @@ class SkipSearch:
     def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Records a call that neither drafted nor tried anything."""
         with self._lock:
-            self.generated += tokens
-            self.seconds += seconds
+            self.generated, self.seconds = self.generated + tokens, self.seconds + seconds
             windows, self._idle_tokens = divmod(self._idle_tokens + tokens, self.settings.context_window)
-            self._schedule.window += windows
+            self.window += windows
             self._feedback = Feedback()
 
-    def watch(
-        self, plan: LayerPlan, rows: int, drafted: int, tokens: int, steps: int, nodes: int, seconds: float
-    ) -> None:
-        """Records one round of drafting; without it each row would have gained one token.
+    def watch(self, plan: LayerPlan, rows: int, drafted: int, tokens: int) -> None:
+        """Records a round in which ``plan`` drafted; without that, each of the rows would have gained one token.
 
         How often drafts are accepted, compared with what the trials predicted, shows how hard the text is. If it has
         become much harder, the search starts over (SWIFT's dynamic streams, Figure 7).
-
-        Args:
-            plan: the set that drafted.
-            rows: number of rows that took part.
-            drafted, tokens: numbers of tokens drafted and generated, all rows.
-            steps: number of drafting steps, all rows together.
-            nodes: number of drafted tokens per row that were verified.
-            seconds: time of drafting and verification.
         """
         with self._lock:
-            costs, foretold = self.timings.costs, 0.0
             self.generated += tokens
             self._has_drafted = self._has_drafted or drafted > 0
-            if not drafted and costs is not None:
-                self._feedback.add_plain(costs.plain(), seconds)
-            if plan != self.best or not drafted or not self._expected_rate:
-                return
-            if costs is not None:
-                foretold = steps * costs.draft(plan) + costs.verify(plan.first_altered, nodes)
-            self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows, foretold, seconds)
+            if plan == self.best and drafted and self._expected_rate:
+                self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows)
+
+    def _untried(self, plan: LayerPlan) -> SkipChoice:
+        """The choice of a set without trials: where speed decides, it drafts only once that is known to pay."""
+        return SkipChoice(plan, not self.auto, None, None, 0.0, 0.0)
+
+    def _choose(self) -> bool:
+        """Switches to the best set, and returns whether it is a new one. Once the search is over, the set is kept."""
+        worth = self._records.worth()
+        best = self.best if self.is_over else max(worth, key=lambda plan: worth[plan])
+        if self._records.costs is None:
+            self._expected_rate = worth[best]
+            return self._lead(SkipChoice(best, not self.auto, None, None, worth[best], worth[best]))
+        arm, self._expected_rate = self._records.arm(best, self._feedback.ease)
+        return self._lead(SkipChoice.of(arm, matchness=self._records.sets[best].matchness))
+
+    def _lead(self, choice: SkipChoice) -> bool:
+        is_new = choice.plan != self.choice.plan
+        self.choice = choice
+        if is_new:
+            self._feedback = Feedback()
+            self.found.append((len(self.trials), choice.plan))
+        return is_new
 
     def state(self) -> dict[str, Any]:
         """What was found, as JSON values."""
@@ -272,16 +328,12 @@ class SkipSearch:
                 "phase": self.phase,
                 "generated": self.generated,
                 "costs": None if costs is None else asdict(costs),
-                "tries": [trial.state() for record in self._records.sets.values() for trial, _ in record.trials],
+                "tries": [trial.state() for record in self._records.sets.values() for trial in record.trials],
                 **self.choice.state(),
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` is something else.
-        """
+        """Restores what :meth:`state` returned; raises KeyError, TypeError or ValueError for anything else."""
         layers, choice = self.space.num_layers, SkipChoice.of_state(state)
         costs = None if state["costs"] is None else ForwardCosts.of_state(state["costs"], layers)
         trials = sorted((Trial.of(one) for one in state["tries"]), key=lambda trial: trial.generated)
@@ -296,27 +348,4 @@ class SkipSearch:
             for trial in trials:
                 self._records.add(trial)
             window = max((trial.window for trial in trials), default=0)
-            self._schedule.resume(len(trials), window, is_over)
-
-    def _begin(self, propose_layers: ProposeLayers) -> None:
-        if (plan := self._schedule.begin(propose_layers)) is not None:
-            self._lead(self._untried(plan))
-
-    def _choose(self) -> bool:
-        """Switches to the best set, and returns whether it is a new one. Once the search is over, the set is kept."""
-        worth = self._records.worth()
-        best = self.best if self.is_over else max(worth, key=lambda plan: worth[plan])
-        if self._records.costs is None:
-            self._expected_rate = worth[best]
-            return self._lead(SkipChoice(best, not self.auto, None, None, worth[best], worth[best]))
-        arm, self._expected_rate = self._records.arm(best, self._feedback.ease)
-        arm = replace(arm, speedup=arm.speedup * self._feedback.pace(self.timings.disturbed))
-        return self._lead(SkipChoice.of(arm, matchness=self._records.matchness()[best]))
-
-    def _lead(self, choice: SkipChoice) -> bool:
-        is_new = choice.plan != self.choice.plan
-        self.choice = choice
-        if is_new:
-            self._feedback = Feedback()
-            self.found.append((len(self.trials), choice.plan))
-        return is_new
+            self.steps, self.is_over, self.window, self._last_retry = len(trials), is_over, window, window

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..learned.files import as_count
 from ..model.plan import LayerPlan
-from .choice import LayerArm, fastest_run
+from .choice import LayerArm
 from .costs import ForwardCosts
-from .estimates import Scores
-from .replay import Replay, Rule, Trace, replays
+from .estimates import Estimates, Scores, estimate
+from .replay import Replays, Rule, Trace, replays
+from .skip_space import SkipSpace
 
 # Number of tokens of one of SWIFT's windows, which has the weight 1.
 _WINDOW = 32
@@ -24,13 +25,9 @@ _REPLAYED = 4
 
 @dataclass(frozen=True)
 class Trial:
-    """One set, tried on one window of text.
+    """One set, tried on one window of text: what it predicts there in each row.
 
-    Attributes:
-        plan: the set.
-        traces: what it predicts there, one for each row.
-        window: index of the window.
-        generated: number of tokens generated until then, in all calls of this kind.
+    ``generated`` is the number of tokens generated until then, in all calls of this kind.
     """
 
     plan: LayerPlan
@@ -62,100 +59,74 @@ class Trial:
         return sum(trace.tokens for trace in self.traces)
 
 
+@dataclass
 class SetRecord:
-    """The trials of one set, each with its replays by all rules.
+    """The trials of one set, oldest first, their replays by all rules if costs are known, and the fastest rule."""
 
-    Attributes:
-        trials: the trials and their replays, oldest first.
-        rule: the index of the fastest rule on all of them.
-        run: the sum of that rule's replays, ``None`` without replays.
-    """
+    blocks: np.ndarray
+    trials: list[Trial] = field(default_factory=list)
+    runs: list[Replays] = field(default_factory=list)
+    rule: int = 0
+    eased: tuple[float, Replays] | None = None  # replays of the last trials at another acceptance
 
-    def __init__(self, trials: Iterable[tuple[Trial, list[Replay]]] = ()) -> None:
-        self.trials = list(trials)
-        self._compare_rules()
-
-    def add(self, trial: Trial, replays: list[Replay], keep: int | None) -> None:
-        """Adds a trial, and forgets the oldest ones if there are more than ``keep``."""
-        self.trials.append((trial, replays))
-        if keep is not None:
-            del self.trials[:-keep]
-        self._compare_rules()
-
-    def _compare_rules(self) -> None:
-        runs = [Replay.of_all(run) for run in zip(*(replays for _, replays in self.trials), strict=True)]
-        self.rule = fastest_run(runs) if runs else 0
-        self.run = runs[self.rule] if runs else None
-        self._eased: dict[float, list[Replay]] = {}
-
-    def with_ease(self, ease: float, replay: Callable[[Trial, float], list[Replay]]) -> tuple[int, Replay, Replay]:
-        """Finds the fastest rule if tokens are accepted ``ease`` times as often as in the trials.
-
-        Returns:
-            The rule's index, its replay under that assumption, and its replay on the same trials unchanged.
-        """
-        recent = self.trials[-_REPLAYED:]
-        if ease not in self._eased:
-            runs = zip(*(replay(trial, ease) for trial, _ in recent), strict=True)
-            self._eased = {ease: [Replay.of_all(run) for run in runs]}
-        rule = fastest_run(self._eased[ease])
-        return rule, self._eased[ease][rule], Replay.of_all(replays[rule] for _, replays in recent)
-
-
-_Score = Callable[[SetRecord, Trial, list[Replay]], float]
+    @property
+    def matchness(self) -> float:
+        """Matchness over all trials."""
+        tokens = sum(trial.tokens for trial in self.trials)
+        return sum(trial.matchness * trial.tokens for trial in self.trials) / tokens
 
 
 class Records:
     """The trials of one search, by set.
 
-    With costs, the score of a trial is the speed-up that follows from its trace, these costs and the set's best stop
-    rule; without costs it is the matchness.
-
-    Args:
-        rules: stop rules to compare.
-        max_draft: maximum number of tokens in a draft.
-        estimate: estimates the score of each set on average text.
-        costs: measured forwards, ``None`` where matchness decides.
-
-    Attributes:
-        sets: the record of each set that was tried.
+    With costs, the score of a trial is the log speed-up that follows from its trace, these costs and the best stop rule
+    of its set; without costs it is the matchness.
     """
 
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        max_draft: int,
-        estimate: Callable[[Scores], np.ndarray],
-        costs: ForwardCosts | None,
-    ) -> None:
+    def __init__(self, space: SkipSpace, rules: Sequence[Rule], max_draft: int, costs: ForwardCosts | None) -> None:
         self.costs = costs
         self.sets: dict[LayerPlan, SetRecord] = {}
-        self._rules = rules
-        self._max_draft = max_draft
-        self._estimate = estimate
-        self._estimated: dict[_Score, dict[LayerPlan, float]] = {}
+        self._space, self._rules, self._max_draft = space, rules, max_draft
+        self._estimates: Estimates | None = None
 
     def add(self, trial: Trial, keep: int | None = None) -> None:
         """Adds a trial, and forgets the oldest ones of its set if it has more than ``keep``."""
-        self.sets.setdefault(trial.plan, SetRecord()).add(trial, self._replays(trial), keep)
-        self._estimated.clear()
+        record = self.sets.setdefault(trial.plan, SetRecord(self._space.row(trial.plan)))
+        record.trials.append(trial)
+        if self.costs is not None:
+            record.runs.append(self._replay([trial]))
+        if keep is not None:
+            del record.trials[:-keep], record.runs[:-keep]
+        self._compare_rules(record)
 
     def use(self, costs: ForwardCosts) -> None:
         """Compares sets by their speed-up with these costs from now on."""
         self.costs = costs
-        self._estimated.clear()
-        for plan, record in self.sets.items():
-            self.sets[plan] = SetRecord((trial, self._replays(trial)) for trial, _ in record.trials)
+        for record in self.sets.values():
+            record.runs = [self._replay([trial]) for trial in record.trials]
+            self._compare_rules(record)
+
+    def _compare_rules(self, record: SetRecord) -> None:
+        record.rule = Replays.total(record.runs).fastest if record.runs else 0
+        record.eased = self._estimates = None
+
+    def _replay(self, trials: Sequence[Trial], ease: float = 1.0) -> Replays:
+        assert self.costs is not None
+        traces = [trace.eased(ease) for trial in trials for trace in trial.traces]
+        return replays(traces, self._rules, trials[0].plan, self.costs, self._max_draft)
+
+    def estimates(self) -> Estimates:
+        """The estimated scores, kept until there is a new trial."""
+        if self._estimates is None:
+            self._estimates = estimate(self._scores())
+        return self._estimates
 
     def worth(self) -> dict[LayerPlan, float]:
         """The estimated speed-up, or matchness, of each set on average text."""
-        if self.costs is None:
-            return self.matchness()
-        return {plan: math.exp(value) for plan, value in self._estimates(self._log_speed).items()}
-
-    def matchness(self) -> dict[LayerPlan, float]:
-        """The estimated matchness of each set on average text."""
-        return self._estimates(_matchness)
+        if not self.sets:
+            return {}
+        found = self.estimates().sets if self.costs is None else np.exp(self.estimates().sets)
+        return dict(zip(self.sets, found.tolist(), strict=True))
 
     def leaders(self) -> list[LayerPlan]:
         """The sets, best first."""
@@ -165,52 +136,37 @@ class Records:
     def arm(self, plan: LayerPlan, ease: float) -> tuple[LayerArm, float]:
         """A set with its fastest rule if tokens are accepted ``ease`` times as often as in its trials.
 
-        Returns:
-            The arm, and the acceptance rate that the trials predicted for its rule.
+        Returns with it the acceptance rate that the trials predicted for its rule.
         """
         record = self.sets[plan]
-        rule, run, usual = record.with_ease(ease, self._replays)
-        assert record.run is not None
+        recent = Replays.total(record.runs[-_REPLAYED:])
+        if record.eased is None or record.eased[0] != ease:
+            eased = recent if ease == 1.0 else self._replay(record.trials[-_REPLAYED:], ease)
+            record.eased = ease, eased
+        run = record.eased[1]
+        rule = run.fastest
         # The last trials, replayed with the acceptance seen in drafting, show how to correct the estimate.
-        speedup = self.worth()[plan] * record.run.seconds_per_token / run.seconds_per_token
-        arm = LayerArm(plan, self._rules[rule], speedup=speedup, acceptance_rate=run.acceptance_rate)
-        return arm, usual.acceptance_rate
+        usual = Replays.total(record.runs).seconds_per_token[record.rule]
+        speedup = self.worth()[plan] * usual / run.seconds_per_token[rule]
+        arm = LayerArm(plan, self._rules[rule], float(speedup), float(run.acceptance_rate[rule]))
+        return arm, float(recent.acceptance_rate[rule])
 
-    def scores(self) -> Scores:
-        """The scores of all trials: log speed-ups, or matchness."""
-        return self._scores(_matchness if self.costs is None else self._log_speed)
-
-    def _replays(self, trial: Trial, ease: float = 1.0) -> list[Replay]:
-        if self.costs is None:
-            return []
-        traces = [trace.eased(ease) for trace in trial.traces]
-        return replays(traces, self._rules, trial.plan, self.costs, self._max_draft)
-
-    def _estimates(self, score: _Score) -> dict[LayerPlan, float]:
-        """The estimates of one kind of score, cached until there is a new trial."""
-        if score not in self._estimated:
-            scores = self._scores(score)
-            found = self._estimate(scores).tolist() if scores.plans else []
-            self._estimated[score] = dict(zip(scores.plans, found, strict=True))
-        return self._estimated[score]
-
-    def _scores(self, score: _Score) -> Scores:
+    def _scores(self) -> Scores:
         rows = [
-            (score(record, trial, runs), trial.tokens / _WINDOW, index, trial.window)
+            (self._score(record, place), trial.tokens / _WINDOW, index, trial.window)
             for index, record in enumerate(self.sets.values())
-            for trial, runs in record.trials
+            for place, trial in enumerate(record.trials)
         ]
-        values, weights, sets, windows = np.array(rows, float).reshape(-1, 4).T
+        values, weights, sets, windows = np.array(rows, float).T
         places = np.unique(windows, return_inverse=True)[1]
-        return Scores(tuple(self.sets), values, weights, sets.astype(int), places)
+        blocks = np.array([record.blocks for record in self.sets.values()])
+        return Scores(blocks, values, weights, sets.astype(int), places)
 
-    def _log_speed(self, record: SetRecord, trial: Trial, runs: list[Replay]) -> float:
-        assert self.costs is not None
-        return math.log(self.costs.plain() / runs[record.rule].seconds_per_token)
-
-
-def _matchness(record: SetRecord, trial: Trial, runs: list[Replay]) -> float:
-    return trial.matchness
+    def _score(self, record: SetRecord, place: int) -> float:
+        """The score of one of a set's trials."""
+        if self.costs is None:
+            return record.trials[place].matchness
+        return math.log(self.costs.plain() / record.runs[place].seconds_per_token[record.rule])
 
 
 def _shares(values: list[float]) -> np.ndarray:

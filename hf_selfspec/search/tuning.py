@@ -16,11 +16,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.prompts import checked_texts, token_ids
 from ..draft.skip_layers import SkipLayers
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
-from ..learned.files import path_of, read_json, reported
+from ..learned.files import path_of, read_json, reported, write_json
+from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
+from ..model.fingerprint import Fingerprint
 from ..model.parallel import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
@@ -117,10 +120,8 @@ def tune(
 def _rows(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], device: torch.device, longest: int | None
 ) -> list[torch.Tensor]:
-    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
-    if not given or not all(isinstance(text, str) and text for text in given):
-        raise SettingTypeError(f"tune(texts) must be a list of prompts, at least one, got {repr(texts)[:100]}.")
-    return [torch.tensor([tokenizer(text, verbose=False)["input_ids"][:longest]], device=device) for text in given]
+    rows = [token_ids(tokenizer, text)[:longest] for text in checked_texts("tune", texts)]
+    return [torch.tensor([row], device=device) for row in rows]
 
 
 class _Runner:
@@ -169,7 +170,7 @@ class _Runner:
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
         for ids in self.rows:
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, assistant=spec)
-        found = spec._knowledge.latest(self.model)
+        found = KnowledgeOfCall(spec, self.model).knowledge.latest(self.model)
         return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
 
 
@@ -272,7 +273,7 @@ class _Tuning:
         model = self.runner.model
         return {
             **self.runner.describe(),
-            "model": SelfSpec()._knowledge.fingerprint(model).name,
+            "model": Fingerprint.of_decoder(model).name,
             "seed": self.search.seed,
         }
 
@@ -281,4 +282,4 @@ class _Tuning:
             steps = [[plan.picture(), speed] for plan, speed in self.speeds.items()]
             path = self.folder / PROGRESS_NAME
             with reported(path):
-                saving.replace(path, {"of": self._of(), "steps": steps})
+                write_json(path, {"of": self._of(), "steps": steps})

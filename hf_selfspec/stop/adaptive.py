@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import SettingTypeError
 from ..learned.registry import register
 from ..validation import check_share
-from .rules import Comparing, ConfidenceThreshold, Memory, ProductThreshold, RunningRule
+from .rules import ConfidenceThreshold, Memory, ProductThreshold, RunningBound, RunningRule
 
 
 @register("stop")
@@ -57,7 +57,7 @@ class AdaptiveThreshold:
         return _Adapting(self, rows, max_draft, memory)
 
 
-class _Adapting(Comparing):
+class _Adapting(RunningBound):
     def __init__(self, settings: AdaptiveThreshold, rows: int, max_draft: int, memory: Memory) -> None:
         with memory.lock:
             threshold, rate = memory.value or (settings.rule.threshold, settings.target)

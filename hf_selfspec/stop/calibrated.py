@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from ..learned.registry import register
 from ..modules.calibration import entropy, threshold
 from ..validation import check_share
-from .rules import Memory, RunningRule
+from .rules import ConfidenceThreshold, Memory, RunningBound, RunningRule
 
 # Number of last verified tokens that count, number before which no draft ends, and tokens between two calibrations.
 _REMEMBERED, _LEAST, _EVERY = 1024, 32, 16
@@ -40,11 +41,12 @@ class CalibratedEntropy:
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
         """See :meth:`RememberingRule.start`."""
-        return _Calibrating(self.epsilon, memory)
+        return _Calibrating(self.epsilon, rows, memory)
 
 
-class _Calibrating:
-    def __init__(self, epsilon: float, memory: Memory) -> None:
+class _Calibrating(RunningBound):
+    def __init__(self, epsilon: float, rows: int, memory: Memory) -> None:
+        super().__init__(ConfidenceThreshold(confidence=_certainty), [-math.inf] * rows)
         self._epsilon = epsilon
         self._memory = memory
         self._draft: list[torch.Tensor] = []
@@ -52,32 +54,39 @@ class _Calibrating:
         with memory.lock:
             if memory.value is None:
                 memory.value = deque(maxlen=_REMEMBERED)
-            self.most = self._found()
+            self._calibrate()
 
     def begin(self) -> None:
         self._draft = []
 
-    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        self._draft.append(entropy(logits.float()))
-        return self._draft[-1] > self.most
+    def values(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        self._draft.append(super().values(logits, hidden_states))
+        return self._draft[-1]
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        entropies = torch.stack(self._draft).tolist()
+        certainties = torch.stack(self._draft).tolist()
         with self._memory.lock:
             for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
                 # Nothing is known about tokens after the first wrong one.
                 for depth in range(min(count, kept + 1)):
-                    self._memory.value.append((entropies[depth][row], depth < kept))
+                    self._memory.value.append((certainties[depth][row], depth < kept))
                     self._unseen += 1
             if self._unseen >= _EVERY:
-                self._unseen, self.most = 0, self._found()
+                self._unseen = 0
+                self._calibrate()
 
-    def _found(self) -> float:
-        """The highest entropy allowed, one that no token has where the share is never reached."""
+    def _calibrate(self) -> None:
+        """Sets the lowest certainty allowed, one that no token has where the share is never reached."""
         known = list(self._memory.value)
         if len(known) < _LEAST:
-            return float("inf")
-        columns = zip(*known, strict=True)
-        entropies, right = (torch.tensor(column, dtype=torch.float64, device="cpu") for column in columns)
-        found = threshold(-entropies, right, self._epsilon)
-        return -1.0 if found is None else -found
+            return
+        certainties, right = (
+            torch.tensor(column, dtype=torch.float64, device="cpu") for column in zip(*known, strict=True)
+        )
+        found = threshold(certainties, right, self._epsilon)
+        self.thresholds = (math.inf if found is None else found,) * len(self.thresholds)
+
+
+def _certainty(logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The negative entropy ``[b]``."""
+    return -entropy(logits.float())

@@ -19,18 +19,7 @@ def check_fitted_rule(
     do_sample: bool,
     fingerprint: Callable[[], Fingerprint],
 ) -> None:
-    """Checks that the probe of a stop rule, if it has one, was fitted to the states that it will get.
-
-    Args:
-        stop: the rule.
-        plan: the blocks that draft, ``None`` where they are not known yet.
-        source: what drafts, for the message.
-        do_sample: whether tokens are sampled; warns if the probe was fitted for the other case.
-        fingerprint: returns the model's fingerprint.
-
-    Raises:
-        SettingError: the probe was fitted to another model or layer.
-    """
+    """Checks that the probe of a stop rule, if it has one, was fitted to the states that it will get."""
     rule = stop.rule if isinstance(stop, AdaptiveThreshold) else stop
     probe = getattr(rule, "confidence", None)
     if not isinstance(probe, LinearProbe):

@@ -13,10 +13,11 @@ returns what is called while one generation runs (:class:`RunningRule`).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,11 +26,11 @@ from ..errors import SettingTypeError
 from ..learned.registry import register
 from ..model.transfer import upload
 from ..validation import MOST_DRAFT, check_count, check_share
-from .bound import NEVER, Bound, Reach
 
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RuleFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Values = TypeVar("_Values", torch.Tensor, np.ndarray)
 
 
 class RunningRule(Protocol):
@@ -43,17 +44,6 @@ class RunningRule(Protocol):
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learns how many tokens of each row's draft were accepted; rows with an empty draft are ignored."""
-
-
-@runtime_checkable
-class BoundedRule(Protocol):
-    """A running rule that compares one number per token with a bound.
-
-    A step needs no extra launches or reads for such a rule.
-    """
-
-    def bound(self) -> Bound | None:
-        """Returns the rule for the next draft in that form, ``None`` if it has none and must be called."""
 
 
 class Memory:
@@ -81,12 +71,90 @@ class RememberingRule(Protocol):
 StopRule = RuleFunction | RememberingRule
 
 
-class _Function:
-    """A rule that remembers nothing."""
+class BoundedRule:
+    """A rule that compares one number per token with a bound; how it runs and how it is replayed follow from these."""
 
-    def __init__(self, rule: RuleFunction, rows: int) -> None:
+    threshold: float = -math.inf
+    confidence: Confidence | None = None
+
+    def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The confidence ``[b]`` of a token, finite where the logits are valid."""
+        if self.confidence is None:
+            return confidence(logits)
+        sure = self.confidence(logits, hidden_states)
+        if not isinstance(sure, torch.Tensor) or sure.shape != logits.shape[:1]:
+            raise SettingTypeError(
+                f"the confidence {self.confidence!r} must return a tensor [{logits.shape[0]}], one probability per "
+                f"row, got {sure!r}."
+            )
+        return sure.float()
+
+    def value(self, before: _Values | None, sure: _Values) -> _Values:
+        """What is compared with the threshold, given a token's confidence and this value for the token before it."""
+        return sure
+
+    def lengths(self, sure: np.ndarray, max_draft: int) -> np.ndarray:
+        """Returns ``[b, n]`` how long drafts are that start at each token of texts with these confidences.
+
+        A draft that reaches the end of a text continues at its beginning.
+        """
+        n, most = sure.shape[1], longest_draft(self, max_draft)
+        ahead = np.tile(sure, most // n + 2)
+        values, value = list[np.ndarray](), None
+        for depth in range(most):
+            value = self.value(value, ahead[:, depth : depth + n])
+            values.append(value)
+        is_low = np.stack(values) < self.threshold
+        return np.where(is_low.any(0), is_low.argmax(0) + 1, most)
+
+
+class RunningBound:
+    """A :class:`BoundedRule` while one generation runs, with a threshold for each row.
+
+    Where only logits are needed, a step can read the values of all rows in the same transfer as the tokens, and compare
+    them on the host.
+    """
+
+    def __init__(self, rule: BoundedRule, thresholds: Sequence[float]) -> None:
+        self.thresholds = tuple(thresholds)
+        self.needs_logits_alone = rule.confidence is None
         self._rule = rule
-        self._rows = rows
+        self._value: torch.Tensor | None = None
+        self._uploaded: tuple[tuple[float, ...], torch.Tensor] | None = None
+
+    def begin(self) -> None:
+        self._value = None
+
+    def values(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The value ``[b]`` of the next token."""
+        self._value = self._rule.value(self._value, self._rule.sure(logits, hidden_states))
+        return self._value
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        values = self.values(logits, hidden_states)
+        return values < self._on(values.device)
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
+
+    def _on(self, device: torch.device) -> torch.Tensor:
+        """The thresholds ``[b]``, uploaded after each change; equal ones need no upload."""
+        known = self._uploaded
+        if known is None or known[0] is not self.thresholds or known[1].device != device:
+            first, rows = self.thresholds[0], len(self.thresholds)
+            if len(set(self.thresholds)) == 1:
+                bounds = torch.full((rows,), first, device=device, dtype=torch.float32)
+            else:
+                bounds = upload(np.array(self.thresholds, np.float32), device)
+            known = self._uploaded = self.thresholds, bounds
+        return known[1]
+
+
+class _Function:
+    """A function as a rule."""
+
+    def __init__(self, rule: RuleFunction) -> None:
+        self._rule = rule
 
     def begin(self) -> None:
         pass
@@ -97,23 +165,23 @@ class _Function:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
-    def bound(self) -> Bound | None:
-        """See :meth:`BoundedRule.bound`."""
-        if type(self._rule) is FixedLength:
-            return NEVER
-        if not isinstance(self._rule, ConfidenceThreshold):
-            return None
-        return _bound(self._rule, (self._rule.threshold,) * self._rows)
-
 
 def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
     """Starts ``rule`` for one generation, see :meth:`RememberingRule.start`."""
-    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule, rows)
+    if type(rule) in (FixedLength, ConfidenceThreshold):  # a subclass may decide otherwise when it is called
+        assert isinstance(rule, BoundedRule)
+        return RunningBound(rule, [rule.threshold] * rows)
+    return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else _Function(rule)
+
+
+def longest_draft(rule: object, max_draft: int) -> int:
+    """The maximum number of tokens in a draft, which a rule may lower with an attribute ``max_draft``."""
+    return min(max_draft, getattr(rule, "max_draft", max_draft))
 
 
 @register("stop")
 @dataclass(frozen=True)
-class FixedLength:
+class FixedLength(BoundedRule):
     """Always drafts ``num_tokens`` tokens (LayerSkip §4.3).
 
     Args:
@@ -133,13 +201,16 @@ class FixedLength:
         """The upper bound that this rule sets on a draft's length."""
         return self.num_tokens
 
+    def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return logits.amax(-1)  # no number ends a draft, and this one is the cheapest
+
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
 
 
 @register("stop", "rule")
 @dataclass(frozen=True)
-class ConfidenceThreshold:
+class ConfidenceThreshold(BoundedRule):
     """Stops after a token whose confidence is below ``threshold`` (SWIFT 0.8, Kangaroo 0.6).
 
     Args:
@@ -158,16 +229,12 @@ class ConfidenceThreshold:
         _check_threshold(self)
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.reach(None, logits, hidden_states) < self.threshold
-
-    def reach(self, before: torch.Tensor | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[b]`` what is compared with the threshold, given what was for the draft's token before."""
-        return _confidence(self.confidence, logits, hidden_states)
+        return self.sure(logits, hidden_states) < self.threshold
 
 
 @register("stop", "rule")
 @dataclass(frozen=True)
-class ProductThreshold:
+class ProductThreshold(BoundedRule):
     """Stops after the token at which the product of the draft's confidences falls below ``threshold``.
 
     AdaSPEED §II.A: verification accepts tokens up to the first wrong one, so all tokens before must be right, too.
@@ -187,95 +254,17 @@ class ProductThreshold:
     def __post_init__(self) -> None:
         _check_threshold(self)
 
-    def reach(self, before: torch.Tensor | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[b]`` what is compared with the threshold, given what was for the draft's token before."""
-        sure = _confidence(self.confidence, logits, hidden_states)
+    def value(self, before: _Values | None, sure: _Values) -> _Values:
         return sure if before is None else before * sure
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
         """See :meth:`RememberingRule.start`."""
-        return Comparing(self, [self.threshold] * rows)
-
-
-class Comparing:
-    """A rule with a threshold for each row, while one generation runs.
-
-    Attributes:
-        thresholds: one for each row. After each change they are uploaded to a device when they are needed there.
-    """
-
-    def __init__(self, rule: ConfidenceThreshold | ProductThreshold, thresholds: Sequence[float]) -> None:
-        self.thresholds = tuple(thresholds)
-        self._rule = rule
-        self._reached: torch.Tensor | None = None
-        self._bounds: tuple[tuple[float, ...], torch.Tensor] | None = None
-
-    def begin(self) -> None:
-        self._reached = None
-
-    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        self._reached = self._rule.reach(self._reached, logits, hidden_states)
-        return self._reached < self._on(self._reached.device)
-
-    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        pass
-
-    def bound(self) -> Bound | None:
-        """See :meth:`BoundedRule.bound`."""
-        return _bound(self._rule, self.thresholds)
-
-    def _on(self, device: torch.device) -> torch.Tensor:
-        """The thresholds ``[b]``; equal ones need no upload."""
-        known = self._bounds
-        if known is None or known[0] is not self.thresholds or known[1].device != device:
-            first, are_equal = self.thresholds[0], len(set(self.thresholds)) == 1
-            rows = len(self.thresholds)
-            bounds = (
-                torch.full((rows,), first, device=device, dtype=torch.float32)
-                if are_equal
-                else upload(np.array(self.thresholds, np.float32), device)
-            )
-            known = self._bounds = self.thresholds, bounds
-        return known[1]
+        return RunningBound(self, [self.threshold] * rows)
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
     """Returns the top-1 probability ``[b]`` of logits ``[b, v]``."""
     return logits.softmax(-1, dtype=torch.float32).amax(-1)
-
-
-def _last(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """The value ``[b]`` that :class:`ConfidenceThreshold` compares."""
-    return confidence(logits)
-
-
-def _product(before: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """The value ``[b]`` that :class:`ProductThreshold` compares."""
-    sure = confidence(logits)
-    return sure if before is None else before * sure
-
-
-# What each rule compares with its threshold, by its exact class: a subclass may compute something else.
-_REACHES: dict[type, Reach] = {ConfidenceThreshold: _last, ProductThreshold: _product}
-
-
-def _bound(rule: ConfidenceThreshold | ProductThreshold, thresholds: tuple[float, ...]) -> Bound | None:
-    """The rule as a bound on one number per token, ``None`` if its confidence is the user's own function."""
-    if rule.confidence is not None or type(rule) not in _REACHES:
-        return None
-    return Bound(_REACHES[type(rule)], thresholds)
-
-
-def _confidence(metric: Confidence | None, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    if metric is None:
-        return confidence(logits)
-    sure = metric(logits, hidden_states)
-    if not isinstance(sure, torch.Tensor) or sure.shape != logits.shape[:1]:
-        raise SettingTypeError(
-            f"the confidence {metric!r} must return a tensor [{logits.shape[0]}], one probability per row, got "
-            f"{sure!r}."
-        )
-    return sure.float()
 
 
 def _check_threshold(rule: ConfidenceThreshold | ProductThreshold) -> None:

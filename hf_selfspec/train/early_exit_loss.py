@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
@@ -86,11 +85,7 @@ def even(layer: int, num_layers: int, e_scale: float) -> float:
 def loss_weights(
     layers: Collection[int], num_layers: int, e_scale: float, scale: Scale = loss_scale
 ) -> dict[int, float]:
-    """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6).
-
-    Raises:
-        SettingError: a layer does not exist, or ``scale`` returned a negative or infinite weight.
-    """
+    """``ẽ(t, l)`` of the enabled ``layers`` and the last one, which add up to 1 (LayerSkip, equation 6)."""
     wrong = sorted(layer for layer in layers if not 0 <= layer < num_layers)
     if wrong:
         raise SettingError(
@@ -105,7 +100,7 @@ def loss_weights(
     return {layer: weight / total for layer, weight in sorted(scales.items())}
 
 
-class EarlyExitLoss(ModelCallback):
+class EarlyExitLoss(ModelCallback[ExitTraining]):
     """Trains the exits after earlier layers together with the last one, with the stock ``Trainer``.
 
     ``J = Σ_l ẽ(t, l) · CE(g(x_{l+1}), Y)`` with the model's own final norm and output head ``g`` for all exits. The
@@ -151,7 +146,6 @@ class EarlyExitLoss(ModelCallback):
         self.curriculum = curriculum
         self.self_distillation = self_distillation
         self.layers = None if layers is None else _exit_layers(layers)
-        self._run: ExitTraining | None = None
 
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
@@ -175,13 +169,12 @@ class EarlyExitLoss(ModelCallback):
                 f"{type(model).__name__} is {loss!r}. Train without EarlyExitLoss."
             )
 
-    def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
+    def make_run(self, model: Any, args: TrainingArguments) -> ExitTraining:
         inner = causal_lm(model, "EarlyExitLoss")
         exits = Exits(inner)
         exits.check("EarlyExitLoss(layers)", self.layers or ())
         self._check_weights(exits.anatomy.num_layers)
-        self._run = ExitTraining(inner, exits, self.self_distillation)
-        self._run.attach(model)
+        return ExitTraining(inner, exits, self.self_distillation)
 
     def _check_weights(self, num_layers: int) -> None:
         """Raises if a weight is not allowed, or the weights of all named exits are 0."""
@@ -193,11 +186,6 @@ class EarlyExitLoss(ModelCallback):
                 "first layer. Name a later one, or set scale=hf_selfspec.train.even."
             )
 
-    def detach(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.detach()
-
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""
         enabled: Collection[int] = range(num_layers)
@@ -207,30 +195,15 @@ class EarlyExitLoss(ModelCallback):
             enabled = [layer for layer in enabled if layer + 1 in self.layers]
         return loss_weights(enabled, num_layers, self.e_scale, self.scale)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        run = self._run
-        assert run is not None
-        num_layers = run.exits.anatomy.num_layers
-        run.begin_step(self.weights(state.global_step, state.max_steps, num_layers))
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        assert self._run is not None
-        self._run.end_step()
+    def begin_step(self, run: ExitTraining, step: int, steps: int) -> None:
+        run.begin_step(self.weights(step, steps, run.exits.anatomy.num_layers))
 
     def logs(self, trainer: Trainer) -> dict[str, float]:
         if self._run is None:
             return {}
-        table = trainer.accelerator.reduce(self._run.table, reduction="sum")
-        self._run.table = torch.zeros_like(self._run.table)
-        return {
-            f"loss/exit_{layer}": total / tokens
-            for layer, (total, tokens) in enumerate(table.tolist(), start=1)
-            if tokens
-        }
+        table = trainer.accelerator.reduce(self._run.table, reduction="sum").tolist()
+        self._run.table.zero_()
+        return {f"loss/exit_{layer}": total / tokens for layer, (total, tokens) in enumerate(table, 1) if tokens}
 
 
 def _exit_layers(layers: object) -> frozenset[int]:

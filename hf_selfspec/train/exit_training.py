@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..model.exits import Exits
-from ..model.forwards import InstanceForwards
+from ..model.patching import InstanceForwards
 from .losses import weighted_exit_losses
 
 # The label of positions without a target, as in transformers.
@@ -27,26 +27,17 @@ class ExitTraining:
 
     The exits' losses become part of the loss that the model returns, so that the Trainer scales all of it alike. Of
     what the model itself returns, only the cross entropy gets the last layer's weight: a router's auxiliary loss stays
-    as it is.
-
-    Args:
-        model: a causal LM.
-        exits: the model's exits.
-        distils: whether exits learn the distribution of the last layer instead of the labels.
-
-    Attributes:
-        table: ``[L, 2]`` for each exit the summed loss since the last log, and the number of its tokens.
+    as it is. With ``distils``, exits learn the distribution of the last layer instead of the labels.
     """
 
     def __init__(self, model: PreTrainedModel, exits: Exits, distils: bool = False) -> None:
-        self.model = model
-        self.exits = exits
-        self._distils = distils
+        self.model, self.exits, self._distils = model, exits, distils
         self._in_step = False
         self._thread = threading.get_ident()
         self._handles: list[RemovableHandle] = []
         self._forwards = InstanceForwards()
         precise = torch.float32 if model.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        # [L, 2]: for each exit the summed loss since the last log, and the number of its tokens.
         self.table = torch.zeros(exits.anatomy.num_layers, 2, dtype=precise, device=model.device)
         self._weights: list[float] = []
         self._last_weight = 1.0
@@ -81,11 +72,7 @@ class ExitTraining:
         self._in_step, self._has_effect = True, not earlier
 
     def end_step(self) -> None:
-        """Ends a step before the weights change.
-
-        Raises:
-            UnsupportedModelError: the exits' losses have got no gradient.
-        """
+        """Ends a step before the weights change; raises if the exits' losses have got no gradient."""
         self.exits.chosen = ()
         self.exits.release()
         self._in_step = False
@@ -136,22 +123,20 @@ class ExitTraining:
         if not self._trains():
             return output
         assert self._targets is not None
+        tokens = (self._targets != _IGNORED).sum()
         if (known := getattr(output, "log_probs", None)) is not None:
-            self.table[-1, 0] -= known.detach().sum().to(self.table)
-            self.table[-1, 1] += (self._targets != _IGNORED).sum().to(self.table)
+            self._count(0, -known.detach().sum(), tokens)
             if self._weights and self.exits.states is not None:
                 earlier = self._earlier(self.exits.states).to(known.device)
                 output["log_probs"] = self._last_weight * known - earlier / known.numel()
             return output
         loss = output[0] if isinstance(output, tuple) else output["loss"]
         last, self._cross_entropy = loss if self._cross_entropy is None else self._cross_entropy, None
-        tokens = (self._targets != _IGNORED).sum()
         # As in the Trainer: the tokens of the whole step if the model gets their number, else those of this batch.
         given = kwargs.get("num_items_in_batch")
         count = tokens if given is None else given
         count = count.to(last.device) if isinstance(count, torch.Tensor) else count
-        self.table[-1, 0] += (last.detach() * count).to(self.table)
-        self.table[-1, 1] += tokens.to(self.table)
+        self._count(0, last.detach() * count, tokens)
         if not self._weights or self.exits.states is None:
             return output
         earlier = self._earlier(self.exits.states).to(last.device)
@@ -184,10 +169,14 @@ class ExitTraining:
             None if teacher is None else teacher.index_select(0, places),
         )
         for layer, loss in zip(self.exits.chosen, sums, strict=True):
-            self.table[layer - 1, 0] += loss.to(self.table.device)
-            self.table[layer - 1, 1] += len(places)
+            self._count(layer, loss, len(places))
         total.register_hook(self._note_effect)
         return total
+
+    def _count(self, layer: int, loss: torch.Tensor, tokens: torch.Tensor | int) -> None:
+        """Adds the summed loss of an exit, 0 for the last, to what is logged."""
+        self.table[layer - 1, 0] += loss.to(self.table)
+        self.table[layer - 1, 1] += tokens if isinstance(tokens, int) else tokens.to(self.table)
 
     def _note_effect(self, gradient: torch.Tensor) -> None:
         self._has_effect = True

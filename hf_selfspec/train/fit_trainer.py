@@ -31,14 +31,7 @@ _GAIN = 0.02
 
 
 class FitModule(nn.Module):
-    """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved.
-
-    Args:
-        module, frozen: the module to fit, and the frozen model.
-        loss: the loss as a function of the model's states.
-        metrics: for each token ``[b s]`` the values of some metrics by name, computed in evaluations alone.
-        recipe: the settings that determine the module, besides the text and the Trainer's arguments.
-    """
+    """What the Trainer trains: only the small module. The frozen model is not a submodule: it is not moved or saved."""
 
     def __init__(
         self,
@@ -55,10 +48,7 @@ class FitModule(nn.Module):
         self._seen = (frozen, loss, metrics)  # in a tuple, so that they do not become submodules
 
     def forward(self, input_ids: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``.
-
-        ``return_loss`` tells the Trainer that this needs no labels.
-        """
+        """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""
         frozen, loss, metrics = self._seen
         states = frozen.hidden_states(input_ids).to(next(self.part.parameters()).device)
         if self.training:
@@ -76,16 +66,8 @@ class FitModule(nn.Module):
 class FitTrainer(Trainer):
     """The stock Trainer, whose evaluations measure the module's speed-up too.
 
-    ``eval_speedup`` is the speed of generation with the module over plain ``generate``. With ``patience`` it decides
-    when training ends and which weights are kept.
-
-    Args:
-        model: the module and its frozen model.
-        text, held_out: rows to train on, and to evaluate on.
-        speedup: measures generation with the module.
-        args: the Trainer's arguments.
-        patience: evaluations in a row without a gain in speed after which training ends; ``None`` for all steps.
-        folder: a temporary one, for the best weights where the arguments save nothing.
+    ``eval_speedup`` is the speed of generation with the module over plain ``generate``. It decides which weights are
+    kept, and when training ends: after ``patience`` evaluations in a row without a gain, or never for ``None``.
     """
 
     def __init__(
@@ -96,7 +78,7 @@ class FitTrainer(Trainer):
         speedup: SpeedupEvaluator,
         args: TrainingArguments,
         patience: int | None,
-        folder: str,
+        folder: str,  # a temporary one, for the best weights where the arguments save nothing
     ) -> None:
         super().__init__(
             model=model,
@@ -134,7 +116,7 @@ class FitTrainer(Trainer):
 
 
 def training_arguments(folder: str, device: torch.device, **changed: Any) -> TrainingArguments:
-    """Arguments of the Trainer: one epoch of AdamW at 1e-3 with 8 rows a batch, unless ``changed``."""
+    """One epoch of AdamW at 1e-3 with 8 rows a batch, unless ``changed``."""
     usual: dict[str, Any] = {
         "output_dir": folder,
         "per_device_train_batch_size": 8,

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from ..errors import SettingError, UnsupportedModelError
 from ..learned.files import path_of, reported, written_whole
-from ..model.checkpointing import evaluating
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
 from ..model.head import OwnHead
+from ..model.patching import evaluating
 from ..validation import check_count
 
 _SUFFIX = ".safetensors"
@@ -34,19 +34,12 @@ _NAMES = 2048
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The model's hidden states on a batch of text.
+    """The model's hidden states ``[b, s, d]`` on a batch of text."""
 
-    Attributes:
-        ids: ``[b, s]`` the batch.
-        states: for each wanted layer ``E``, ``[b, s, d]`` the output of layer ``E - 1``.
-        exits: the same after the model's own final norm.
-        final: ``[b, s, d]`` what the whole model gives to its head.
-    """
-
-    ids: torch.Tensor
-    states: dict[int, torch.Tensor]
-    exits: dict[int, torch.Tensor]
-    final: torch.Tensor
+    ids: torch.Tensor  # [b, s]
+    states: dict[int, torch.Tensor]  # for each wanted layer E the output of layer E - 1
+    exits: dict[int, torch.Tensor]  # the same after the model's own final norm
+    final: torch.Tensor  # what the whole model gives to its head
 
     @classmethod
     def of(cls, ids: torch.Tensor, named: dict[str, torch.Tensor], layers: Sequence[int]) -> HiddenStates:
@@ -61,15 +54,11 @@ class HiddenStates:
 
 
 class FrozenModel:
-    """A model whose states are the data of a fit. Inside :meth:`frozen`, it is in eval mode and gets no gradients.
+    """A model whose states at some exit layers are the data of a fit.
 
-    Args:
-        model: a causal LM of transformers.
-        layers: exit layers whose states are wanted.
-        cache_dir: where the states of each row of text are kept, so that further epochs and fits on the same text need
-            no forward; ``None`` to keep none. A row takes ``(2 len(layers) + 1) s d`` values.
-        cache_bytes: maximum size of this model's states in ``cache_dir``; for rows without room the model runs each
-            time. ``None`` for no limit.
+    Inside :meth:`frozen`, it is in eval mode and gets no gradients. The states of each row of text, which are
+    ``(2 len(layers) + 1) s d`` values, are kept in ``cache_dir``, so that further epochs and fits on the same text need
+    no forward; where they would take more than ``cache_bytes`` in all, the model runs each time.
     """
 
     def __init__(

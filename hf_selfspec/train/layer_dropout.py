@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from ..errors import SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.exits import BATCH_DIM
-from ..model.forwards import Forward, InstanceForwards
+from ..model.patching import Forward, InstanceForwards, with_arity
 from ..model.transfer import upload
 from ..validation import check_share
 from .trainer import ModelCallback
@@ -42,7 +42,7 @@ def layer_scale(layer: int, num_layers: int) -> float:
     return math.exp(layer * math.log(2) / max(num_layers - 1, 1)) - 1
 
 
-class LayerDropout(ModelCallback):
+class LayerDropout(ModelCallback["_Run"]):
     """Drops layers for single samples while training, with the stock ``Trainer``.
 
     ``x_{l+1} = x_l + M(p_{l,t}) f_l(x_l)`` with ``p_{l,t} = S(t) D(l) p_max``: a dropped sample leaves the batch before
@@ -69,7 +69,6 @@ class LayerDropout(ModelCallback):
             )
         self.p_max = float(p_max)
         self.schedule = schedule
-        self._run: _Run | None = None
 
     def check(self, trainer: Trainer) -> None:
         config = causal_lm(trainer.model, "LayerDropout").config
@@ -85,20 +84,14 @@ class LayerDropout(ModelCallback):
                 "while LayerDropout leaves some out. Set it to False, or train without LayerDropout."
             )
 
-    def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
+    def make_run(self, model: Any, args: TrainingArguments) -> _Run:
         anatomy = Anatomy.of(causal_lm(model, "LayerDropout"))
         if anatomy.kv_sources:
             raise UnsupportedModelError(
                 f"later layers of {anatomy.model_name} read keys and values of earlier ones, so a sample cannot leave "
                 "single layers. Train without LayerDropout."
             )
-        self._run = _Run(anatomy, args.seed)
-        self._run.attach()
-
-    def detach(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.detach()
+        return _Run(anatomy, args.seed)
 
     def rates(self, step: int, steps: int, num_layers: int) -> list[float]:
         """``p_{l,t}`` of all layers in step ``t`` of ``T``."""
@@ -106,37 +99,27 @@ class LayerDropout(ModelCallback):
         check_share("LayerDropout(schedule)'s value", share, zero=True, one=True)
         return [self.p_max * share * layer_scale(layer, num_layers) for layer in range(num_layers)]
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        run = self._run
-        assert run is not None
-        run.begin_step(state.global_step, self.rates(state.global_step, state.max_steps, run.anatomy.num_layers))
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        assert self._run is not None
-        self._run.end_step()
+    def begin_step(self, run: _Run, step: int, steps: int) -> None:
+        run.begin_step(step, self.rates(step, steps, run.anatomy.num_layers))
 
 
 class _Run:
     """The forwards that replace those of the layers during one training, and the samples that they drop."""
 
     def __init__(self, anatomy: Anatomy, seed: int) -> None:
-        self.anatomy = anatomy
-        self.seed = seed
+        self.anatomy, self._seed = anatomy, seed
         self._forwards = InstanceForwards()
         self._arity: dict[type, int | None] = {}
-        self._step = 0
+        self._step = self._samples = 0
         self._rates: np.ndarray | None = None
-        self._samples = 0
         # For each layer ``[n]`` the rows that stay, or ``[b, s, 1]`` whether a token of packed rows does; None: all do.
         self._kept: list[torch.Tensor | None] = [None] * anatomy.num_layers
         self._thread = threading.get_ident()
+        # Whether a forward without gradients or of another thread calls the layers, and no backward that recomputes
+        # them. Layers cannot tell: in checkpointing they run without gradients first, then in a backward's threads.
         self._plain = threading.local()
 
-    def attach(self) -> None:
+    def attach(self, model: Any) -> None:
         self._forwards.replace(self.anatomy.stack, self._stack_forward(self.anatomy.stack.forward))
         for index, layer in enumerate(self.anatomy.layers):
             self._forwards.replace(layer, self._layer_forward(index, layer))
@@ -165,13 +148,6 @@ class _Run:
 
         return forward
 
-    def _is_plain(self) -> bool:
-        """Whether a forward without gradients or of another thread calls the layer, and no backward that recomputes it.
-
-        Layers cannot tell: in checkpointing they run without gradients at first, and in threads of a backward later.
-        """
-        return getattr(self._plain, "running", False)
-
     def _draw(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Decides for each layer which rows or packed sequences of this batch stay in it."""
         if self._rates is None:
@@ -179,16 +155,16 @@ class _Run:
         named = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         first = next(value for value in named if isinstance(value, torch.Tensor))
         packed = _packed(first, kwargs)
-        samples, of_tokens = (first.shape[0], None) if packed is None else packed
-        uniform = np.random.default_rng([self.seed, self._step]).random((self._samples + samples, len(self._rates)))
+        samples = first.shape[0] if packed is None else packed[0]
+        uniform = np.random.default_rng([self._seed, self._step]).random((self._samples + samples, len(self._rates)))
         stays = uniform[self._samples :] >= self._rates
         self._samples += samples
         self._kept = [None] * len(self._rates)
         dropping = [layer for layer, column in enumerate(stays.T) if not column.all()]
         if not dropping:
             return
-        if of_tokens is not None:
-            tokens = upload(stays, first.device)[of_tokens]
+        if packed is not None:
+            tokens = upload(stays, first.device)[packed[1]]
             for layer in dropping:
                 self._kept[layer] = tokens[..., layer, None]
             return
@@ -199,41 +175,42 @@ class _Run:
 
     def _layer_forward(self, index: int, layer: nn.Module) -> Forward:
         own, kind = layer.forward, type(layer)
+        positional = ["hidden_states", *list(inspect.signature(kind.forward).parameters)[2:]]
 
         def original(*args: Any, **kwargs: Any) -> Any:
             output = own(*args, **kwargs)
             self._arity[kind] = len(output) if isinstance(output, tuple) else None
             return output
 
-        positional = ["hidden_states", *list(inspect.signature(type(layer).forward).parameters)[2:]]
-
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            rows = self._kept[index]
-            if rows is None or not layer.training or self._is_plain():
+            kept = self._kept[index]
+            if kept is None or not layer.training or getattr(self._plain, "running", False):
                 return original(*args, **kwargs)
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if rows.dtype is torch.bool:
-                output = original(*args, **kwargs)
-                changed = output[0] if isinstance(output, tuple) else output
-                merged = torch.where(rows.to(hidden.device), changed.to(hidden.dtype), hidden)
-                return (merged, *output[1:]) if isinstance(output, tuple) else merged
-            if not len(rows):
+            inputs = dict(zip(positional, args, strict=False)) | kwargs
+            hidden = inputs.pop("hidden_states")
+            if kept.dtype is torch.bool:
+                return _with_states(
+                    original(hidden, **inputs),
+                    lambda changed: torch.where(kept.to(hidden.device), changed.to(hidden.dtype), hidden),
+                )
+            if not len(kept):
                 if kind not in self._arity:
                     with torch.no_grad():
-                        original(*args, **kwargs)
-                arity, untouched = self._arity[kind], _untouched(hidden, layer)
-                return untouched if arity is None else (untouched, *[None] * (arity - 1))
-            b = hidden.shape[BATCH_DIM]
-            names = [*positional[: len(args)], *kwargs]
-            stay = [_select(name, value, rows, b) for name, value in zip(names, (*args, *kwargs.values()), strict=True)]
-            stay[names.index("hidden_states")] = hidden.index_select(BATCH_DIM, rows)
-            output = original(*stay[: len(args)], **dict(zip(kwargs, stay[len(args) :], strict=True)))
-            changed = output[0] if isinstance(output, tuple) else output
-            merged = hidden.index_copy(BATCH_DIM, rows, changed.to(hidden.dtype))
-            return (merged, *output[1:]) if isinstance(output, tuple) else merged
+                        original(hidden, **inputs)
+                return with_arity(_untouched(hidden, layer), self._arity[kind])
+            rows = {name: _select(name, value, kept, hidden.shape[BATCH_DIM]) for name, value in inputs.items()}
+            return _with_states(
+                original(hidden.index_select(BATCH_DIM, kept), **rows),
+                lambda changed: hidden.index_copy(BATCH_DIM, kept, changed.to(hidden.dtype)),
+            )
 
         return forward
+
+
+def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The output of a layer with changed states."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def _packed(first: torch.Tensor, kwargs: dict[str, Any]) -> tuple[int, torch.Tensor] | None:

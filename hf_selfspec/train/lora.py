@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..draft.lora import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.forwards import states_of
-from ..model.masks import Geometry, at_positions, speculative_attention
+from ..model.masks import MaskSpec, at_positions, speculative_attention
 from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.patching import states_of
 from ..model.plan import LayerPlan
 from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
@@ -144,22 +144,22 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
     """
     ids = ids.to(frozen.device)
     (b, s), anatomy = ids.shape, frozen.anatomy
-    count, stack, additions = anatomy.num_layers, anatomy.stack, lora.additions(anatomy)
+    count, stack, deltas = anatomy.num_layers, anatomy.stack, lora.deltas(anatomy)
     known = DynamicCache()
     places = torch.arange(s, device=ids.device)
     begins = places - (places + _offset()) % _WINDOW
     before = places[None, :] < begins[:, None]  # [s, s], as below
     within = (places[None, :] >= begins[:, None]) & (places[None, :] <= places[:, None])
-    geometry = Geometry(
+    geometry = MaskSpec(
         query_positions=places.expand(b, s),
         length=2 * s,
         key_positions=torch.cat([places, places])[None],
         visible=torch.cat([before, within], dim=1).expand(b, s, 2 * s),
     )
-    with partial_forwards(frozen.model, anatomy, [additions]), speculative_attention():
+    with partial_forwards(frozen.model, anatomy, [deltas]), speculative_attention():
         with torch.no_grad(), obeying(ForwardPass(LayerPlan(count), stop=lora.exit_layer)):
             stack(input_ids=ids, past_key_values=known, use_cache=True)
-        plan = LayerPlan.early_exit(count, lora.exit_layer, additions)
+        plan = LayerPlan.early_exit(count, lora.exit_layer, deltas)
         with obeying(ForwardPass(plan)), at_positions(geometry):
             output = stack(
                 input_ids=ids, position_ids=places.expand(b, s), past_key_values=_Behind(known), use_cache=True

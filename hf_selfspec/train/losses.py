@@ -27,23 +27,11 @@ def weighted_exit_losses(
     vocabulary: int,
     teacher: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums the cross entropies of several exits, or their divergences from a teacher.
+    """Sums the cross entropies of exits: ``Σ weight · Σ loss``, and the sums ``[k]`` without a gradient.
 
-    Logits are computed for a chunk of tokens at a time. Gradients are computed in the forward pass already, so the head
-    runs once for each token; the backward pass only scales and returns them.
-
-    Args:
-        head: from states ``[n, d]`` to logits ``[n, v]``.
-        parameters: the head's trainable parameters.
-        states: ``[k, n, d]`` what goes into the head at ``k`` exits, of which each has one of the ``weights``.
-        targets: ``[n]`` token ids.
-        weights: weight of each exit.
-        vocabulary: ``v``, which determines the size of the chunks.
-        teacher: ``[n, d]`` states from which the head predicts the wanted distribution ``p``; ``None`` to learn the
-            targets instead. The loss is then ``KL(p ‖ q)``, whose gradient is that of the cross entropy.
-
-    Returns:
-        ``Σ weight · Σ loss`` (a scalar with a gradient) and the sums of the losses ``[k]``, without one; in nats.
+    The head takes states ``[k, n, d]`` to logits for targets ``[n]``, a chunk of tokens at a time. Gradients are
+    computed in the forward pass already, so the head runs once for each token; the backward pass only scales them.
+    With a teacher (states ``[n, d]`` from which the head predicts the wanted distribution ``p``), it is ``KL(p ‖ q)``.
     """
     chunk = max(1, LOGIT_ELEMENTS // vocabulary)
     total, sums = _ExitLosses.apply(head, targets, teacher, tuple(weights), chunk, states, *parameters)
@@ -112,9 +100,9 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor, wanted: torch.Tensor | No
 def per_token(
     metric: Metric, head: Head, states: torch.Tensor, teacher_head: Head, final: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
-    """Applies ``metric`` to the logits of two heads, for a chunk of tokens at a time; returns ``[b s]`` values.
+    """Applies ``metric`` to the logits of ``head`` for ``states`` and of the teacher's for ``final``: ``[b s]`` values.
 
-    Gradients flow through ``head``, which reads ``states`` ``[b, s, d]``; the whole model's head reads ``final``.
+    This is done for a chunk of tokens at a time, and gradients flow through ``head``.
     """
 
     def of(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

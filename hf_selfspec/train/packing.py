@@ -17,14 +17,9 @@ HELD_OUT, MOST_HELD_OUT = 20, 64
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Texts as rows of equal length.
+    """Texts (strings, or rows with a ``text`` or with ``input_ids``) as rows of ``length`` tokens.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        texts: strings, or rows with a ``text`` or with ``input_ids``.
-        length: tokens of a row. Texts are concatenated, each with an end-of-text token if there is one; an incomplete
-            row at the end is dropped.
-        name: name of the calling function, for messages.
+    They are concatenated, each with an end-of-text token if there is one; an incomplete row at the end is dropped.
     """
 
     def __init__(

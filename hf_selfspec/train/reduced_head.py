@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from ..errors import SettingError, UnsupportedModelError
-from ..model.head_rows import output_head
+from ..model.head import output_head
 from ..modules.draft_module import about
 from ..modules.reduced_head import ReducedHead
 from ..validation import check_count

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..draft.cascade import Cascade
 from ..draft.lookup import Lookup
-from ..model.checkpointing import evaluating
+from ..model.patching import evaluating
 from ..modules.draft_module import DraftModule
 from ..selfspec import SelfSpec
 
@@ -29,11 +29,7 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
-    """Greedy generation of so many tokens, without penalties, several sequences or time limits of the model's own.
-
-    Yields:
-        The tokens that end a text.
-    """
+    """Generates greedily and without other settings of the model's own; yields the tokens that end a text."""
     usual = model.generation_config
     ends = {usual.eos_token_id} if isinstance(usual.eos_token_id, int) else set(usual.eos_token_id or ())
     try:
@@ -49,12 +45,9 @@ def greedily(model: PreTrainedModel, new_tokens: int) -> Iterator[set[int]]:
 
 
 class SpeedupEvaluator:
-    """Compares generation with a module to plain ``generate``.
+    """Compares generation with a module to plain ``generate``, on the first few of held-out rows ``[n, s]``.
 
-    Args:
-        model: the model that the module is fitted to.
-        rows: ``[n, s]`` held-out text, of which the first few rows are used.
-        spec_of: returns a ``SelfSpec`` that drafts with a module, ``None`` if it cannot draft greedy text.
+    ``spec_of`` returns a ``SelfSpec`` that drafts with the module, ``None`` if it cannot draft greedy text.
     """
 
     def __init__(self, model: PreTrainedModel, rows: torch.Tensor, spec_of: Callable[[Any], SelfSpec | None]) -> None:

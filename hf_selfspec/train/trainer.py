@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import SettingError, UnsupportedOptionError
 from ..hooks.seams import add_seam
-from ..model.forwards import InstanceForwards
+from ..model.patching import InstanceForwards
 
 
-class ModelCallback(TrainerCallback):
+class TrainingRun(Protocol):
+    """What a callback has attached to a model during one training."""
+
+    def attach(self, model: Any) -> None: ...
+
+    def detach(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+
+R = TypeVar("R", bound=TrainingRun)
+
+
+class ModelCallback(TrainerCallback, Generic[R]):
     """A callback that attaches something to the model during ``Trainer.train``.
 
     What it attaches is gone when ``train`` returns or raises. One callback serves one training at a time.
     """
 
     _served = False
+    _run: R | None = None
 
     def check(self, trainer: Trainer) -> None:
         """Raises if this training is not supported; called before it begins."""
 
-    def attach(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
-        """Attaches to the causal LM, or to PEFT's wrapper around it (below distributed wrappers)."""
+    def make_run(self, model: Any, args: TrainingArguments) -> R:
+        """What to attach to the causal LM, or to PEFT's wrapper around it (below distributed wrappers)."""
         raise NotImplementedError
 
-    def detach(self) -> None:
-        """Undoes :meth:`attach`; does nothing if nothing is attached."""
+    def begin_step(self, run: R, step: int, steps: int) -> None:
+        """Prepares step ``t`` of ``T``."""
         raise NotImplementedError
 
     def logs(self, trainer: Trainer) -> dict[str, float]:
-        """Returns what goes into the Trainer's log besides the loss; called on all ranks."""
+        """What goes into the Trainer's log besides the loss; called on all ranks."""
         return {}
+
+    def detach(self) -> None:
+        """Removes what is attached, if anything is."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.detach()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -44,10 +63,23 @@ class ModelCallback(TrainerCallback):
         if not self._served:
             raise UnsupportedOptionError(
                 f"{type(self).__name__} has to be among the callbacks before Trainer.train begins, and Trainer.train "
-                "has to be the one that hf_selfspec wraps, see hf_selfspec.install."
+                "has to be the one that `import hf_selfspec` wraps."
             )
         self.detach()
-        self.attach(model, args, state)
+        self._run = self.make_run(model, args)
+        self._run.attach(model)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._run is not None
+        self.begin_step(self._run, state.global_step, state.max_steps)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._run is not None
+        self._run.end_step()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -70,36 +102,27 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
             raise SettingError(f"Trainer(callbacks) has more than one {twice}: give one of each kind.")
         for callback in callbacks:
             callback.check(self)
-        for callback in callbacks:
-            callback._served = True
+        plain_log, forwards = self.log, InstanceForwards()
+
+        @functools.wraps(plain_log)
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:
+                for callback in callbacks:
+                    logs.update(callback.logs(self))
+            plain_log(logs, *args, **kwargs)
+
         try:
-            with _logging(self, callbacks):
-                return original(self, *args, **kwargs)
+            for callback in callbacks:
+                callback._served = True
+            forwards.set(self, "log", log)
+            return original(self, *args, **kwargs)
         finally:
+            forwards.restore()
             for callback in reversed(callbacks):
                 callback._served = False
                 callback.detach()
 
     return train
-
-
-@contextmanager
-def _logging(trainer: Trainer, callbacks: list[ModelCallback]) -> Iterator[None]:
-    """Lets the callbacks take part in the log of one trainer."""
-
-    @functools.wraps(trainer.log)
-    def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:
-            for callback in callbacks:
-                logs.update(callback.logs(trainer))
-        original(logs, *args, **kwargs)
-
-    original, forwards = trainer.log, InstanceForwards()
-    forwards.set(trainer, "log", log)
-    try:
-        yield
-    finally:
-        forwards.restore()
 
 
 def _check_training(trainer: Trainer) -> None:

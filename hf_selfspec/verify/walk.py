@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..model.step import Best
+from ..model.partial import Best
 from ..model.transfer import Pending, read
 from .greedy import best_tokens, choose_greedy
 from .sampling import accept_line, choose_sampled, draw

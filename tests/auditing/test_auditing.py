@@ -217,10 +217,7 @@ def test_too_few_draws_are_told() -> None:
 @pytest.mark.parametrize(
     ("texts", "options", "words"),
     [
-        ([], {}, "must be a list of prompts, at least one"),
-        ("a text", {}, "must be a list of prompts, at least one"),
-        ([3], {}, "a prompt must be a string or a chat"),
-        ([""], {}, "the prompt is empty"),
+        ("a text", {}, r"audit\(texts\) must be a list of strings or chats"),
         ([[{"role": "user", "content": "a"}]], {}, "the tokenizer has no chat template"),
         (["a"], {"max_new_tokens": 0}, r"audit\(max_new_tokens\) must be at least 1, got 0"),
         (["a"], {"spec": "lookup"}, r"audit\(spec\) must be a SelfSpec or None, got 'lookup'"),

@@ -25,7 +25,7 @@ from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
 from hf_selfspec.bench.prompts import texts_of
 from hf_selfspec.cli import app, main
 from hf_selfspec.data.loading import NamedModel
-from hf_selfspec.data.prompt_files import read_prompts
+from hf_selfspec.data.texts import read_prompts
 
 ROOT = Path(hf_selfspec.__file__).parents[1]
 HEAVY = ("numpy", "torch", "transformers")

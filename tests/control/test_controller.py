@@ -340,7 +340,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 def arms(spec: SelfSpec, model: LlamaForCausalLM) -> dict[str, ArmStats]:
     """The results of all sources."""
-    (found,) = spec._knowledge._measured[model].values()
+    (found,) = spec._knowledge.record(model).measurements.values()
     return found.arms
 
 

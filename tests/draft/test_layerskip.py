@@ -36,9 +36,9 @@ from hf_selfspec.draft import probe
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch, Timings
 from hf_selfspec.search.exit_study import ExitStudy, choose_exit
-from hf_selfspec.search.replay import Replay, Rule, Trace, draft_lengths, replays
+from hf_selfspec.search.replay import Replays, Rule, Trace, replays
 from hf_selfspec.search.replay import trace as traced
 from hf_selfspec.stop.rules import confidence
 
@@ -117,10 +117,9 @@ def test_verification_costs_what_rounds_of_its_size_took():
     assert ForwardCosts.of_state(old, 4) == COSTS
 
 
-def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replay:
+def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_draft: int) -> Replays:
     """One rule along one text."""
-    (found,) = replays([trace], [rule], plan, costs, max_draft)
-    return found
+    return Replays(*(values.item() for values in replays([trace], [rule], plan, costs, max_draft)))
 
 
 def test_fixed_drafts_replayed_by_hand():
@@ -129,13 +128,13 @@ def test_fixed_drafts_replayed_by_hand():
     # Rounds: from 0 two accepted (to 3); from 3 one (to 5); from 5 none (to 6); from 6 two, the second of which is the
     # first token again (to 9).
     seconds = 4 * (2 * COSTS.draft(exit_plan(1)) + COSTS.verify(1, 2))
-    assert found == Replay(pytest.approx(seconds), tokens=9, drafted=8, accepted=5)
+    assert found == Replays(pytest.approx(seconds), tokens=9, drafted=8, accepted=5)
 
 
 def test_confident_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
-    assert draft_lengths(sure, ConfidenceThreshold(0.5), 3).tolist() == [[2, 1, 3, 3, 2, 1, 3]]
+    assert ConfidenceThreshold(0.5).lengths(sure, 3).tolist() == [[2, 1, 3, 3, 2, 1, 3]]
     found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
     # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (3, all accepted, to 10).
     assert (found.tokens, found.drafted, found.accepted) == (10, 9, 6)
@@ -144,17 +143,17 @@ def test_confident_drafts_replayed_by_hand():
 def test_lengths_of_drafts():
     """At the end a draft goes on at the beginning; one that is sure everywhere ends with the most tokens."""
     sure = np.array([[0.9, 0.9, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]])
-    assert draft_lengths(sure, ConfidenceThreshold(0.5), 9).tolist() == [[3, 2, 1, 4], [9, 9, 9, 9]]
-    assert draft_lengths(sure, FixedLength(3), 9).tolist() == [[3] * 4] * 2
-    assert draft_lengths(sure, FixedLength(3), 2).tolist() == [[2] * 4] * 2
+    assert ConfidenceThreshold(0.5).lengths(sure, 9).tolist() == [[3, 2, 1, 4], [9, 9, 9, 9]]
+    assert FixedLength(3).lengths(sure, 9).tolist() == [[3] * 4] * 2
+    assert FixedLength(3).lengths(sure, 2).tolist() == [[2] * 4] * 2
 
 
 def test_lengths_of_drafts_by_their_product():
     """0.9 0.9 is 0.81, the next 0.9 makes 0.729; the token with which it falls below the threshold is drafted."""
     sure = np.array([[0.9, 0.9, 0.9, 0.5, 1.0]])
-    assert draft_lengths(sure, ProductThreshold(0.8), 9).tolist() == [[3, 3, 2, 1, 4]]
-    assert draft_lengths(sure, ProductThreshold(0.8), 2).tolist() == [[2, 2, 2, 1, 2]]
-    assert draft_lengths(np.ones((1, 3)), ProductThreshold(0.8), 7).tolist() == [[7, 7, 7]]
+    assert ProductThreshold(0.8).lengths(sure, 9).tolist() == [[3, 3, 2, 1, 4]]
+    assert ProductThreshold(0.8).lengths(sure, 2).tolist() == [[2, 2, 2, 1, 2]]
+    assert ProductThreshold(0.8).lengths(np.ones((1, 3)), 7).tolist() == [[7, 7, 7]]
 
 
 def test_likely_acceptance_replayed_by_hand():
@@ -172,11 +171,11 @@ def test_rows_are_replayed_each_for_itself():
     accept = np.array([[1, 1, 0, 1], [0, 0, 1, 0.0]])
     together = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
     alone = [replay(Trace(row[None], row[None]), FixedLength(2), exit_plan(1), COSTS, 25) for row in accept]
-    assert asdict(together) == pytest.approx(asdict(Replay.of_all(alone)))
+    assert together == pytest.approx(Replays.total(alone))
     rules = [FixedLength(2), ConfidenceThreshold(0.5)]
     texts = [Trace(row[None], row[None]) for row in accept]
-    for rule, found in zip(rules, replays(texts, rules, exit_plan(1), COSTS, 25), strict=True):
-        assert asdict(found) == pytest.approx(asdict(replay(Trace(accept, accept), rule, exit_plan(1), COSTS, 25)))
+    for rule, *found in zip(rules, *replays(texts, rules, exit_plan(1), COSTS, 25), strict=True):
+        assert found == pytest.approx([*replay(Trace(accept, accept), rule, exit_plan(1), COSTS, 25)])
     part = Trace(accept, accept).part(1, 1, 3)
     assert (part.accept.tolist(), part.tokens) == ([[0, 1]], 2)
 
@@ -402,8 +401,9 @@ def test_disturbed_timings_do_not_count():
     watch.seconds["draft"] = [5.5, 60.0]
     other = Stopwatch(exit_plan(2))
     other.seconds = {"early": [7.0], "full": [99.0], "few": [11.5, 99.0], "many": [23.5], "draft": [99.0]}
-    watch.add(other)
-    assert watch.costs() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
+    timings = Timings()
+    timings.add(watch)
+    assert timings.add(other) == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
 
 
 class Slow(dict):

@@ -316,7 +316,7 @@ def test_drafts_are_what_the_sources_know(llama: LlamaForCausalLM, known: tuple[
 def test_own_rules_end_drafts(llama: LlamaForCausalLM) -> None:
     spec = SelfSpec(EarlyExit(3), Growing())
     first = assert_same(llama, spec, ROW)
-    memory = spec._knowledge.memory(llama, (False, False))
+    memory = spec._knowledge.record(llama).memories[False, False]
     assert memory.value > 1
     assert assert_same(llama, spec, ROW).draft_steps / first.rounds > first.draft_steps / first.rounds
     every = SelfSpec(EarlyExit(3), Alternating(1))

@@ -51,6 +51,7 @@ from hf_selfspec.draft.blocks import DraftBlocks
 from hf_selfspec.export import exporting
 from hf_selfspec.export.agreement import partial_logits
 from hf_selfspec.export.exporting import draft_model
+from hf_selfspec.learned.knowledge import KnowledgeOfCall
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.train.adapter import usual_eps, usual_theta
@@ -342,7 +343,7 @@ def test_what_another_process_has_found_is_exported(llama: LlamaForCausalLM, tmp
     found = spec._knowledge.latest(llama)
     found.choice = SkipChoice(LayerPlan(6, frozenset({2, 3}), frozenset({3})), True, None, 1.5, 0.9, 0.9)
     found.changed()
-    spec._knowledge.write()
+    KnowledgeOfCall(spec, llama).write()
     SelfSpec(spec.draft, cache_dir=tmp_path / "cache").export_draft(tmp_path / "draft", llama)
     assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
 

@@ -34,11 +34,11 @@ from hf_selfspec import (
     Text,
     TopKTree,
     UnsupportedOptionError,
+    decoding,
 )
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.grammar import XGrammar, protocol
 from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
-from hf_selfspec.model.prefill import TextPrefill
 
 MODEL = tiny_llama(factor=0.5)
 SCHEMA = {
@@ -230,7 +230,7 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
 
     def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
         processor._rows[0]._masks.clear()
-        return processor.allowed(0, list(text), ()).tolist()
+        return processor.row(0).mask(list(text), ()).tolist()
 
     expected = []
     for text in texts:
@@ -660,10 +660,10 @@ def test_wrong_registrations_are_refused(registered: None) -> None:
 
 
 def test_a_wrong_adapter_is_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prefill(self: Any, *given: Any) -> None:
+    def prefill(*given: Any) -> None:
         raise AssertionError("no forward is to run")
 
-    monkeypatch.setattr(TextPrefill, "run", prefill)
+    monkeypatch.setattr(decoding, "prefill", prefill)
     for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: []):
         hf_selfspec.register_grammar(Own, wrong)
         with pytest.raises(SettingTypeError, match=r"for each of the 1 rows"):
@@ -678,7 +678,7 @@ def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPat
     mask.begin(inputs["input_ids"], VOCABULARY)
     monkeypatch.setattr(Automaton, "mask", lambda self, vocabulary: torch.ones(vocabulary))
     with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Own must return a BoolTensor \[97\]"):
-        mask.allowed(0, [], ())
+        mask.row(0).mask([], ())
 
 
 @libraries_warn
@@ -715,7 +715,7 @@ def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokeni
     (mask,) = with_grammars(LIBRARIES[library](tokenizer, None, "ab")["logits_processor"])
     mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
     with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
-        mask.allowed(0, [], (50,))
+        mask.row(0).mask([], (50,))
 
 
 def test_no_grammar_constrains_nothing() -> None:

@@ -19,87 +19,44 @@ OUTSIDE = 120
 VOCABULARY = 97
 
 _TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 _VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,
-}
+}  # fmt: skip
 _CLIP = _VISION | {"model_type": "clip_vision_model", "projection_dim": 16}
 _SIGLIP = _VISION | {"model_type": "siglip_vision_model"}
 _QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "embed_dim": 16,
-    "hidden_size": 16,
-    "out_hidden_size": 32,
-    "intermediate_size": 16,
-    "num_heads": 2,
+    "depth": 1, "embed_dim": 16, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2,
     "patch_size": 4,
-}
+}  # fmt: skip
 _AUDIO: dict[str, Any] = {
-    "model_type": "qwen2_audio_encoder",
-    "num_mel_bins": 8,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "max_source_positions": 16,
-}
+    "model_type": "qwen2_audio_encoder", "num_mel_bins": 8, "d_model": 16, "encoder_layers": 1,
+    "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "max_source_positions": 16,
+}  # fmt: skip
 _SPEECH: dict[str, Any] = {
-    "input_dim": 8,
-    "num_layers": 1,
-    "hidden_dim": 16,
-    "feedforward_mult": 2,
-    "num_heads": 2,
-    "dim_head": 8,
-    "output_dim": 97,
-    "context_size": 8,
-    "max_pos_emb": 16,
-    "conv_kernel_size": 3,
-}
+    "input_dim": 8, "num_layers": 1, "hidden_dim": 16, "feedforward_mult": 2, "num_heads": 2, "dim_head": 8,
+    "output_dim": 97, "context_size": 8, "max_pos_emb": 16, "conv_kernel_size": 3,
+}  # fmt: skip
 _QFORMER: dict[str, Any] = {
-    "model_type": "blip_2_qformer",
-    "hidden_size": 16,
-    "encoder_hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 8,
-}
+    "model_type": "blip_2_qformer", "hidden_size": 16, "encoder_hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8,
+}  # fmt: skip
 _MROPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 }
 _CHUNKS: dict[str, Any] = {
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-    "attention_chunk_size": 8,
-    "intermediate_size_mlp": 48,
-    "interleave_moe_layer_step": 2,
-    "attn_temperature_tuning": False,
-}
+    "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 8, "intermediate_size_mlp": 48,
+    "interleave_moe_layer_step": 2, "attn_temperature_tuning": False,
+}  # fmt: skip
 _GEMMA3: dict[str, Any] = {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8}
 _PROJECTED: dict[str, Any] = {
-    "intermediate_size": 64,
-    "pixel_shuffle_ratio": 0.5,
-    "vision_output_dim": 16,
-    "projector_input_dim": 16,
+    "intermediate_size": 64, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 16, "projector_input_dim": 16,
     "projector_output_dim": 16,
-}
+}  # fmt: skip
 _SQUARES: dict[str, Any] = {"image_size": [8, 8], "patch_size": [4, 4]}
 
 

@@ -30,41 +30,11 @@ _SIZED_BY_VALUES = {"nonzero", "masked_select", "nonzero_numpy", "unique_dim", "
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # What launches nothing.
 _VIEWS = {
-    "_reshape_alias",
-    "_unsafe_view",
-    "alias",
-    "as_strided",
-    "chunk",
-    "detach",
-    "diagonal",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "expand",
-    "is_same_size",
-    "lift",
-    "lift_fresh",
-    "narrow",
-    "new_empty",
-    "new_empty_strided",
-    "permute",
-    "select",
-    "set_",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "sym_size",
-    "sym_stride",
-    "t",
-    "transpose",
-    "unbind",
-    "unflatten",
-    "unfold",
-    "unsqueeze",
-    "view",
-    "view_as_real",
-}
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like",
+    "empty_strided", "expand", "is_same_size", "lift", "lift_fresh", "narrow", "new_empty", "new_empty_strided",
+    "permute", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "sym_stride", "t",
+    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as_real",
+}  # fmt: skip
 
 
 @dataclass
@@ -200,10 +170,6 @@ def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Te
         counts.upload("index")
     if name not in _VIEWS:
         counts.launch(name)
-
-
-def _is_mask(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype is torch.bool
 
 
 class _Dispatched(TorchDispatchMode):

@@ -29,9 +29,8 @@ from hf_selfspec import (
     SettingError,
     SettingTypeError,
 )
-from hf_selfspec.lookup import LookupKnowledge
+from hf_selfspec.lookup import LookupFindings
 from hf_selfspec.lookup import findings as shared
-from hf_selfspec.lookup.findings import LookupFindings
 from hf_selfspec.lookup.suffix import SEPARATOR, texts_of
 
 pytestmark = pytest.mark.usefixtures("verification_is_free")
@@ -66,7 +65,7 @@ def findings(spec: SelfSpec, model: Any) -> LookupFindings:
 
 
 def stored(spec: SelfSpec, model: Any) -> list[int]:
-    return findings(spec, model).known.store.tokens
+    return findings(spec, model).store.tokens
 
 
 # From call to call ---------------------------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ def test_forgotten_texts_are_gone(llama: LlamaForCausalLM, tmp_path: Path) -> No
     spec.forget()
     assert not _has_texts(tmp_path)
     for model in (llama, other):
-        known = findings(spec, model).known
+        known = findings(spec, model)
         assert not known.store.tokens
         assert not len(known.successors)
     again = SelfSpec(Lookup(), cache_dir=tmp_path)
@@ -215,9 +214,6 @@ def test_texts_that_were_read_from_files_are_forgotten(llama: LlamaForCausalLM, 
     assert call(llama, cached).rounds < first.rounds / 2
     cached.forget()
     assert not _has_texts(tmp_path / "cache")
-    read = [saved for files in cached._knowledge._cached.values() for saved in files.values()]
-    assert read
-    assert not any(key.kind is None for saved in read for key in saved.findings)
     cached.save_pretrained(tmp_path / "after")
     assert not _has_texts(tmp_path / "after")
 
@@ -313,7 +309,7 @@ def test_what_one_process_forgets_no_other_writes_again(
     assert _text(llama, OTHER) not in _stored_in(tmp_path)  # it cannot be told from the older ones
     call(llama, two, OTHER)
     assert _text(llama, OTHER) in _stored_in(tmp_path)
-    assert len(findings(two, llama).known.successors)
+    assert len(findings(two, llama).successors)
     for _ in range(2):
         call(llama, three, OTHER)
     assert call(llama, three, OTHER).rounds < first.rounds / 2
@@ -336,7 +332,7 @@ def test_models_alike_forget_together(llama: LlamaForCausalLM, tmp_path: Path) -
 
 def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> None:
     """They come in as the oldest, and pairs only where there is room."""
-    mine, theirs = LookupKnowledge(8, 100), LookupKnowledge(8, 100)
+    mine, theirs = LookupFindings(100, most_pairs=8), LookupFindings(100, most_pairs=8)
     for knowledge, start in ((mine, 0), (theirs, 500)):
         for text in range(6):
             tokens = list(range(start + 10 * text, start + 10 * text + 10))
@@ -350,7 +346,7 @@ def test_texts_of_others_do_not_push_out_ones_own(llama: LlamaForCausalLM) -> No
     assert [one is not None and one.is_pair for one in found] == [True] * 6 + [False] * 4 + [True] * 2
     before = list(mine.store.tokens)
     trimmed = theirs.state()
-    trimmed["store"] = np.array([SEPARATOR, *range(5, 10), SEPARATOR, *range(10, 20)], np.int32)
+    trimmed["known"]["store"] = [SEPARATOR, *range(5, 10), SEPARATOR, *range(10, 20)]
     mine.merge(trimmed)
     assert mine.store.tokens == before
 

@@ -11,7 +11,7 @@ import pytest
 
 from hf_selfspec.control.costs import RoundCosts
 from hf_selfspec.lookup import (
-    LookupKnowledge,
+    LookupFindings,
     LookupRow,
     Rates,
     Successors,
@@ -37,9 +37,9 @@ def random_text(seed: int, length: int = 300, alphabet: int = 6) -> list[int]:
     return text[:length]
 
 
-def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupKnowledge, LookupRow]:
+def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupFindings, LookupRow]:
     """Knowledge of some texts, and a row that has gone on for a while."""
-    knowledge = LookupKnowledge()
+    knowledge = LookupFindings()
     for number in range(texts + 1):
         text = random_text(seed + number)
         row = LookupRow(knowledge, kind)
@@ -156,7 +156,7 @@ def test_nothing_matches_or_goes_on_across_texts() -> None:
     match = index.match([3, 4, 5])
     assert match is not None
     assert match.length == 2
-    knowledge = LookupKnowledge()
+    knowledge = LookupFindings()
     knowledge.add_texts([[1, 2, 3, 4, 5], [6, 7]])
     row = LookupRow(knowledge)
     row.extend([1, 2, 3, 4, 5])
@@ -174,7 +174,7 @@ def test_a_store_is_bounded_and_keeps_the_latest() -> None:
     assert index.match([1, 2, 3]) is None
     index.extend(range(5_000))
     assert len(index) <= 100
-    nothing = LookupKnowledge(most_stored=0)
+    nothing = LookupFindings(most_stored=0)
     nothing.add_texts([text])
     assert nothing.store.tokens == []
 
@@ -187,7 +187,7 @@ def test_of_many_texts_only_those_that_stay_are_indexed(monkeypatch: pytest.Monk
         indexed.append(len(tokens))
         extend(self, tokens)
 
-    knowledge = LookupKnowledge(most_stored=1_000)
+    knowledge = LookupFindings(most_stored=1_000)
     knowledge.add_texts([range(400)])
     monkeypatch.setattr(SuffixIndex, "extend", counting)
     knowledge.add_texts([range(10_000 * row, 10_000 * row + 400) for row in range(1, 33)])
@@ -196,7 +196,7 @@ def test_of_many_texts_only_those_that_stay_are_indexed(monkeypatch: pytest.Monk
 
 
 def test_texts_are_stored_without_what_is_known_of_them() -> None:
-    knowledge, prompt, turn = LookupKnowledge(), list(range(1_000, 1_100)), list(range(2_000, 2_050))
+    knowledge, prompt, turn = LookupFindings(), list(range(1_000, 1_100)), list(range(2_000, 2_050))
     answers = [list(range(start, start + 40)) for start in (10, 50, 90)]
     knowledge.add_texts([prompt + answer for answer in answers])
     # The first 96 tokens of the prompt are the same; the last 32 of these come before what is new.
@@ -208,7 +208,7 @@ def test_texts_are_stored_without_what_is_known_of_them() -> None:
 
 
 def test_a_continuation_repeats_where_the_text_ends() -> None:
-    row = LookupRow(LookupKnowledge())
+    row = LookupRow(LookupFindings())
     row.extend([7, 8, 9] * 4)
     tree = row.propose(FREE, 1.0, deepest=10, branching=False)
     assert line(tree) == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
@@ -309,7 +309,7 @@ def test_trees_hold_together(seed: int, branching: bool, costs: RoundCosts) -> N
 
 @pytest.mark.parametrize("branching", [True, False])
 def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
-    row = LookupRow(LookupKnowledge())
+    row = LookupRow(LookupFindings())
     row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
     seed = TokenTree((8, 4), (0, 1), (0.6, 0.3)) if branching else TokenTree((4,), (0,), (0.9,))
     tree = row.propose(FREE, 1.0, 6, branching, seed)
@@ -329,7 +329,7 @@ def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
 
 
 def test_what_the_seed_has_is_not_drafted_again() -> None:
-    row = LookupRow(LookupKnowledge())
+    row = LookupRow(LookupFindings())
     row.extend([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
     tree = row.propose(FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25)))
     assert tree.tokens[:3] == (4, 8, 5)
@@ -338,7 +338,7 @@ def test_what_the_seed_has_is_not_drafted_again() -> None:
 
 
 def test_a_seed_stays_where_nothing_pays() -> None:
-    row = LookupRow(LookupKnowledge())
+    row = LookupRow(LookupFindings())
     row.extend([1, 2, 3, 4, 1, 2, 3])
     seed = TokenTree((9,), (0,), (0.1,))
     assert row.propose(STEEP, 1.0, 8, True, seed).tokens == (9,)
@@ -350,7 +350,7 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
     _, row = taught(1)
     assert row.propose(STEEP, 1.0, 8).tokens == ()
     assert row.propose(RoundCosts((1.0,)), 1.0, 8).tokens == ()
-    assert LookupRow(LookupKnowledge()).propose(FREE, 1.0, 8).tokens == ()
+    assert LookupRow(LookupFindings()).propose(FREE, 1.0, 8).tokens == ()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -393,7 +393,7 @@ def test_corners_are_where_tokens_of_one_worth_are_best(seed: int) -> None:
 
 
 def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
-    knowledge = LookupKnowledge()
+    knowledge = LookupFindings()
     row = LookupRow(knowledge)
     row.extend([1, 2, 3, 4, 1, 2])
     tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3))
@@ -405,7 +405,7 @@ def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
 
 
 def test_the_text_counts_more_than_a_rejected_node() -> None:
-    knowledge = LookupKnowledge()
+    knowledge = LookupFindings()
     row = LookupRow(knowledge)
     row.extend([2, 2])
     tree = TokenTree((2, 5), (0, 1), (0.5, 0.2))
@@ -416,7 +416,7 @@ def test_the_text_counts_more_than_a_rejected_node() -> None:
 
 
 def test_matches_that_fail_are_trusted_less() -> None:
-    knowledge = LookupKnowledge()
+    knowledge = LookupFindings()
     rng = random.Random(3)
     row = LookupRow(knowledge)
     row.extend(random_text(3, alphabet=4))
@@ -429,7 +429,7 @@ def test_matches_that_fail_are_trusted_less() -> None:
 
 
 def test_a_round_that_drafts_nothing_teaches_rates() -> None:
-    knowledge = LookupKnowledge()
+    knowledge = LookupFindings()
     row = LookupRow(knowledge)
     row.extend([1, 2, 3, 4, 1, 2, 3])
     tree = row.propose(STEEP, 1.0, 8)
@@ -441,7 +441,7 @@ def test_a_round_that_drafts_nothing_teaches_rates() -> None:
 
 
 def test_earlier_texts_are_drafted() -> None:
-    knowledge = LookupKnowledge()
+    knowledge = LookupFindings()
     text = random.Random(0).sample(range(1_000), 200)
     first = LookupRow(knowledge)
     first.extend(text[:50])
@@ -471,9 +471,8 @@ def test_kinds_of_calls_have_rates_of_their_own() -> None:
 def test_what_is_known_lasts() -> None:
     knowledge, row = taught(4, kind="greedy")
     state = knowledge.state()
-    json.dumps(state["rates"])
-    other = LookupKnowledge()
-    other.restore(state)
+    other = LookupFindings()
+    other.restore(json.loads(json.dumps(state)))
     again = LookupRow(other, "greedy")
     fresh = LookupRow(knowledge, "greedy")
     for one in (again, fresh):
@@ -481,8 +480,7 @@ def test_what_is_known_lasts() -> None:
     tree, expected = again.propose(FREE, 1.0, 8), fresh.propose(FREE, 1.0, 8)
     assert len(tree) > 5
     assert (tree.tokens, tree.parents, tree.reach) == (expected.tokens, expected.parents, expected.reach)
-    for name, array in state["successors"].items():
-        assert np.array_equal(other.state()["successors"][name], array)
+    assert other.state() == state
 
 
 def test_a_smaller_memory_takes_the_latest() -> None:
@@ -504,6 +502,7 @@ def test_a_smaller_memory_takes_the_latest() -> None:
         {"successors": {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]}},
         {"successors": {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]}},
         {"store": ["a"]},
+        {"store": [[1]]},
         {"store": [-2]},
         {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
         {"rates": {"": {"rates": [2.0] * len(Rates().rates), "seen": [8.0] * len(Rates().rates)}}},
@@ -513,9 +512,6 @@ def test_a_smaller_memory_takes_the_latest() -> None:
 def test_a_broken_state_is_refused_and_changes_nothing(broken: dict[str, object]) -> None:
     knowledge, _ = taught(4)
     before = knowledge.state()
-    with pytest.raises(ValueError, match=r"successors|store|rates|Rates|invalid literal"):
-        knowledge.restore({**before, **broken})
-    after = knowledge.state()
-    assert np.array_equal(before["store"], after["store"])
-    assert before["rates"] == after["rates"]
-    assert np.array_equal(before["successors"]["pairs"], after["successors"]["pairs"])
+    with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
+        knowledge.restore({"known": {**before["known"], **broken}})
+    assert knowledge.state() == before

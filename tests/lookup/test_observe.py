@@ -47,7 +47,7 @@ def test_successors_serve_where_no_text_is_kept(
 ) -> None:
     spec = SelfSpec.lookup(stored_tokens=0)
     spec.observe(llama, tokenizer, [answer])
-    known = spec._knowledge.latest(llama).known
+    known = spec._knowledge.latest(llama)
     assert len(known.store) == 0
     assert len(known.successors) > NEW // 2
     assert tokens_a_round(llama, tokenizer, spec) > 1.3 * tokens_a_round(llama, tokenizer, SelfSpec.lookup())
@@ -64,7 +64,7 @@ def test_successors_are_those_of_one_forward(
     with torch.no_grad():
         expected = llama(torch.tensor([ids])).logits[0].topk(8).indices.tolist()
     last = {(before, token): top for before, token, top in zip(ids, ids[1:], expected[1:], strict=False)}
-    successors = spec._knowledge.latest(llama).known.successors
+    successors = spec._knowledge.latest(llama).successors
     assert len(last) > 10
     for (before, token), top in last.items():
         found = successors.get(before, token)
@@ -98,7 +98,7 @@ def test_all_texts_are_in_the_cache(
     SelfSpec(Lookup(), cache_dir=tmp_path).observe(llama, tokenizer, texts)
     again = SelfSpec(Lookup(), cache_dir=tmp_path)
     generate(llama, tokenizer, assistant=again)
-    stored = again._knowledge.latest(llama).known.store.tokens
+    stored = again._knowledge.latest(llama).store.tokens
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         assert any(stored[place : place + len(ids)] == ids for place in range(len(stored)))

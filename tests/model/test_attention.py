@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,31 +77,6 @@ def test_cudnn_is_off_in_each_attention_of_ours(llama: LlamaForCausalLM, name: s
         assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
 
 
-def test_cudnn_comes_back_with_the_last_of_several_threads() -> None:
-    """Also where one of them fails."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with without_cudnn_attention():
-            entered.set()
-            leave.wait(10)
-
-    def fail() -> None:
-        with without_cudnn_attention():
-            thread.start()
-            entered.wait(10)
-            raise ZeroDivisionError
-
-    with cudnn(True):
-        thread = threading.Thread(target=other)
-        with pytest.raises(ZeroDivisionError):
-            fail()
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        leave.set()
-        thread.join()
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_keys_have_the_same_strides_after_prompts_of_similar_lengths(llama: LlamaForCausalLM, name: str) -> None:
     strides = []
@@ -124,14 +98,6 @@ def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name
     prompts = [mask for queries, mask, _ in calls.found if queries == inputs["input_ids"].shape[1]]
     assert len(prompts) == llama.config.num_hidden_layers + (name == "adapter")
     assert all(mask is None for mask in prompts)
-
-
-def test_rows_at_the_same_positions_need_no_mask(llama: LlamaForCausalLM) -> None:
-    """As in the first draft step after prompts of one length."""
-    with Calls() as calls:
-        llama.generate(ragged()["input_ids"], **OPTIONS, assistant=SPECS["exit"]())
-    _, mask, _ = calls.found[llama.config.num_hidden_layers]
-    assert mask is None
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -51,7 +50,6 @@ from hf_selfspec import (
 from hf_selfspec.draft.adapter import AdapterDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.following import Following
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SPECS = {
@@ -89,12 +87,6 @@ def test_tokens_are_those_of_plain_generate(name: str, rows: str) -> None:
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_depend_on_the_image(name: str) -> None:
-    ids = [_model(name).generate(**prompt_of(name, sign=sign), **OPTIONS, assistant=SPEC) for sign in (1.0, -1.0)]
-    assert not torch.equal(*ids)
-
-
 # Where tokens stand ---------------------------------------------------------------------------------------------------
 
 
@@ -120,20 +112,6 @@ def test_tokens_stand_where_plain_generate_has_them(name: str) -> None:
     expected = positions_of(model, prompt)[0]
     assert (expected != prompt["attention_mask"].sum(1, keepdim=True)).any()
     assert torch.equal(positions_of(model, prompt, assistant=SPEC)[0], expected)
-
-
-def test_without_the_offset_tokens_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above is worth: the tokens of this file do depend on it."""
-    of = Following.of
-
-    def without(*args: Any) -> Following:
-        return replace(of(*args), offsets=None)
-
-    monkeypatch.setattr(Following, "of", without)
-    for name in QWEN:
-        prompt = prompt_of(name, ROWS["ragged"])
-        ids = _model(name).generate(**prompt, **OPTIONS, assistant=SPEC)
-        assert not torch.equal(ids, _model(name).generate(**prompt, **OPTIONS))
 
 
 def test_positions_of_ones_own_in_several_dimensions() -> None:
@@ -263,23 +241,14 @@ def test_prefill_in_chunks(name: str) -> None:
     check(name, SPEC, (9,), prefill_chunk_size=5)
 
 
-def test_scores_and_logits() -> None:
-    options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    prompt = prompt_of("qwen3_vl", ROWS["ragged"])
-    plain = _model("qwen3_vl").generate(**prompt, **OPTIONS, **options)
-    ours = _model("qwen3_vl").generate(**prompt, **OPTIONS, **options, assistant=SPEC)
-    for name in ("scores", "logits"):
-        assert torch.allclose(torch.stack(getattr(plain, name)), torch.stack(getattr(ours, name)), atol=1e-4)
-
-
 def test_rows_that_end_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[list[int]] = []
     keep_rows = SpeculativeCache.keep_rows
     monkeypatch.setattr(SpeculativeCache, "keep_rows", lambda self, rows: (kept.append(rows), keep_rows(self, rows))[1])
-    prompt = prompt_of("llava", ROWS["ragged"])
-    plain = _model("llava").generate(**prompt, **OPTIONS)
+    prompt = prompt_of("qwen2_5_vl", ROWS["ragged"])  # whose positions differ from row to row
+    plain = _model("qwen2_5_vl").generate(**prompt, **OPTIONS)
     end = int(plain[0, prompt["input_ids"].shape[1] + 4])
-    check("llava", SPEC, ROWS["ragged"], eos_token_id=end)
+    check("qwen2_5_vl", SPEC, ROWS["ragged"], eos_token_id=end)
     assert kept
 
 
@@ -332,12 +301,6 @@ def test_an_adapter_sees_the_states_of_the_prompt(name: str, rows: str, monkeypa
         hook.remove()
     for row, mask in enumerate(prompt["attention_mask"].bool()):
         assert torch.equal(seen[0][row, : int(mask.sum())], entered[0][row, mask])
-
-
-def test_early_exit_alone() -> None:
-    ids = _model("llava").generate(**prompt_of("llava"), **OPTIONS, assistant=SelfSpec.early_exit_only(2))
-    other = _model("llava").generate(**prompt_of("llava", sign=-1.0), **OPTIONS, assistant=SelfSpec.early_exit_only(2))
-    assert not torch.equal(ids, other)
 
 
 @pytest.mark.parametrize("place", ["call", "constructor", "generate_kwargs"])

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import LlamaForCausalLM
 
 from helpers.calls import new_spec
 from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
@@ -30,11 +29,9 @@ from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model import attention
 from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.attention import grouped_attention
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.model.masks import Geometry
-from hf_selfspec.model.modules import all_modules
+from hf_selfspec.model.masks import MaskSpec
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
@@ -45,22 +42,6 @@ def target_of(model: LlamaForCausalLM, rows: int = 1) -> Target:
 
 
 # Anatomy and plans ---------------------------------------------------------------------------------------------------
-
-
-def test_anatomy_finds_layers_and_blocks(llama: LlamaForCausalLM) -> None:
-    anatomy = Anatomy.of(llama)
-    assert list(anatomy.layers) == list(llama.model.layers)
-    assert [id(a) for a in anatomy.attention] == [id(layer.self_attn) for layer in llama.model.layers]
-    assert [m for (m,) in anatomy.mlp] == [layer.mlp for layer in llama.model.layers]
-    assert anatomy.decoder is llama.model
-
-
-def test_all_modules_as_torch_lists_them(llama: LlamaForCausalLM) -> None:
-    assert all_modules(llama) == list(llama.modules())
-    shared, model = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Module())
-    model.append(shared)
-    model[1].inner, model[1].none = torch.nn.ModuleList([shared, model]), None
-    assert all_modules(model) == list(model.modules())
 
 
 def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,26 +68,7 @@ def test_register_architecture_checks_its_arguments() -> None:
         register_architecture("llama", "model.layers")
 
 
-def test_plan_knows_its_exact_prefix_and_picture() -> None:
-    plan = LayerPlan(6, frozenset({2, 4}), frozenset({3, 4}))
-    assert plan.first_altered == 2
-    assert plan.skipped_layers == {4}
-    assert plan.picture() == "##ma.#"
-    assert LayerPlan.early_exit(6, 2).picture() == "##...."
-    assert LayerPlan(6).first_altered == 6
-
-
 # Partial forwards ----------------------------------------------------------------------------------------------------
-
-
-def test_early_exit_logits_are_those_of_a_model_without_the_later_layers(llama: LlamaForCausalLM) -> None:
-    ids = torch.randint(2, VOCABULARY, (1, 7))
-    short = tiny_llama()
-    short.model.layers = short.model.layers[:2]
-    anatomy = Anatomy.of(llama)
-    with torch.no_grad(), partial_forwards(llama, anatomy), obeying(ForwardPass(LayerPlan.early_exit(6, 2))):
-        logits = llama(ids).logits
-    torch.testing.assert_close(logits, short(ids).logits)
 
 
 def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM) -> None:
@@ -117,18 +79,6 @@ def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama:
     with torch.no_grad(), partial_forwards(llama, Anatomy.of(llama)), obeying(ForwardPass(plan)):
         logits = llama(ids).logits
     torch.testing.assert_close(logits, silent(ids).logits)
-
-
-def test_replayed_state_gives_the_logits_of_a_whole_forward(llama: LlamaForCausalLM) -> None:
-    ids = torch.randint(2, VOCABULARY, (1, 7))
-    whole = llama(ids).logits
-    target = target_of(llama)
-    with torch.no_grad(), target.prepared():
-        target.prefill(ids[:, :4], [0], [4])
-        prefix = target.step(ids[:, 4:], [4], capture=3, head=False)
-        assert prefix.logits is None
-        step = target.step(ids[:, 4:], [4], state=prefix.prefix_state, capture=3)
-    torch.testing.assert_close(step.logits, whole[:, 4:])
 
 
 @pytest.mark.parametrize("tree", [None, TopKTree(((0.999, 3), (1.0, 1)))])
@@ -173,12 +123,6 @@ def test_cache_writes_at_each_rows_cursor_and_overwrites_on_rollback() -> None:
     assert seen.tolist() == [[1, 2, 3, 11], [4, 9, 10, 12]]
 
 
-def test_cache_grows_and_keeps_its_content() -> None:
-    cache = SpeculativeCache(1, 1, capacity=2)
-    write(cache, [0], torch.tensor([[1.0, 2]]))
-    assert write(cache, [2], torch.tensor([[3.0, 4, 5]])).tolist() == [[1, 2, 3, 4, 5]]
-
-
 def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers begin as they come from memory; whatever that holds, no forward sees it."""
     make = torch.Tensor.new_empty
@@ -211,39 +155,7 @@ def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytes
         gc.enable()
 
 
-def test_cache_moves_an_accepted_path_together() -> None:
-    cache = SpeculativeCache(1, 2, capacity=8)
-    write(cache, [0, 0], torch.arange(12.0).view(2, 6))
-    cache.keep_path([(0, 5, 2), (1, 4, 3)])
-    assert cache.layers[0].keys[:, 0, :6, 0].tolist() == [[0, 1, 5, 3, 4, 5], [6, 7, 8, 10, 10, 11]]
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_cache_to_dynamic_cache_and_back(rows: int) -> None:
-    cache, dynamic = SpeculativeCache(1, rows, capacity=8), DynamicCache()
-    values = torch.arange(1.0, 1 + 4 * rows).view(rows, 4)
-    write(cache, [0] * rows, values)
-    slots = torch.tensor([[-1, 0, 1, 2]] + [[0, 1, 2, 3]] * (rows - 1))
-    cache.hand_back(dynamic, slots, 4, [3] + [4] * (rows - 1))
-    assert dynamic.layers[0].keys[0, 0, :, 0].tolist() == [0, 1, 2, 3]
-    again = SpeculativeCache(1, rows, capacity=8)
-    columns = torch.tensor([[1, 2, 3, 0]] + [[0, 1, 2, 3]] * (rows - 1))
-    again.take_in(dynamic, columns, [3] + [4] * (rows - 1))
-    assert again.layers[0].keys[0, 0, :3, 0].tolist() == [1, 2, 3]
-
-
 # Masks and attention -------------------------------------------------------------------------------------------------
-
-
-def test_ancestry() -> None:
-    nodes = TreeLayout(parents=[[-1, 0, 1, 0, 1]], depths=[[0, 1, 2, 1, 2]])
-    assert nodes.ancestry(torch.device("cpu"))[0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 1],
-    ]
 
 
 def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> None:
@@ -259,21 +171,6 @@ def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> 
         for path in ([0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 4]):
             alone = llama(torch.cat([batch[row : row + 1, :length], tree[row : row + 1, path]], dim=1)).logits[0, -1]
             torch.testing.assert_close(logits[row, path[-1]], alone)
-
-
-def in_line(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    return mask.repeat(1, 1, group, 1)
-
-
-@pytest.mark.parametrize("queries", [1, 5])
-def test_grouped_attention_equals_repeated_keys(llama: LlamaForCausalLM, queries: int) -> None:
-    module = llama.model.layers[0].self_attn
-    query, key, value = (torch.randn(2, heads, n, 16) for heads, n in ((4, queries), (2, 20), (2, 20)))
-    mask = torch.rand(2, 1, queries, 20) < 0.7
-    mask[..., 0] = True
-    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
-    output, _ = grouped_attention(in_line, module, query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(output, expected)
 
 
 def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +193,7 @@ def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypa
 def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:
     """Layers may make masks of their own, which get the memory of earlier ones."""
     positions = torch.arange(6)[None]
-    geometry, whole = Geometry(positions, 6, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    geometry, whole = MaskSpec(positions, 6, positions), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     for layer in range(12):
         mask = whole.triu(-2) if layer % 2 else whole.clone()
         expected = torch.zeros(1, 1, 6, 6).masked_fill(~mask, -torch.inf).repeat(1, 1, 2, 1)

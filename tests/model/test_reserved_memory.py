@@ -14,17 +14,14 @@ from hf_selfspec import (
     CostTree,
     EarlyExit,
     FixedLength,
-    OnTheFlySearch,
     SelfSpec,
     SettingError,
-    SettingTypeError,
     SkipLayers,
     TopKTree,
 )
 from hf_selfspec.batch import Text
 from hf_selfspec.model import given_cache
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.states import Feed
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 
@@ -39,8 +36,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(capacity)
             super().__init__(num_layers, batch_size, capacity)
 
-        def seek(self, cursors: list[int], new_slots: int, feed: Feed | None = None) -> None:
-            super().seek(cursors, new_slots, feed)
+        def seek(self, *given: Any) -> None:
+            super().seek(*given)
             found.append(self.capacity)
 
     ensure = Text.ensure
@@ -94,24 +91,10 @@ def test_room_for_a_text_that_ends_early(reserved: list[int]) -> None:
         (lambda n: CostTree(most=n), r"CostTree\(most\) must be at most 256"),
     ],
 )
-@pytest.mark.parametrize("number", [1025, 10**6, 10**400, 10**5000], ids=["1025", "1e6", "1e400", "1e5000"])
+@pytest.mark.parametrize("number", [1025, 10**5000], ids=["1025", "1e5000"])
 def test_numbers_that_nobody_can_use(make: Any, words: str, number: int) -> None:
     with pytest.raises(SettingError, match=words):
         make(number)
-
-
-@pytest.mark.parametrize("share", [10**400, -(10**5000), float("nan")], ids=["large", "small", "none"])
-def test_shares_that_are_none(share: float) -> None:
-    with pytest.raises(SettingError, match=r"CostTree\(price\) must lie between 0 and 1"):
-        CostTree(price=share)
-
-
-def test_seeds() -> None:
-    assert OnTheFlySearch(seed=0).seed == 0
-    with pytest.raises(SettingError, match=r"OnTheFlySearch\(seed\) must be at least 0"):
-        OnTheFlySearch(seed=-1)
-    with pytest.raises(SettingTypeError, match=r"OnTheFlySearch\(seed\) must be a whole number"):
-        OnTheFlySearch(seed="x")
 
 
 def test_candidates_for_other_loops_fit_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

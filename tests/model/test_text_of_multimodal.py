@@ -55,17 +55,6 @@ def test_marks_of_text_are_no_input_beside_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QWEN)
-def test_chats_of_text_go_on(name: str) -> None:
-    model = _model(name)
-    first = model.generate(**BATCH, **OPTIONS, assistant=SPEC, return_dict_in_generate=True)
-    more = torch.cat([first.sequences, BATCH["input_ids"][:, -2:]], dim=1)
-    mask = torch.cat([BATCH["attention_mask"], torch.ones(3, 22, dtype=torch.long)], dim=1)
-    expected = model.generate(more, attention_mask=mask, **OPTIONS)
-    ids = model.generate(more, attention_mask=mask, past_key_values=first.past_key_values, **OPTIONS, assistant=SPEC)
-    assert torch.equal(ids, expected)
-
-
-@pytest.mark.parametrize("name", QWEN)
 def test_images_before_and_after(name: str) -> None:
     """What an image call leaves on the model (``rope_deltas``) disturbs no call of text, and the other way round."""
     model, picture = _model(name), prompt_of(name)

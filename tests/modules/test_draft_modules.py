@@ -51,105 +51,54 @@ def changed(folder: Path, part: DraftModule, keys: tuple[Any, ...], value: Any) 
     return folder
 
 
-def junk(kind: type[DraftModule]) -> list[tuple[tuple[Any, ...], Any, str]]:
-    """What may stand in a config.json, and what the message says of it."""
-    name = kind.__name__
-    any_part = [
-        (("about",), "junk", rf"{name}\(about\) must be a dict"),
-        (("about",), [1], rf"{name}\(about\) must be a dict"),
-        (("about", "recipe"), [3], rf"{name}\(about\)\['recipe'\] must be a dict"),
-        (("about", "figures"), "good", rf"{name}\(about\)\['figures'\] must be a dict"),
-        (("about", "fingerprint"), 5, r"\['fingerprint'\] must have the fields model, num_layers, shapes, weights"),
-        (("about", "fingerprint"), {}, r"\['fingerprint'\] has no field 'model'"),
-        (("colour",), "red", "colour"),
-        (("hidden_size",), 128, r"do not match the weights .* should be \[.*128\] and is \[.*64\]"),
-        (("hidden_size",), 2**22, "do not match the weights"),
-        (("hidden_size",), 2**40, rf"{name}\(hidden_size\) must be at most 4194304"),
-        (("hidden_size",), "64", rf"{name}\(hidden_size\) must be a whole number"),
-        (("hidden_size",), -64, rf"{name}\(hidden_size\) must be at least 1"),
-    ]
-    fingerprint = ("about", "fingerprint")
-    own: dict[type[DraftModule], list[tuple[tuple[Any, ...], Any, str]]] = {
-        Adapter: [
-            ((*fingerprint, "num_layers"), "6", r"\['fingerprint'\]\.num_layers must be a whole number"),
-            ((*fingerprint, "weights"), [1], r"\['fingerprint'\]\.weights must be a text"),
-            ((*fingerprint, "colour"), 1, r"\['fingerprint'\] has an unknown field 'colour'"),
-            (("rope_theta",), "many", r"Adapter\(rope_theta\) must be a number above 0, got 'many'"),
-            (("rope_theta",), -1e4, r"Adapter\(rope_theta\) must be a finite number above 0"),
-            (("rope_theta",), math.nan, "config.json .*a number that is not finite"),
-            (("norm_eps",), -1e-6, r"Adapter\(norm_eps\) must lie between 0 and 1"),
-            (("exit_layer",), 10**6, r"Adapter\(exit_layer\) must be at most 4096"),
-            (("blocks",), 5, r"Adapter\(blocks\) takes some of"),
-            (("blocks",), [["mlp"]], r"Adapter\(blocks\) takes some of"),
-            (("blocks",), ["mlp"], "do not match the weights"),
-            (("vocabulary",), 97, r"head\.weight should be \[97, 64\] and is absent"),
-            (("num_heads",), 5, "hidden_size must be a multiple of"),
-        ],
-        ExitHeads: [
-            (("layers",), 3, r"ExitHeads\(layers\) must be a list"),
-            (("layers",), [1, "3"], r"ExitHeads\(layers\): a layer must be a whole number"),
-            (("layers",), [1.0, 3.0], r"ExitHeads\(layers\): a layer must be a whole number"),
-            (("layers",), [3, 1], "exit layers from 1 on, in increasing order"),
-            (("layers",), list(range(1, 6000)), r"ExitHeads\(layers\): a layer must be at most 4096"),
-            (("layers",), [1, 2, 3], r"\['thresholds'\] is not one .* for 3 heads"),
-            (("vocabulary",), 98, r"should be \[98, 64\] and is \[97, 64\]"),
-            (("rank",), 4, "do not match the weights"),
-            (("norm_eps",), "x", r"ExitHeads\(norm_eps\) must be a number"),
-            (("about", "calibration"), "high", r"\['calibration'\] must be a dict with a metric and epsilons"),
-            (("about", "calibration", "metric"), "luck", r"\['metric'\] is not one that"),
-            (("about", "calibration", "metric"), None, r"\['metric'\] is not one that"),
-            (("about", "calibration", "epsilons"), 0.9, r"\['epsilons'\] is not one that"),
-            (("about", "calibration", "epsilons"), [0.9, 0.5], r"\['epsilons'\] is not one that"),
-            (("about", "calibration", "epsilons"), [0.5, "0.9"], r"\['epsilons'\] is not one that"),
-            (("about", "calibration", "epsilons"), [0.5], r"\['thresholds'\] is not one that"),
-            (("about", "calibration", "thresholds"), 3, r"\['thresholds'\] is not one that"),
-            (("about", "calibration", "thresholds"), {"luck": []}, r"\['thresholds'\] is not one that"),
-            (("about", "calibration", "thresholds", "entropy"), [[1, 2]], r"\['thresholds'\] is not one that"),
-            (("about", "calibration", "thresholds", "entropy", 1, 0), "x", r"\['thresholds'\] is not one that"),
-            (("about", "calibration", "acceptance", "margin"), 0.5, r"\['acceptance'\] is not one that"),
-            (("about", "calibration", "acceptance", "margin", 0), 1.5, r"\['acceptance'\] is not one that"),
-        ],
-        LinearProbe: [
-            (("do_sample",), "yes", r"LinearProbe\(do_sample\) must be True or False, got 'yes'"),
-            (("exit_layer",), None, r"LinearProbe\(exit_layer\) must be a whole number"),
-        ],
-    }
-    return any_part + own[kind]
+CASES: list[tuple[type[DraftModule], tuple[Any, ...], Any, str]] = [
+    (Adapter, ("about",), "junk", r"Adapter\(about\) must be a dict"),
+    (Adapter, ("about", "figures"), "good", r"Adapter\(about\)\['figures'\] must be a dict"),
+    (Adapter, ("about", "fingerprint"), {}, r"\['fingerprint'\] has no field 'model'"),
+    (Adapter, ("about", "fingerprint", "num_layers"), "6", r"\['fingerprint'\]\.num_layers must be a whole number"),
+    (Adapter, ("colour",), "red", "colour"),
+    (Adapter, ("hidden_size",), 128, r"do not match the weights .* should be \[.*128\] and is \[.*64\]"),
+    (Adapter, ("hidden_size",), 2**40, r"Adapter\(hidden_size\) must be at most 4194304"),
+    (Adapter, ("rope_theta",), math.nan, "config.json .*a number that is not finite"),
+    (Adapter, ("norm_eps",), -1e-6, r"Adapter\(norm_eps\) must lie between 0 and 1"),
+    (Adapter, ("blocks",), [["mlp"]], r"Adapter\(blocks\) takes some of"),
+    (Adapter, ("num_heads",), 5, "hidden_size must be a multiple of"),
+    (ExitHeads, ("layers",), 3, r"ExitHeads\(layers\) must be a list"),
+    (ExitHeads, ("layers",), [1, "3"], r"ExitHeads\(layers\): a layer must be a whole number"),
+    (ExitHeads, ("layers",), [3, 1], "exit layers from 1 on, in increasing order"),
+    (ExitHeads, ("layers",), [1, 2, 3], r"\['calibration'\] is not one .* for 3 heads"),
+    (ExitHeads, ("about", "calibration"), "high", r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "metric"), "luck", r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "epsilons"), [0.9, 0.5], r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "thresholds"), 3, r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "thresholds", "entropy", 1, 0), "x", r"\['calibration'\] is not one that"),
+    (ExitHeads, ("about", "calibration", "acceptance", "margin", 0), 1.5, r"\['calibration'\] is not one that"),
+    (LinearProbe, ("do_sample",), "yes", r"LinearProbe\(do_sample\) must be True or False, got 'yes'"),
+]
 
 
-CASES = [(kind, *case) for kind in PARTS for case in junk(kind)]
-IDS = [f"{kind.__name__} {'.'.join(map(str, keys))} {str(value)[:20]}" for kind, keys, value, _ in CASES]
-
-
-@pytest.mark.parametrize(("kind", "keys", "value", "words"), CASES, ids=IDS)
+@pytest.mark.parametrize(("kind", "keys", "value", "words"), CASES)
 def test_junk_in_a_config(
     kind: type[DraftModule], keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
 ) -> None:
-    """One error at load, with the file and the field, whichever way it is loaded."""
+    """One error at load, with the file and the field."""
     changed(tmp_path, PARTS[kind](), keys, value)
-    for load in (kind.load, kind.from_pretrained):
-        with pytest.raises(SettingError, match=words) as error:
-            load(tmp_path)
-        assert str(tmp_path) in str(error.value)
+    with pytest.raises(SettingError, match=words) as error:
+        kind.load(tmp_path)
+    assert str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "3", "null", '{"exit_layer": 2,', "[" * 600, '{"exit_layer": 1' + "0" * 500 + "}"]
-)
-@pytest.mark.parametrize("kind", PARTS)
-def test_configs_that_are_something_else(kind: type[DraftModule], text: str, tmp_path: Path) -> None:
-    PARTS[kind]().save_pretrained(tmp_path)
+@pytest.mark.parametrize("text", ["[]", '{"exit_layer": 2,', "[" * 600])
+def test_configs_that_are_something_else(text: str, tmp_path: Path) -> None:
+    PARTS[Adapter]().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SettingError, match=r"config\.json is not a saved"):
-        kind.load(tmp_path)
+        Adapter.load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_nothing_large_is_made_for_a_file(
-    kind: type[DraftModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_large_is_made_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights tell how large a part is before there is memory for what its settings want."""
-    changed(tmp_path, PARTS[kind](), ("hidden_size",), 2**20)
+    changed(tmp_path, PARTS[ExitHeads](), ("hidden_size",), 2**20)
     made: list[torch.Tensor] = []
     linear = torch.nn.Linear.__init__
 
@@ -159,7 +108,7 @@ def test_nothing_large_is_made_for_a_file(
 
     monkeypatch.setattr(torch.nn.Linear, "__init__", watched)
     with pytest.raises(SettingError, match="do not match the weights"):
-        kind.load(tmp_path)
+        ExitHeads.load(tmp_path)
     assert made
     assert all(weight.is_meta for weight in made)
 
@@ -201,24 +150,11 @@ def test_tables_of_all_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Adapter(2, 64, 4, about="junk"), r"Adapter\(about\) must be a dict"),
         (lambda: Adapter(2, 64, 4, about={3: 4}), r"Adapter\(about\) must be a dict with names as keys"),
         (lambda: Adapter(2, 64, 4, rope_theta="10000"), r"rope_theta\) must be a number above 0, got '10000'"),
-        (lambda: Adapter(2, 64, 4, rope_theta=math.nan), r"rope_theta\) must be a finite number above 0, got nan"),
-        (lambda: Adapter(2, 64, 4, rope_theta=math.inf), r"rope_theta\) must be a finite number above 0, got inf"),
-        (lambda: Adapter(2, 64, 4, rope_theta=True), r"rope_theta\) must be a number above 0, got True"),
-        (lambda: Adapter(2, 64, 4, norm_eps=math.nan), r"norm_eps\) must lie between 0 and 1"),
-        (lambda: Adapter(2, 64, 4, norm_eps=0), r"norm_eps\) must lie between 0 and 1"),
-        (lambda: Adapter(2, 64, 4, blocks="mlp"), r"blocks\) takes some of"),
-        (lambda: Adapter(2.0, 64, 4), r"exit_layer\) must be a whole number"),
         (lambda: Adapter(2, 64, 4, vocabulary=True), r"vocabulary\) must be a whole number"),
-        (lambda: ExitHeads(None, 64, 97), r"layers\) must be a list of exit layers, got None"),
-        (lambda: ExitHeads([2, None], 64, 97), r"layers\): a layer must be a whole number"),
         (lambda: ExitHeads([], 64, 97), "exit layers from 1 on, in increasing order"),
         (lambda: ExitHeads([2], 64, 97, rank="4"), r"rank\) must be a whole number"),
-        (lambda: ExitHeads([2], 64, 97, about={"calibration": [1]}), r"\['calibration'\] must be a dict"),
-        (lambda: LinearProbe(2, 64, "no"), r"do_sample\) must be True or False"),
-        (lambda: LinearProbe(2, 64, about=[]), r"LinearProbe\(about\) must be a dict"),
     ],
 )
 def test_parts_with_wrong_arguments(make: Callable[[], DraftModule], words: str) -> None:
@@ -233,11 +169,10 @@ def test_places_that_hold_no_part(tmp_path: Path) -> None:
             Adapter.load(place)
 
 
-@pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("inference", [False, True])
-def test_names_tell_weights_apart(inference: bool, kind: type[DraftModule]) -> None:
+def test_names_tell_weights_apart(inference: bool) -> None:
     with torch.inference_mode(inference):
-        part = PARTS[kind]()
+        part = PARTS[Adapter]()
         other = copy.deepcopy(part)
         assert repr(other) == repr(part)
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,8 +28,7 @@ from hf_selfspec import (
     calibrate_exit_heads,
     fit_exit_heads,
 )
-from hf_selfspec.model.target import Target
-from hf_selfspec.modules.calibration import drafts, roc_auc, threshold
+from hf_selfspec.modules.calibration import drafts, threshold
 from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
 
 
@@ -43,7 +41,7 @@ def unreached(name: str, words: str) -> Any:
 # Calibration ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_thresholds_are_the_loosest_that_are_right_often_enough(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sure = torch.randint(0, 12, (40,), generator=generator) / 4  # some are equally sure
@@ -51,23 +49,6 @@ def test_thresholds_are_the_loosest_that_are_right_often_enough(seed: int) -> No
     for epsilon in (0.3, 0.5, 0.8, 0.95):
         enough = [value for value in sure.unique().tolist() if right[sure >= value].mean() >= epsilon]
         assert threshold(sure, right, epsilon) == (min(enough) if enough else None)
-
-
-def test_auc_is_how_often_a_right_token_is_surer() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sure, right = torch.randint(0, 9, (50,), generator=generator).float(), torch.rand(50, generator=generator) < 0.4
-    pairs = list(itertools.product(sure[right].tolist(), sure[~right].tolist()))
-    wins = sum((a > b) + (a == b) / 2 for a, b in pairs)
-    assert roc_auc(sure, right.float()) == pytest.approx(wins / len(pairs))
-    assert roc_auc(sure, torch.ones(50)) is None
-
-
-def test_metrics_by_hand() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
-    entropy = [-(0.5 * math.log(0.5) + 0.5 * math.log(0.25)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.1))]
-    assert METRICS["entropy"](logits).tolist() == pytest.approx([-value for value in entropy])
-    assert METRICS["probability"](logits).tolist() == pytest.approx([0.5, 0.8])
-    assert METRICS["margin"](logits).tolist() == pytest.approx([0.25, 0.7])
 
 
 def predictions(sure: list[list[float]], right: list[list[int]]) -> HeadPredictions:
@@ -127,7 +108,7 @@ def test_drafts_of_a_calibration() -> None:
     assert calibrate([predictions([[1.0] * 41], right)], [0.9], "margin")["acceptance"]["margin"] == [1.0]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_texts_with_drafts_by_hand(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sure, right = (torch.rand(60, generator=generator) < share for share in (0.7, 0.8))
@@ -141,7 +122,7 @@ def test_texts_with_drafts_by_hand(seed: int) -> None:
             kept += 1
         rounds.append((length, kept))
         start += kept + 1
-    assert drafts(sure, right, 5) == tuple(map(sum, zip(*rounds, strict=True)))
+    assert drafts(sure.tolist(), right.tolist(), 5) == tuple(map(sum, zip(*rounds, strict=True)))
 
 
 def test_layers_of_heads() -> None:
@@ -163,72 +144,13 @@ def test_heads_change_no_token(share: float, tree: TopKTree | None) -> None:
         assert sum(stats.exit_layers.values()) >= stats.drafted > 0
 
 
-ARCHITECTURES = (
-    "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi", "opt", "mixtral", "falcon",
-    "olmo2", "gpt_oss", "bloom",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt2", "phi", "opt", "mixtral", "gpt_oss", "bloom"])
 def test_heads_on_architectures(name: str) -> None:
     model = build(name)
     model.generation_config.eos_token_id = None
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     spec = SelfSpec(DynamicExit(heads_of(model, 0.6, tuple(range(1, min(4, layers))))), FixedLength(6))
     assert all(stats.drafted for stats in check_lossless(model, spec))
-
-
-class Counting:
-    """How often each token's slot went through each layer since the last verification."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.passes: dict[tuple[int, int], int] = {}
-        run_layers, step = Target.run_layers, Target.step
-
-        def counted_layers(
-            target: Target, tokens: Any, cursors: Any, start: int, stop: int, state: Any = None, stop_fn: Any = None
-        ) -> Any:
-            ended = [stop]
-
-            def watched(layer: int, states: Any) -> bool:
-                if not stop_fn(layer, states):
-                    return False
-                ended[0] = layer
-                return True
-
-            found = run_layers(target, tokens, cursors, start, stop, state, watched)
-            self.count(cursors[0], tokens.shape[1], start, ended[0])
-            return found
-
-        def counted_step(target: Target, tokens: Any, cursors: Any, plan: Any = None, **options: Any) -> Any:
-            layers = target.anatomy.num_layers
-            start = options.get("capture", -1) if options.get("state") is not None else 0
-            stop = layers if options.get("head", True) else options["capture"]
-            self.count(cursors[0], tokens.shape[1], start, stop)
-            found = step(target, tokens, cursors, plan, **options)
-            if options.get("head", True):
-                assert set(self.passes.values()) == {1}  # each token once through each layer
-                slots = {slot for slot, _ in self.passes}
-                assert len(self.passes) == len(slots) * layers
-                self.passes.clear()
-            return found
-
-        monkeypatch.setattr(Target, "run_layers", counted_layers)
-        monkeypatch.setattr(Target, "step", counted_step)
-
-    def count(self, first: int, tokens: int, start: int, stop: int) -> None:
-        for slot, layer in itertools.product(range(first, first + tokens), range(start, stop)):
-            self.passes[slot, layer] = self.passes.get((slot, layer), 0) + 1
-
-
-@pytest.mark.parametrize("share", [0.2, 0.6])
-def test_no_token_goes_through_a_layer_twice(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    model = tiny_llama(8)
-    spec = SelfSpec.dssd(heads_of(model, share))
-    Counting(monkeypatch)
-    model.generate(**ragged_batch((12,)), max_new_tokens=40, do_sample=False, assistant=spec)
-    assert spec.stats is not None
-    assert len(spec.stats.exit_layers) > 1  # tokens of one draft are taken at different depths
 
 
 @pytest.mark.parametrize("metric", [None, "margin", "probability"])
@@ -265,8 +187,7 @@ def test_each_token_is_taken_at_the_first_head_that_is_sure(metric: str | None) 
     assert (sum(rounds), len(rounds)) == (spec.stats.drafted, spec.stats.rounds)
 
 
-@pytest.mark.parametrize("lengths", [(12,), (4, 9, 6)])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("lengths", "do_sample"), [((12,), True), ((4, 9, 6), False)])
 def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...], do_sample: bool) -> None:
     """By hand, row by row: the first head that is sure speaks, and the whole model where none is."""
     model = tiny_llama(8)
@@ -294,26 +215,10 @@ def test_early_exits_alone_take_what_a_head_is_sure_of(lengths: tuple[int, ...],
     assert not torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
 
 
-def test_drawn_tokens_of_heads_are_exact() -> None:
-    model = tiny_llama(8)
-    spec = SelfSpec(DynamicExit(heads_of(model, 0.7)), FixedLength(3))
-    many = {name: value.expand(500, -1) for name, value in ragged_batch((5,)).items()}
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 8, "max_new_tokens": 4}
-    torch.manual_seed(0)
-    ours = torch.cat([model.generate(**many, **options, assistant=spec)[:, 6] for _ in range(6)])
-    plain = torch.cat([model.generate(**many, **options)[:, 6] for _ in range(6)])
-    p, q = (torch.bincount(ids, minlength=VOCABULARY) / len(ids) for ids in (ours, plain))
-    assert (p - q).abs().sum() / 2 < 0.06
-    assert spec.stats is not None
-    assert 0 < spec.stats.accepted < spec.stats.drafted
-
-
 # Fits -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_run("0.5-8|0.0-None")
-@pytest.mark.parametrize("rank", [None, 8])
-@pytest.mark.parametrize("labels", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("labels", "rank"), [(0.0, None), (0.5, 8)])
 def test_fits_of_heads(tmp_path: Path, rank: int | None, labels: float) -> None:
     model: LlamaForCausalLM = tiny_llama(factor=1.5)
     before = weights(model)

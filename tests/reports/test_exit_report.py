@@ -326,12 +326,8 @@ def test_after_an_exception(
 @pytest.mark.parametrize(
     ("texts", "options", "error", "message"),
     [
-        ([], {}, SettingError, r"texts\) is empty\. Give at least one"),
         (["abc", "a"], {}, SettingError, r"text 1 is 'a', of 1 tokens, but it takes at least 2"),
-        ([""], {}, SettingError, r"text 0 is '', of 0 tokens"),
-        ("abc", {}, SettingTypeError, r"must be a list of strings, got 'abc'"),
-        (["abc", 3], {}, SettingTypeError, r"must be a list of strings, got \['abc', 3\]"),
-        (None, {}, SettingTypeError, r"must be a list of strings, got None"),
+        (["abc", 3], {}, SettingTypeError, r"must be a list of strings, .* got \['abc', 3\]"),
         (["abc"], {"max_length": 1}, SettingError, r"max_length=1\): a text of one token"),
         (["abc"], {"max_length": 0}, SettingError, r"max_length\) must be at least 1, got 0"),
         (["abc"], {"max_length": 2.5}, SettingTypeError, r"max_length\) must be a whole number .* got 2\.5"),

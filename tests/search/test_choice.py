@@ -23,7 +23,7 @@ COSTS = ForwardCosts(fixed=0.1, attention=1.0, mlp=1.0, several=0.5, token=0.01,
 def test_the_fastest_rule_makes_the_arm() -> None:
     traces = [Trace(np.ones((1, 40)), np.full((1, 40), 0.9))]
     candidates = [FixedLength(1), FixedLength(4), ConfidenceThreshold(0.95)]
-    speeds = [COSTS.plain() * run.tokens / run.seconds for run in replays(traces, candidates, EXIT, COSTS, 8)]
+    speeds = COSTS.plain() / replays(traces, candidates, EXIT, COSTS, 8).seconds_per_token
     arm = replayed_arm(EXIT, candidates, traces, COSTS, 8)
     assert arm.stop == candidates[int(np.argmax(speeds))] == FixedLength(4)
     assert arm.speedup == pytest.approx(max(speeds))

@@ -1,64 +1,56 @@
-"""What sets are worth: estimates from trials on windows of text."""
+"""What sets and blocks are worth: estimates from trials on windows of text."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from helpers.search.searches import BOLD, CAREFUL, predicted, timed_search
-from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.estimates import Scores, effects
-from hf_selfspec.search.on_the_fly import OnTheFlySearch
+from hf_selfspec.search.estimates import Scores, estimate
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
+WORTH = np.array([-0.05, 0.0, -0.01, -0.04, 0.0, -0.02, 0.0, -0.03])
 
-def worth(
-    trials: Sequence[tuple[float, float, int, int]], sizes: Sequence[int], near: int = 1, doubt: float = 0.0
-) -> list[float]:
-    """What sets score on the usual text; of each trial its score, weight, set and window."""
-    values, weights, of_set, windows = (np.array(column) for column in zip(*trials, strict=True))
-    plans = tuple(LayerPlan(8, frozenset({index}), frozenset()) for index in range(len(sizes)))
-    return effects(Scores(plans, values, weights, of_set, windows), np.array(sizes), near, doubt).tolist()
+
+def tried_sets(count: int, noise: float, windows: int = 1) -> Scores:
+    """Random sets of half of the blocks; they score what these are worth, the number of their window and noise."""
+    rng = np.random.default_rng(0)
+    blocks = (rng.random((count, len(WORTH))).argsort(1) < len(WORTH) // 2).astype(float)
+    on = np.arange(count) % windows
+    values = 1 + blocks @ WORTH + on + noise * rng.standard_normal(count)
+    return Scores(blocks, values, np.ones(count), np.arange(count), on)
+
+
+@pytest.mark.parametrize("windows", [1, 4])
+def test_what_blocks_are_worth(windows: int) -> None:
+    """Sets are of one size, so effects are known up to a constant; how easy windows are does not matter."""
+    scores = tried_sets(300, 0.005, windows)
+    found = estimate(scores)
+    assert found.effects - found.effects.mean() == pytest.approx(WORTH - WORTH.mean(), abs=0.004)
+    assert found.sets == pytest.approx(1 + scores.blocks @ WORTH + np.arange(windows).mean(), abs=0.02)
+
+
+def test_a_set_is_estimated_by_its_blocks_and_little_by_one_trial_of_its_own() -> None:
+    """The best set has a bad window of its own: the four windows of doubt weigh four fifths."""
+    scores = tried_sets(200, 0.0)
+    best = int(np.argmax(scores.blocks @ WORTH))
+    scores.values[best] -= 0.06
+    assert estimate(scores).sets[best] - scores.values[best] == pytest.approx(0.8 * 0.06, abs=0.01)
 
 
 def test_sets_are_compared_on_the_same_text() -> None:
     """Window 0 is hard, 1 is easy: a set tried on easy text alone does not win by that, nor lose one on hard text."""
-    trials = [(0.5, 1, 0, 0), (0.9, 1, 0, 1), (0.8, 1, 1, 1), (0.6, 1, 2, 0)]
-    usual, easy_only, hard_only = worth(trials, [4, 4, 4])
-    assert usual - easy_only == pytest.approx(0.1, abs=0.01)
-    assert hard_only - usual == pytest.approx(0.1, abs=0.01)
-    usual, easy_only, hard_only = worth(trials, [4, 4, 4], doubt=0.5)
+    values, sets, windows = np.array([0.5, 0.9, 0.8, 0.6]), np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0])
+    usual, easy_only, hard_only = estimate(Scores(np.eye(3), values, np.ones(4), sets, windows)).sets
     assert hard_only > usual > easy_only
 
 
-def test_little_text_is_doubted() -> None:
-    """By hand, on one window: the mean score of all weighs ``doubt`` beside a set's own trials."""
-    assert worth([(0.9, 1, 0, 0), (0.5, 1, 1, 0)], [4, 4], doubt=1.0) == pytest.approx([0.8, 0.6])
-    # Their mean is 0.8; three windows against one of doubt, and one against one.
-    assert worth([(0.9, 3, 0, 0), (0.5, 1, 1, 0)], [4, 4], doubt=1.0) == pytest.approx([0.875, 0.65])
-    assert worth([(0.9, 1, 0, 0), (0.9, 2, 0, 0), (0.5, 1, 1, 0)], [4, 4], doubt=1.0) == pytest.approx([0.875, 0.65])
-
-
-def test_sets_are_drawn_towards_those_of_their_size() -> None:
-    trials = [(0.9, 1, 0, 0), (0.9, 1, 1, 0), (0.5, 1, 2, 0), (0.1, 1, 3, 0)]
-    assert worth(trials, [4, 4, 8, 8], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
-    assert worth(trials, [4, 5, 8, 9], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
-    assert worth(trials, [4, 6, 8, 9], doubt=1.0) == pytest.approx([0.9, 0.9, 0.4, 0.2])
-    assert worth(trials, [4, 4, 8, 8], near=4, doubt=1.0) == pytest.approx([0.75, 0.75, 0.55, 0.35])
-
-
-def test_estimates_do_not_depend_on_the_number_of_windows() -> None:
-    """What windows are called makes no difference, and takes no time."""
-    found = []
-    for first in (0, 10**7):
-        search = timed_search(OnTheFlySearch(), BOLD)
-        search._schedule.window += first
-        for share in (0.9, 0.7):
-            search.begin_window()
-            for plan in (BOLD, CAREFUL):
-                search.register(plan, predicted(share - 0.1 * (plan == BOLD)))
-        found.append(search._records.worth())
-    assert found[0] == pytest.approx(found[1])
+def test_drawn_effects_spread_as_much_as_is_not_known() -> None:
+    spread = []
+    for trials in (30, 300):
+        found, rng = estimate(tried_sets(trials, 0.05)), np.random.default_rng(1)
+        drawn = np.stack([found.drawn(rng) for _ in range(200)])
+        assert drawn.mean(0) == pytest.approx(found.effects, abs=4 * drawn.std(0).max() / 200**0.5)
+        # Of sets of one size it is never known what all blocks have in common.
+        spread.append((drawn - drawn.mean(1, keepdims=True)).std(0).mean())
+    assert spread[0] > 2 * spread[1] > 0

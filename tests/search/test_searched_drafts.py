@@ -11,14 +11,11 @@ from transformers import PreTrainedModel
 
 from helpers.models import tiny_llama
 from helpers.search.generating import SEARCHES, fixed_drafts, generated, lines_of, prompt, search_of, use_costs
-from helpers.search.searches import predicted
-from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, call
+from hf_selfspec import EarlyExit, SelfSpec, SkipLayers, call
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from hf_selfspec.search.skip_search import SkipSearch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -37,43 +34,20 @@ def test_a_search_without_hope_ends_early(monkeypatch: pytest.MonkeyPatch, sever
     assert {trial.window for trial in found.trials} == ({1, 2} if is_over else {1, 2, 3, 4})
 
 
-def test_the_best_set_drafts_from_the_next_round_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, drafts = tiny_llama(8), []
-    good = LayerPlan(8, frozenset([5]), frozenset([5]))
-    monkeypatch.setattr(SkipSearch, "propose", lambda self, layers: good if len(self.history) == 3 else self.best)
-    monkeypatch.setattr(
-        SearchingDraft, "_traces", lambda self, text, plan, window: predicted(0.5 if plan == good else 0.1, window)
-    )
-    propose = SearchingDraft.propose
-    monkeypatch.setattr(
-        SearchingDraft, "propose", lambda self, text, room: drafts.append(self.plan) or propose(self, text, room)
-    )
-    spec = SelfSpec.swift(ratio=0.4, search=OnTheFlySearch(context_window=4, budget=1.0))
-    generated(model, prompt(), 40, assistant=spec)
-    change = drafts.index(good)
-    assert change > 3
-    assert set(drafts[:change]) == {SkipLayers().plan(Anatomy.of(model))}
-    assert set(drafts[change:]) == {good}
-    generated(model, prompt(), 5, assistant=spec)
-    assert spec.stats is not None
-    assert spec.stats.plan == good.picture()
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_where_no_set_pays_drafts_are_empty(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_where_no_set_pays_drafts_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, step=50.0)
     model, spec = tiny_llama(8), SelfSpec.swift(search=OnTheFlySearch(context_window=8, budget=1.0))
-    plain = generated(model, prompt(rows), 40)
-    assert torch.equal(generated(model, prompt(rows), 40, assistant=spec), plain)
+    plain = generated(model, prompt(3), 40)
+    assert torch.equal(generated(model, prompt(3), 40, assistant=spec), plain)
     assert spec.stats is not None
     assert spec.stats.drafted == 0  # before it is known to pay as well
     tried = len(spec.stats.matchness)
-    assert torch.equal(generated(model, prompt(rows), 40, assistant=spec), plain)
+    assert torch.equal(generated(model, prompt(3), 40, assistant=spec), plain)
     assert (spec.stats.drafted, spec.stats.draft_steps, spec.stats.drafts) == (0, 0, False)
     assert "no set pays" in str(spec.stats)
     assert len(spec.stats.matchness) > tried  # the search goes on
     use_costs(monkeypatch, step=0.0)
-    generated(model, prompt(rows), 40, assistant=spec)  # the second and last text at which forwards are timed was seen
+    generated(model, prompt(3), 40, assistant=spec)  # the second and last text at which forwards are timed was seen
     assert not search_of(spec, model).choice.drafts
 
 
@@ -89,32 +63,31 @@ def plain_calls(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> list
     return calls
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_calls_without_anything_to_do_are_plain(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_calls_without_anything_to_do_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no draft pays, transformers' loop decodes until it is time to ask again."""
     use_costs(monkeypatch, step=50.0)
     search = OnTheFlySearch(context_window=8, max_steps=4, budget=1.0)
     model, spec = tiny_llama(8), SelfSpec.swift(search=search)
-    plain = generated(model, prompt(rows), 40, return_dict_in_generate=True, output_scores=True)
-    generated(model, prompt(rows), 40, assistant=spec)
+    plain = generated(model, prompt(3), 40, return_dict_in_generate=True, output_scores=True)
+    generated(model, prompt(3), 40, assistant=spec)
     assert search_of(spec, model).is_over
     calls, ours = plain_calls(monkeypatch, model), []
     for _ in range(8):
         options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "assistant": spec}
-        found = generated(model, prompt(rows), 40, **options)
+        found = generated(model, prompt(3), 40, **options)
         assert torch.equal(found.sequences, plain.sequences)
         for score, same in zip(found.scores, plain.scores, strict=True):
             torch.testing.assert_close(score, same, atol=1e-5, rtol=1e-4)
         assert spec.stats is not None
-        assert (spec.stats.tokens, spec.stats.drafted, spec.stats.drafts) == (40 * rows, 0, False)
+        assert (spec.stats.tokens, spec.stats.drafted, spec.stats.drafts) == (40 * 3, 0, False)
         assert (spec.stats.mean_generated_length, spec.stats.phase) == (1.0, "acceleration")
-        assert len(spec.stats.from_draft) == rows
+        assert len(spec.stats.from_draft) == 3
         ours.append(not calls)
         assert spec.stats.left_to_generate == ("no draft pays" if calls else "")
         told = str(spec.stats)
         if calls:
             assert re.fullmatch(
-                rf"left to plain generate, since no draft pays: {40 * rows} tokens in \d+\.\d\d seconds", told
+                rf"left to plain generate, since no draft pays: {40 * 3} tokens in \d+\.\d\d seconds", told
             )
         else:
             assert "left to" not in told
@@ -140,13 +113,11 @@ def test_calls_stay_where_linear_layers_are_faster(monkeypatch: pytest.MonkeyPat
 
 STOPS: dict[str, Any] = {
     "chosen": None,
-    "a rule": ConfidenceThreshold(0.35),
     "a function": lambda ids, logits, states: torch.ones(len(ids), dtype=torch.bool),
 }
 
 
-@pytest.mark.parametrize("name", STOPS)
-@pytest.mark.parametrize("search", SEARCHES, ids=["swift", "clasp"])
+@pytest.mark.parametrize(("name", "search"), list(zip(STOPS, SEARCHES, strict=True)))
 def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch, search: Search, name: str) -> None:
     """That of the search from when it has one, and the user's own where one is given."""
     own, used = STOPS[name], []
@@ -168,7 +139,6 @@ def test_the_stop_rule_of_drafts(monkeypatch: pytest.MonkeyPatch, search: Search
         assert all(stop == choice for choice, stop in used if choice is not None)
     else:
         assert all(stop is own for _, stop in used)
-        assert name == "a function" or set(chosen) == {own}
 
 
 @pytest.mark.parametrize(("budget", "tries"), [(1e-9, False), (1.0, True)])
@@ -226,15 +196,6 @@ def test_statistics_of_a_search() -> None:
     blocks = {"attention blocks": search.best.skipped_attention, "MLP blocks": search.best.skipped_mlp}
     for name, skipped in blocks.items():
         assert lines_of(spec)[name] == "".join("□" if layer in skipped else "■" for layer in range(8))
-
-
-def test_timeline_of_a_batch() -> None:
-    """Tokens of all rows, with those that came from their prompts' own forward."""
-    spec = SelfSpec(SkipLayers(), FixedLength(3))
-    generated(tiny_llama(8), prompt(3), 20, assistant=spec)
-    assert spec.stats is not None
-    assert spec.stats.timeline[-1][0] == spec.stats.tokens == 60
-    assert 3 < spec.stats.timeline[0][0] <= 3 * 5
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from helpers.search.searches import (
 )
 from hf_selfspec import ConfidenceThreshold, FixedLength
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search import schedule, skip_search
+from hf_selfspec.search import skip_search
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from hf_selfspec.search.replay import Trace
 from hf_selfspec.search.skip_search import SkipSearch
@@ -104,18 +104,6 @@ def test_search_ends(settings: Search, scores: list[float], steps: int) -> None:
     assert len(search.history) == steps
 
 
-def test_a_search_that_is_over_tries_nothing_more() -> None:
-    search = SkipSearch(OnTheFlySearch(max_steps=4), space(), 0.5, skipping(0))
-    for place in range(3):
-        search.register(skipping(place), predicted(0.5))
-    search.begin_window()
-    plan = search.propose(no_layers)
-    assert plan is not None
-    search.register(plan, predicted(0.5))
-    assert search.is_over
-    assert search.propose(no_layers) is None
-
-
 def test_a_search_that_is_over_keeps_its_set() -> None:
     search = SkipSearch(OnTheFlySearch(max_steps=2), space(), 0.5, skipping(0))
     for plan, score in ((skipping(0), 0.5), (skipping(1), 0.6)):
@@ -123,7 +111,7 @@ def test_a_search_that_is_over_keeps_its_set() -> None:
     assert search.is_over
     search.register(skipping(2), predicted(1.0))  # from another thread
     assert search.best == skipping(1)
-    for _ in range(2 * schedule._IDLE):
+    for _ in range(2 * skip_search._IDLE):
         search.begin_window()
         assert search.propose(no_layers) is None
 
@@ -167,16 +155,6 @@ def test_the_stop_rule_with_the_most_tokens_per_second_is_chosen() -> None:
         assert search.choice.stop == stop
 
 
-def test_closest_layers_of_all_sizes_are_tried_whatever_matches() -> None:
-    """Where the size is searched for, a set that matches enough is no reason to stop."""
-    for auto in (True, False):
-        search = SkipSearch(ClosestLayers(), space(), 0.5, CAREFUL, auto, [FixedLength(2)])
-        for _ in range(4):
-            search.begin_window()
-            search.register(CAREFUL, predicted(1.0))
-        assert search.is_over != auto
-
-
 def test_no_set_drafts_where_none_pays() -> None:
     search = timed_search(OnTheFlySearch(), BOLD, costs=DEAR)
     search.register(BOLD, predicted(1.0))
@@ -197,7 +175,7 @@ def test_a_set_that_does_not_pay_is_tried_again(pays: bool) -> None:
     search.register(BOLD, predicted(0.9 if pays else 0.1))
     assert (search.is_over, search.choice.drafts) == (True, pays)
     tried = []
-    for _ in range(2 * schedule._IDLE):
+    for _ in range(2 * skip_search._IDLE):
         search.begin_window()
         tried.append(search.propose(no_layers))
         assert search.propose(no_layers) is None
@@ -212,7 +190,7 @@ def test_a_search_that_is_over_is_idle_until_it_tries_again() -> None:
     search.register(BOLD, predicted(0.1))
     assert search.is_over
     assert search.is_idle
-    search.add_idle_call(32 * (schedule._IDLE - 2), 1.0)
+    search.add_idle_call(32 * (skip_search._IDLE - 2), 1.0)
     assert search.is_idle
     search.add_idle_call(32, 1.0)
     assert not search.is_idle
@@ -220,17 +198,6 @@ def test_a_search_that_is_over_is_idle_until_it_tries_again() -> None:
     assert search.propose(no_layers) == BOLD
     search.register(BOLD, predicted(0.1))
     assert search.is_idle
-
-
-def test_short_calls_add_up_while_a_search_is_idle() -> None:
-    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    search.register(BOLD, predicted(0.1))
-    calls = 0
-    while search.is_idle:
-        search.add_idle_call(5, 1.0)
-        calls += 1
-        assert calls < 1000
-    assert calls == -(-32 * (schedule._IDLE - 1) // 5)
 
 
 def test_a_set_that_stops_to_pay_is_replaced() -> None:
@@ -243,17 +210,9 @@ def test_a_set_that_stops_to_pay_is_replaced() -> None:
     assert (search.is_over, search.choice.drafts) == (True, False)  # too soon
     later = timed_search(OnTheFlySearch(max_steps=1), BOLD)
     later.register(BOLD, predicted(0.9))
-    for _ in range(schedule._IDLE):
+    for _ in range(skip_search._IDLE):
         later.begin_window()
     draft(later, 0.3, 160)
     later.begin_window()
     assert not later.is_over
     assert later.propose(no_layers) == BOLD
-
-
-def test_trials_of_a_set_that_is_over_do_not_pile_up() -> None:
-    search = timed_search(OnTheFlySearch(max_steps=1), BOLD)
-    for _ in range(50):
-        search.register(BOLD, predicted(0.1))
-    assert len(search._records.sets[BOLD].trials) == skip_search._KEPT
-    assert len(search.history) == 50

@@ -23,7 +23,7 @@ from hf_selfspec import (
     SettingTypeError,
 )
 from hf_selfspec.stop import StopRule
-from hf_selfspec.stop.rules import BoundedRule, Memory, RunningRule, start
+from hf_selfspec.stop.rules import Memory, RunningBound, RunningRule, start
 
 EXIT = 2
 
@@ -114,10 +114,10 @@ class _Contrary(ConfidenceThreshold):
 def test_shipped_rules_compare_one_number_with_a_bound(rule: StopRule, ended: list[bool] | None) -> None:
     """What would decide by something else is called."""
     running = start(rule, 2, 5, Memory())
-    bound = running.bound() if isinstance(running, BoundedRule) else None
-    assert (bound is None) == (ended is None)
-    if bound is not None:
-        assert bound.judge(bound.values(None, with_top(0.6, 0.9)).tolist(), [1, 2], ()).ends == ended
+    assert (isinstance(running, RunningBound) and running.needs_logits_alone) == (ended is not None)
+    if ended is not None:
+        values = running.values(with_top(0.6, 0.9), torch.zeros(2, 8)).tolist()
+        assert [value < least for value, least in zip(values, running.thresholds, strict=True)] == ended
 
 
 def thresholds(rule: RunningRule) -> list[float]:
@@ -429,9 +429,9 @@ def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:
     model.generate(**ragged_batch((5,)), do_sample=False, max_new_tokens=12, assistant=spec)
     assert spec.stats is not None
     shorter = sum(count for length, count in spec.stats.accepted_lengths.items() if 0 < length < 4)
-    memory = spec._knowledge.memory(model, (False, False))
+    memory = spec._knowledge.record(model).memories[False, False]
     # Everything is accepted: each draft that could have been longer lowers the threshold.
     assert memory.value[0] == pytest.approx(0.5 - 0.001 * shorter)
     assert memory.value[0] < 0.5
-    assert spec._knowledge.memory(model, (False, True)).value is None
+    assert spec._knowledge.record(model).memories[False, True].value is None
     assert SelfSpec.adaspeed(2).stop == AdaptiveThreshold(ProductThreshold(0.8))

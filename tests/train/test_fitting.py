@@ -12,10 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    DynamicCache,
     LlamaForCausalLM,
-    PreTrainedModel,
-    Trainer,
 )
 
 from helpers.architectures import build
@@ -25,9 +22,6 @@ from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
 from helpers.processes import in_two_processes, interrupted_in
 from hf_selfspec import (
     Adapter,
-    AdaptiveThreshold,
-    CalibratedEntropy,
-    ClosestLayers,
     ConfidenceThreshold,
     EarlyExit,
     EarlyExitAdapter,
@@ -62,7 +56,7 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
     model = tiny_llama(factor=2.0).train()
     model.lm_head.weight.requires_grad_(False)
     before, learning = weights(model), [parameter.requires_grad for parameter in model.parameters()]
-    args = arguments(tmp_path, num_train_epochs=12, learning_rate=1e-2)
+    args = arguments(tmp_path, num_train_epochs=6, learning_rate=1e-2)
     adapter = fit_adapter(model, None, rows(), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path / "out")
     figures = adapter.about["figures"]
     assert figures["last loss"] < figures["first loss"] - 0.01
@@ -138,7 +132,7 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
     """Better than always saying the more frequent of both; its labels are those of the decoding mode."""
     model = tiny_llama(factor=0.6)
     before = weights(model)
-    args = arguments(tmp_path, num_train_epochs=60, learning_rate=3e-2)
+    args = arguments(tmp_path, num_train_epochs=25, learning_rate=6e-2)
     text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (80, 32)).tolist()]
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.2, "top_k": 5} if do_sample else {}
     probe = fit_probe(model, None, text, exit_layer=EXIT, block_size=32, args=args, **options)
@@ -254,25 +248,15 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
         assert any(not torch.allclose(value, start[key], atol=1e-3) for key, value in one[name].items())
 
 
-def test_states_in_an_autocast_are_other_states(tmp_path: Path) -> None:
-    """Fits in bfloat16 keep states of their own."""
-    for bf16 in (False, True):
-        args = arguments(tmp_path / "out", max_steps=2, bf16=bf16)
-        fit_adapter(tiny_llama(), None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
-    names = [file.stem for file in tmp_path.glob("*/*.safetensors")]
-    halves = {name.removesuffix("-bfloat16") for name in names if name.endswith("-bfloat16")}
-    assert halves
-    assert halves <= set(names)
-
-
-def test_states_of_another_precision_are_other_states(tmp_path: Path) -> None:
-    folders = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = tiny_llama().to(dtype)
-        args = arguments(tmp_path, max_steps=1)
-        fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path)
-        folders.append({path.parent.name for path in tmp_path.rglob("*.safetensors")})
-    assert len(folders[1]) == 2 > len(folders[0])
+@pytest.mark.parametrize("other", ["autocast", "weights"])
+def test_states_of_another_precision_are_other_states(tmp_path: Path, other: str) -> None:
+    found = []
+    for half in (False, True):
+        model = tiny_llama().to(torch.bfloat16 if half and other == "weights" else torch.float32)
+        args = arguments(tmp_path / "out", max_steps=1, bf16=half and other == "autocast")
+        fit_adapter(model, None, rows(20), exit_layer=EXIT, block_size=32, args=args, cache_dir=tmp_path / "states")
+        found.append(len(list((tmp_path / "states").rglob("*.safetensors"))))
+    assert 0 < found[0] < found[1]
 
 
 def test_rows_of_text() -> None:
@@ -293,25 +277,15 @@ def test_rows_of_text() -> None:
 # Drafts with adapters -------------------------------------------------------------------------------------------------
 
 
-ARCHITECTURES = (
-    "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi", "opt", "mixtral", "falcon",
-    "olmo2", "gpt_oss", "bloom", "cohere2",
-)  # fmt: skip
-
-
-@pytest.mark.every_run("llama|gemma3_text|gpt2|bloom|mixtral")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "bloom", "mixtral", "cohere2"])
 def test_adapters_change_no_token(name: str) -> None:
     model = build(name)
     model.generation_config.eos_token_id = None
-    adapter = adapter_of(model, exit_layer=1)
-    for tree in (None, TopKTree()):
-        spec = SelfSpec(EarlyExitAdapter(adapter), FixedLength(4), tree)
-        assert all(stats.drafted > stats.rounds for stats in check_lossless(model, spec))
+    spec = SelfSpec(EarlyExitAdapter(adapter_of(model, exit_layer=1)), FixedLength(4), TopKTree())
+    assert all(stats.drafted > stats.rounds for stats in check_lossless(model, spec))
 
 
-@pytest.mark.parametrize("well", [False, True])
-@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))], ids=["line", "tree"])
+@pytest.mark.parametrize(("well", "tree"), [(False, None), (True, TopKTree(((1.0, 3),)))])
 def test_an_adapter_sees_the_whole_text(well: bool, tree: TopKTree | None) -> None:
     """What it says is what it says of the text in one piece: its keys and values are those of the tokens before."""
     model = tiny_llama()
@@ -361,22 +335,6 @@ def test_an_adapter_sees_the_whole_text_of_each_row() -> None:
         assert compared > 3
 
 
-def test_adapters_of_drawn_text_are_exact() -> None:
-    """Frequencies of the second token of 3,000 rows, against the model's own distribution."""
-    model = tiny_llama(vocabulary=VOCABULARY)
-    spec = SelfSpec(EarlyExitAdapter(adapter_of(model)), FixedLength(3))
-    inputs = ragged_batch((5,))
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 8, "max_new_tokens": 4}
-    many = {name: value.expand(500, -1) for name, value in inputs.items()}
-    ours = torch.cat([model.generate(**many, **options, assistant=spec)[:, 6] for _ in range(6)])
-    plain = torch.cat([model.generate(**many, **options)[:, 6] for _ in range(6)])
-    p, q = (torch.bincount(ids, minlength=VOCABULARY) / len(ids) for ids in (ours, plain))
-    assert (p - q).abs().sum() / 2 < 0.06
-    assert spec.stats is not None
-    assert 0 < spec.stats.accepted < spec.stats.drafted
-
-
 def test_prompts_in_chunks_say_the_same() -> None:
     """Rows that end in an earlier chunk than others keep what the adapter saw of them."""
     model, said = tiny_llama(), []
@@ -409,7 +367,7 @@ def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
         assert fresh.head is not None
         own = model.lm_head(model.model.norm(states))
         torch.testing.assert_close(fresh.head(fresh(states)), own, atol=1e-3, rtol=1e-3)
-    args = arguments(tmp_path, num_train_epochs=5, learning_rate=1e-2)
+    args = arguments(tmp_path, num_train_epochs=2, learning_rate=1e-2)
     adapter = fit_adapter(
         model, None, rows(), exit_layer=EXIT, own_head=True, block_size=32, args=args, output_dir=tmp_path
     )
@@ -435,35 +393,6 @@ def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
             torch.testing.assert_close(logits, adapter.head(adapter(states))[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_a_chat_goes_on_with_an_adapter() -> None:
-    """What came before it was asked, it does not see; the text is the same all the same."""
-    model, cache = tiny_llama(), DynamicCache()
-    spec = SelfSpec.kangaroo(adapter_of(model), FixedLength(3))
-    first = ragged_batch((8,))["input_ids"]
-    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
-    mask = torch.ones_like
-    said = model.generate(first, attention_mask=mask(first), past_key_values=cache, assistant=spec, **options)
-    more = torch.cat([said, first], 1)
-    found = model.generate(more, attention_mask=mask(more), past_key_values=cache, assistant=spec, **options)
-    assert torch.equal(found, model.generate(more, attention_mask=mask(more), **options))
-
-
-def test_saved_adapters_draft_the_same(tmp_path: Path) -> None:
-    model = tiny_llama()
-    adapter = adapter_of(model)
-    adapter.save_pretrained(tmp_path / "adapter")
-    stats = []
-    for spec in (SelfSpec.kangaroo(adapter), SelfSpec.kangaroo(tmp_path / "adapter")):
-        model.generate(**ragged_batch((9,)), max_new_tokens=40, do_sample=False, assistant=spec)
-        assert spec.stats is not None
-        stats.append(spec.stats.from_draft)
-    assert stats[0] == stats[1]
-    spec.save_pretrained(tmp_path / "spec", model)
-    assert SelfSpec.from_pretrained(tmp_path / "spec").stop == ConfidenceThreshold(0.6)
-    with pytest.raises(SettingError, match="cannot be saved"):
-        SelfSpec.kangaroo(adapter).save_pretrained(tmp_path / "spec", model)
-
-
 def test_a_probe_ends_drafts() -> None:
     model = tiny_llama()
     probe = LinearProbe(EXIT, 64)
@@ -474,41 +403,6 @@ def test_a_probe_ends_drafts() -> None:
     states = torch.randn(3, 64)
     expected = torch.sigmoid(states @ probe.direction.weight[0] + probe.direction.bias)
     torch.testing.assert_close(probe(torch.zeros(3, 5), states), expected.detach())
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_probes_change_no_token(name: str) -> None:
-    model = build(name)
-    model.generation_config.eos_token_id = None
-    torch.manual_seed(0)
-    probe = LinearProbe(1, model.config.get_text_config(decoder=True).hidden_size)
-    torch.nn.init.normal_(probe.direction.weight, std=0.1)
-    assert all(stats.drafted for stats in check_lossless(model, SelfSpec.adaspeed(probe)))
-
-
-RULES = {
-    "fixed": FixedLength(3),
-    "confidence": ConfidenceThreshold(0.02),
-    "product": ProductThreshold(0.001),
-    "adaptive": AdaptiveThreshold(ProductThreshold(0.001), step=0.001, threshold_memory=0.0),
-    "calibrated": CalibratedEntropy(0.3),
-}
-DRAFTS: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "exit": lambda model: EarlyExit(EXIT),
-    "blocks": lambda model: SkipLayers(),
-    "search": lambda model: SkipLayers(search=ClosestLayers(context_window=8, budget=1.0)),
-    "adapter": lambda model: EarlyExitAdapter(adapter_of(model)),
-}
-
-
-@pytest.mark.every_run(".*-(fixed|confidence)")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_every_rule_ends_every_draft(rule: str, draft: str) -> None:
-    model = tiny_llama()
-    spec = SelfSpec(DRAFTS[draft](model), RULES[rule], max_draft=5)
-    for _ in range(2):  # with what the first calls have learned
-        check_lossless(model, spec)
 
 
 def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
@@ -548,18 +442,15 @@ def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
         ({"dataset": [5]}, SettingTypeError, "takes strings, or rows"),
         ({"dataset": ["text"]}, SettingTypeError, "and the tokenizer"),
         ({"exit_layer": 6}, SettingError, "the model has 6 layers, so the exit layer must be between 1 and 5"),
-        ({"exit_layer": 0}, SettingError, "exit_layer) must be at least 1"),
         ({"args": {"max_steps": 3}}, SettingTypeError, "args) must be TrainingArguments"),
-        ({"block_size": 0}, SettingError, "block_size) must be at least 1"),
         ({"model": 3}, SettingTypeError, "takes a causal LM of transformers"),
     ],
 )
-@pytest.mark.parametrize("fit", [fit_adapter, fit_probe])
-def test_fits_of_nothing(fit: Callable[..., Any], change: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_fits_of_nothing(change: dict[str, Any], error: type[Exception], words: str) -> None:
     given: dict[str, Any] = {"model": tiny_llama(), "dataset": rows(), "exit_layer": EXIT, "block_size": 32} | change
     with pytest.raises(error) as raised:
-        fit(given.pop("model"), None, given.pop("dataset"), **given)
-    assert fit.__name__ in str(raised.value)
+        fit_adapter(given.pop("model"), None, given.pop("dataset"), **given)
+    assert "fit_adapter" in str(raised.value)
     assert words in str(raised.value)
 
 
@@ -593,9 +484,6 @@ def test_models_to_which_nothing_can_be_fitted() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Adapter(2, 64, 3), "hidden_size must be a multiple of"),
-        (lambda: Adapter(2, 64, 4, blocks=("mixer",)), "takes some of"),
-        (lambda: Adapter(0, 64, 4), r"exit_layer\) must be at least 1"),
         (lambda: SelfSpec.kangaroo(5), "must be Adapter or the path of a saved one"),
     ],
 )
@@ -620,28 +508,12 @@ def other_shape(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
 
 
-def no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"exit_layer": 2,')
-
-
-def no_attention(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: value for name, value in tensors.items() if "qkv" not in name}, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (cut_short, "cut short or changed"),
         (no_numbers, "weights that are not finite: norm.weight"),
         (other_shape, "cut short or changed"),
-        (no_config, "has no config.json"),
-        (broken_config, "cut short or changed"),
-        (no_attention, "cut short or changed"),
     ],
 )
 def test_damaged_files(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
@@ -709,18 +581,6 @@ def fit_in(folder: Path, exit_layer: int = EXIT, **changed: Any) -> Adapter:
     args = arguments(folder, **kept | changed)
     model = tiny_llama(factor=2.0)
     return fit_adapter(model, None, rows(40), exit_layer=exit_layer, block_size=32, args=args)
-
-
-def test_a_fit_that_was_stopped_behind_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fit_in(tmp_path / "whole")
-    with interrupted_in(fits, "about"):
-        fit_in(tmp_path / "stopped")
-    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it has ended"))
-    again = fit_in(tmp_path / "stopped")
-    for name, value in whole.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value)
-    assert again.about["recipe"] == whole.about["recipe"]
-    assert again.about["figures"].get("last loss") == whole.about["figures"].get("last loss")
 
 
 def test_a_fit_that_has_ended_does_not_block_the_next(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, TrainerState, trainer
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, trainer
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from helpers.fitted import EXIT, arguments, rows
@@ -30,7 +30,7 @@ from hf_selfspec.batch import Text
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import speedup
-from hf_selfspec.train.speedup import SpeedupEvaluator, greedily, speed_figures
+from hf_selfspec.train.speedup import SpeedupEvaluator, speed_figures
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
@@ -60,14 +60,6 @@ def test_a_fit_ends_when_it_gets_no_faster(tmp_path: Path, monkeypatch: pytest.M
     assert [is_like(adapter, weights) for weights in seen] == [False, False, True, False]
 
 
-def test_a_fit_that_never_drafts_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = speeds(monkeypatch, 0.0)
-    args = arguments(tmp_path, max_steps=40, eval_steps=2)
-    adapter = fit_adapter(tiny_llama(), None, rows(), exit_layer=EXIT, block_size=32, args=args, patience=3)
-    assert adapter.about["recipe"]["steps"] == 8
-    assert is_like(adapter, seen[-1])  # of the longest training
-
-
 def test_a_fit_that_gets_faster_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps behind the last measurement are measured at the end."""
     seen = speeds(monkeypatch, 1.0, 1.1, 1.2, 1.3)
@@ -78,7 +70,7 @@ def test_a_fit_that_gets_faster_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_like(probe, seen[-1])
 
 
-@pytest.mark.parametrize("eval_steps", [None, 2, 0.1, 0])
+@pytest.mark.parametrize("eval_steps", [None, 0.1])
 def test_short_fits_are_measured_ten_times(
     eval_steps: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,20 +162,7 @@ def test_speed_is_that_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     assert model.generation_config is usual
 
 
-def test_copies_of_a_measurement_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on, and they would have the weights of before."""
-    model, part = tiny_llama(), Adapter(EXIT, 64, 4)
-    Clock(monkeypatch, model)
-
-    def copied(part: Any) -> SelfSpec:
-        part.__dict__["_copies"] = {"device": "of now"}
-        return SelfSpec.kangaroo(part)
-
-    SpeedupEvaluator(model, TEXT, copied).metrics(part)
-    assert "_copies" not in part.__dict__
-
-
-@pytest.mark.parametrize("error", [SettingError("it reaches no threshold"), TypeError("of its own")])
+@pytest.mark.parametrize("error", [TypeError("of its own")])
 def test_a_part_that_cannot_draft_has_no_speed(error: Exception) -> None:
     def refuse(part: Any) -> SelfSpec:
         raise error
@@ -230,9 +209,7 @@ def test_parts_that_add_nothing_to_free_drafts_are_told(
     assert SpeedupEvaluator(model, TEXT[:0], SelfSpec.kangaroo).metrics(part) == speed_figures(part, {}) == {}
 
 
-@pytest.mark.parametrize(
-    "error", [UnsupportedModelError("no cache"), torch.OutOfMemoryError("too large"), IndexError()]
-)
+@pytest.mark.parametrize("error", [UnsupportedModelError("no cache"), IndexError()])
 def test_a_fit_is_not_lost_to_its_measurement(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,18 +221,6 @@ def test_a_fit_is_not_lost_to_its_measurement(
     with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
         adapter = fit_adapter(tiny_llama(), None, rows(), **options, output_dir=tmp_path / "out")
     assert is_like(Adapter.load(tmp_path / "out"), adapter.state_dict())
-
-
-def test_texts_are_written_without_settings_of_the_model() -> None:
-    model = tiny_llama()
-    usual = model.generation_config = GenerationConfig(
-        do_sample=True, num_beams=3, repetition_penalty=2.0, eos_token_id=[4, 5]
-    )
-    with greedily(model, 7) as ends:
-        assert ends == {4, 5}
-        found = model.generation_config
-        assert (found.max_new_tokens, found.num_beams, found.repetition_penalty) == (7, None, None)
-    assert model.generation_config is usual
 
 
 def test_free_drafts_do_not_know_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

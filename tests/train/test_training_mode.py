@@ -23,7 +23,7 @@ from hf_selfspec import (
     TopKTree,
     first_differences,
 )
-from hf_selfspec.model.checkpointing import without_checkpointing
+from hf_selfspec.model.patching import without_checkpointing
 
 # Older versions of transformers and PEFT go by these names.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
@@ -163,17 +163,6 @@ def test_cache_switched_off_by_the_model() -> None:
         assert torch.equal(output.sequences, expected.sequences)
         assert output.past_key_values is expected.past_key_values is None
     assert model.generation_config.use_cache is False
-
-
-@pytest.mark.parametrize("where", ["config", "generation_config"])
-def test_cache_switched_off_by_a_trainer(where: str) -> None:
-    model = tiny_llama()
-    getattr(model, where).use_cache = False
-    expected = model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False)
-    assert torch.equal(
-        model.generate(**ragged_batch(), max_new_tokens=12, do_sample=False, assistant=SPECS["exit"]), expected
-    )
-    assert getattr(model, where).use_cache is False
 
 
 def in_mixed_precision(model: PreTrainedModel) -> PreTrainedModel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from hf_selfspec import (
 )
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.lookup.suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex, texts_of
-from hf_selfspec.model.positions import LastPositions
 from hf_selfspec.model.prompt import Prompt
 from hf_selfspec.model.transfer import RowNumbers, _together
 from hf_selfspec.verify.sampling import accept_line, choose_sampled
@@ -188,8 +186,8 @@ def test_prompts_are_laid_out_from_slot_0(rows: list[list[bool]], seen: int, gen
     ids = torch.arange(10, 10 + len(rows) * width).view(len(rows), width)
     mask = torch.tensor(rows)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    past: Any = SimpleNamespace(get_seq_length=lambda: seen)
-    prompt = Prompt.of(ids, None, mask.long(), positions, past, None, ragged=True)
+    given = {"attention_mask": mask.long(), "position_ids": positions}
+    prompt = Prompt.of(ids, given, seen, None, ragged=True)
     generated = generated[: len(rows)]
     slots = prompt.slots(width + max(generated), generated)
     assert slots is not None
@@ -255,23 +253,6 @@ def test_numbers_that_are_brought_together_are_the_same(tensors: list[torch.Tens
     for found, before in zip(_together(tensors), tensors, strict=True):
         torch.testing.assert_close(found, before, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(found.signbit(), before.signbit())
-
-
-@quick(50)
-@given(
-    reachable=st.none() | st.lists(st.integers(0, 30), min_size=3, max_size=3),
-    limit=st.none() | st.integers(1, 30),
-    slots=st.lists(st.integers(0, 30), min_size=3, max_size=3),
-    rows=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True),
-)
-def test_last_positions(reachable: list[int] | None, limit: int | None, slots: list[int], rows: list[int]) -> None:
-    """The end of the text, within what has an embedding, but a last token's own place in any case."""
-    last = LastPositions(reachable, limit)
-    found = last.of(rows, slots)
-    for row, position in zip(rows, found, strict=True):
-        end = 1 << 62 if reachable is None else reachable[row]
-        assert position == (end if limit is None else max(min(end, limit - 1), slots[row]))
-    assert last.of(rows, slots) is found  # so that it is uploaded once
 
 
 # Matches -------------------------------------------------------------------------------------------------------------

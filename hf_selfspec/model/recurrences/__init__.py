@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .gated_delta import GatedDelta, KimiDelta
+from .linear_attention import GatedDelta, KimiDelta, StateSpace
 from .recurrence import Recurrence
 from .selective_scan import SelectiveScan
-from .state_space import StateSpace
 
 # Model types whose states are proven to roll back exactly, each with its recurrence; None for convolutions alone.
 SERVED: dict[str, type[Recurrence] | None] = {

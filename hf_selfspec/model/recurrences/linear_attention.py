@@ -1,4 +1,4 @@
-"""Linear attention with decay, with and without the delta rule, over a few tokens at once.
+"""Linear attention with decay over a few tokens at once, with and without the delta rule.
 
 A state ``S`` ``[b, k, n, h]`` maps keys to values. Each token decays it by ``exp(g)`` and adds ``key ⊗ u``. With the
 delta rule ``u = beta (value - key S)``, without it ``u = value``; the output is ``query S``. The ``u`` of a block of
@@ -8,34 +8,185 @@ follows from their ``u``: no token has to be run again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..layout import TreeLayout
-from .recurrence import Entries
+from .recurrence import Entries, Recurrence, time_steps
+
+_EPSILON = 1e-6  # for the norm of queries and keys, as in transformers' and FLA's functions
+
+
+class LinearAttention(Recurrence):
+    """What all kinds have in common. Entries are keys ``[b, k, t, n]``, ``u`` and decays ``[b, k, t, 1 or n]``."""
+
+    def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
+        """See :meth:`Recurrence.advance`."""
+        key, known, decay = entries
+        if kept is not None:
+            here = kept[:, None, :, None]
+            key, decay = key * here, decay * here
+        if key.shape[2] > 1:
+            total = decay.cumsum(2)
+            decay = total[:, :, -1:]
+            key = key * (decay - total).exp()
+        left = (state * decay.exp().transpose(2, 3)).flatten(0, 1)
+        return left.baddbmm_(key.transpose(2, 3).flatten(0, 1), known.flatten(0, 1)).view_as(state)
+
+
+class GatedDelta(LinearAttention):
+    """The gated delta rule with one decay per head; state ``[b, k, n, h]``. See :class:`Recurrence`."""
+
+    kernel = "torch_chunk_gated_delta_rule"
+    parameters: tuple[str, ...] = (
+        "query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state",
+        "use_qk_l2norm_in_kernel", "kwargs",
+    )  # fmt: skip
+
+    def prefill(
+        self,
+        kernel: Any,
+        state: torch.Tensor | None,
+        kept: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Recurrence.prefill`; ``g = beta = 0`` leaves the state as it is."""
+        if kept is not None:
+            g = g * kept.view(*kept.shape, *[1] * (g.dim() - 2))
+            beta = beta * kept[..., None]
+        options |= {"initial_state": state, "output_final_state": True}
+        output, state = kernel(query, key, value, g=g, beta=beta, **options)
+        assert state is not None
+        return output, state
+
+    def step(
+        self,
+        state: torch.Tensor,
+        nodes: TreeLayout | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Entries]:
+        """See :meth:`Recurrence.step`; queries and keys ``[b, t, k, n]``, values ``[b, t, k, h]``."""
+        dtype = query.dtype
+        query, key, value, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON) for x in (query, key))
+        query = query * query.shape[-1] ** -0.5
+        if (group := value.shape[1] // key.shape[1]) > 1:
+            query, key = (x.repeat_interleave(group, dim=1) for x in (query, key))
+        decay = g if g.dim() == 4 else g[..., None]
+        inputs = (query, key, value, decay, beta)
+        output, entries = self.in_blocks(state, inputs, nodes)
+        return output.transpose(1, 2).contiguous().to(dtype), entries
+
+    def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
+        """See :meth:`Recurrence.outputs`."""
+        query, key, value, decay, beta = inputs
+        output, known = attend(state, query, key, value, decay, beta, nodes)
+        return output, (key, known, decay)
+
+
+class KimiDelta(GatedDelta):
+    """The gated delta rule with a decay for each channel of the keys."""
+
+    kernel = "chunk_kimi_delta_attention"
+
+
+class StateSpace(LinearAttention):
+    """Mamba-2's recurrence; state ``[b, k, n, h]``. See :class:`Recurrence`.
+
+    It is linear attention without the delta rule: ``B`` are keys, ``C`` queries, ``Δ x`` values, ``Δ A`` the decay.
+    """
+
+    kernel = "mamba2_chunk_scan"
+    parameters: tuple[str, ...] = (
+        "hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus",
+        "dt_limit", "return_final_states", "kwargs",
+    )  # fmt: skip
+
+    def prefill(
+        self,
+        kernel: Any,
+        state: torch.Tensor | None,
+        kept: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Recurrence.prefill`; ``Δ = 0`` leaves the state as it is."""
+        options |= {"initial_states": None if state is None else self.store(state), "return_final_states": True}
+        if kept is not None:
+            dt = time_steps(dt, options.get("dt_bias"), options.get("dt_softplus", False))
+            least, most = options.get("dt_limit", (0.0, torch.inf))
+            dt = dt.clamp(least, most) * kept[..., None]
+            options |= {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, torch.inf)}
+        output, state = kernel(hidden_states, dt, *args, **options)
+        return output, self.load(state, 0)
+
+    def step(
+        self,
+        state: torch.Tensor,
+        nodes: TreeLayout | None,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Entries]:
+        """See :meth:`Recurrence.step`; ``x`` ``[b, t, k, h]``, ``B`` and ``C`` ``[b, t, groups, n]``.
+
+        As in transformers' one-token steps, ``dt_limit`` has no effect.
+        """
+        group = hidden_states.shape[2] // b.shape[2]
+        x = hidden_states.transpose(1, 2).float()
+        dt = time_steps(dt, dt_bias, dt_softplus).float().transpose(1, 2)[..., None]
+        query, key = (y.transpose(1, 2).float().repeat_interleave(group, dim=1) for y in (c, b))
+        inputs = (query, key, dt * x, dt * a.float()[:, None, None])
+        output, entries = self.in_blocks(state, inputs, nodes)
+        if (direct := options.get("D")) is not None:
+            output = output + x * direct[:, None, None]
+        return output.transpose(1, 2).contiguous().to(hidden_states.dtype), entries
+
+    def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
+        """See :meth:`Recurrence.load`; transformers has the dimensions of keys and values in the other order."""
+        return state.float().transpose(2, 3).contiguous()
+
+    def store(self, state: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Recurrence.store`."""
+        return state.transpose(2, 3).contiguous()
+
+    def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
+        """See :meth:`Recurrence.outputs`."""
+        query, key, value, decay = inputs
+        output, _ = attend(state, query, key, value, decay, None, nodes)
+        return output, (key, value, decay)
 
 
 def attend(
-    state: torch.Tensor,
-    query: torch.Tensor,
+    state: torch.Tensor,  # [b, k, n, h] before the block
+    query: torch.Tensor,  # [b, k, t, n], as the keys
     key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
+    value: torch.Tensor,  # [b, k, t, h]
+    decay: torch.Tensor,  # [b, k, t, n], or [b, k, t, 1] if there is one for the whole head; logarithms, at most 0
+    beta: torch.Tensor | None,  # [b, k, t] for the delta rule
     nodes: TreeLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the output of a block of tokens.
-
-    Args:
-        state: ``[b, k, n, h]`` before the block.
-        query, key: ``[b, k, t, n]``.
-        value: ``[b, k, t, h]``.
-        decay: ``[b, k, t, n]``, or ``[b, k, t, 1]`` if there is one for the whole head; logarithms, at most 0.
-        beta: ``[b, k, t]`` for the delta rule, ``None`` without it.
-        nodes: the tree that the tokens form, ``None`` for a line.
-
-    Returns:
-        Output ``[b, k, t, h]``, and ``u`` of the same shape.
-    """
+    """Returns the output ``[b, k, t, h]`` of a block of tokens, and ``u`` of the same shape."""
     t = key.shape[2]
     # The ancestors of each token, itself included: [1, 1, t, t], or [b, 1, t, t].
     before = None if nodes is None else nodes.ancestry(key.device)[:, None]
@@ -53,26 +204,6 @@ def attend(
         system = _pairs(key, key, weights).tril(-1) * beta[..., None]
         known = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     return read + _pairs(query, key, weights) @ known, known
-
-
-def advance(state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
-    """Returns the state ``[b, k, n, h]`` after some tokens.
-
-    Args:
-        state: the state before them.
-        entries: their keys ``[b, k, t, n]``, ``u`` ``[b, k, t, h]`` and decays ``[b, k, t, 1 or n]``.
-        kept: ``[b, t]`` tokens that count, ``None`` for all.
-    """
-    key, known, decay = entries
-    if kept is not None:
-        here = kept[:, None, :, None]
-        key, decay = key * here, decay * here
-    if key.shape[2] > 1:
-        total = decay.cumsum(2)
-        decay = total[:, :, -1:]
-        key = key * (decay - total).exp()
-    left = (state * decay.exp().transpose(2, 3)).flatten(0, 1)
-    return left.baddbmm_(key.transpose(2, 3).flatten(0, 1), known.flatten(0, 1)).view_as(state)
 
 
 def _weights(total: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:

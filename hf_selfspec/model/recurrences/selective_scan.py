@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from ..layout import TreeLayout
-from .recurrence import Entries, in_blocks
+from .recurrence import Entries, Recurrence, time_steps
 
 
-class SelectiveScan:
+class SelectiveScan(Recurrence):
     """Mamba-1's recurrence; state ``[b, d, n]``. See :class:`Recurrence`.
 
     Transformers' function starts from zero whatever the cache holds, so text that continues from a state takes steps.
@@ -64,7 +64,7 @@ class SelectiveScan:
         self._a = a.float()
         dt = _steps(dt, delta_bias, delta_softplus).float()
         inputs = (dt, dt * hidden_states.float(), b.float(), c.float())
-        output, entries = in_blocks(self._outputs, self.advance, state, inputs, nodes)
+        output, entries = self.in_blocks(state, inputs, nodes)
         if (direct := options.get("D")) is not None:
             output = output + hidden_states * direct[:, None]
         if z is not None:
@@ -85,11 +85,8 @@ class SelectiveScan:
         """See :meth:`Recurrence.load`; Zamba calls the function for each head and concatenates the states."""
         return (state if state.dim() == 3 else state[:, part]).float()
 
-    def store(self, state: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Recurrence.store`."""
-        return state
-
-    def _outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
+    def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
+        """See :meth:`Recurrence.outputs`."""
         # One token after another, since a state is small.
         dt, x, b, c = inputs
         left, added = self._terms(dt, x, b)
@@ -118,6 +115,4 @@ def _parent(states: list[torch.Tensor], first: torch.Tensor, token: int, nodes: 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
     """The ``Δ`` ``[b, d, t]`` of each token."""
-    if bias is not None:
-        dt = dt + bias.to(dt.dtype)[:, None]
-    return F.softplus(dt) if softplus else dt
+    return time_steps(dt, None if bias is None else bias[:, None], softplus)

@@ -11,9 +11,7 @@ from hf_selfspec import FixedLength
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import feedback
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
-from hf_selfspec.search.estimates import Scores
-from hf_selfspec.search.on_the_fly import OnTheFlySearch, Search
-from hf_selfspec.search.proposers import RandomAndBayes
+from hf_selfspec.search.on_the_fly import Search
 from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
 from hf_selfspec.search.skip_space import SkipSpace
@@ -43,12 +41,6 @@ def timings(space: SkipSpace, costs: ForwardCosts) -> Stopwatch:
     return Stopwatch(early, attention, {name: [time] for name, time in seconds.items()})
 
 
-def scores_of(worth: dict[LayerPlan, float]) -> Scores:
-    """One trial of each set on one window."""
-    count = len(worth)
-    return Scores(tuple(worth), np.array(list(worth.values())), np.ones(count), np.arange(count), np.zeros(count, int))
-
-
 def predicted(share: float, tokens: int = 32) -> list[Trace]:
     """Of a text of 32 tokens by default a set predicts this share, equally likely everywhere."""
     return [Trace(np.full((1, tokens), share), np.full((1, tokens), 0.9))]
@@ -67,13 +59,9 @@ def matchness_of(known: frozenset[int], plan: LayerPlan) -> float:
     return 1 - len(space().places(plan) - known) / len(space().blocks)
 
 
-def random_sets(ratio: float = 0.4, auto: bool = True) -> RandomAndBayes:
-    return RandomAndBayes(OnTheFlySearch(target_matchness=0.95), space(), ratio, auto)
-
-
 def speedup(traces: list[Trace], plan: LayerPlan, rule: Rule, ease: float = 1.0) -> float:
-    (run,) = replays([trace.eased(ease) for trace in traces], [rule], plan, COSTS, 25)
-    return COSTS.plain() * run.tokens / run.seconds
+    runs = replays([trace.eased(ease) for trace in traces], [rule], plan, COSTS, 25)
+    return COSTS.plain() / runs.seconds_per_token.item()
 
 
 def timed_search(
@@ -92,10 +80,9 @@ CAREFUL, BOLD = skipping(0, 3, 8, 11), skipping(*range(1, 11))
 SHARES = ((CAREFUL, 0.9), (BOLD, 0.8))
 
 
-def draft(search: SkipSearch, share: float, drafted: int = 16, slowness: float = 1.0, plan: LayerPlan = BOLD) -> None:
-    """One round, with the share of drafted tokens that is accepted and the time it takes over what was foretold."""
-    foretold = drafted * COSTS.draft(plan) + COSTS.verify(plan.first_altered, drafted)
-    search.watch(plan, 1, drafted, 1 + round(share * drafted), drafted, drafted, slowness * foretold)
+def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan = BOLD) -> None:
+    """One round, with the share of drafted tokens that is accepted."""
+    search.watch(plan, 1, drafted, 1 + round(share * drafted))
 
 
 def draft_much(search: SkipSearch, share: float) -> None:

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..errors import UnsupportedModelError
-from . import kernels
-from .layout import TreeLayout
-from .recurrences.convolution import Convolution
-from .recurrences.recurrence import Recurrence
+from ...errors import UnsupportedModelError
+from ..layout import TreeLayout
+from .kernels import current_turn
+from .recurrence import Convolution, Entries, Recurrence
 from .state_log import StateLog
 
 
 @dataclass
-class Feed:
-    """The tokens that the running forward feeds into recurrent states.
+class StateUpdate:
+    """The tokens that the running forward feeds into recurrent states."""
 
-    Attributes:
-        starts: for each row the slot of the first token.
-        counts: for each row how many tokens of a prompt count, ``None`` where all do and may be rolled back.
-        nodes: the tree that they form, ``None`` for a line.
-        is_scratch: whether nothing of it is kept.
-    """
-
-    starts: Sequence[int]
-    counts: list[int] | None = None
-    nodes: TreeLayout | None = None
-    is_scratch: bool = False
+    starts: Sequence[int]  # for each row the slot of the first token
+    counts: Sequence[int] | None = None  # for each row how many of a prompt count, None where all may be rolled back
+    nodes: TreeLayout | None = None  # the tree that they form, None for a line
+    is_scratch: bool = False  # whether nothing of it is kept
 
     @classmethod
-    def of(cls, cursors: Sequence[int], counts: list[int] | None, nodes: TreeLayout | None) -> Feed:
-        """The feed of a forward over prompts, of which some tokens count, a line, or a tree."""
+    def of(cls, cursors: Sequence[int], counts: Sequence[int] | None, nodes: TreeLayout | None) -> StateUpdate:
+        """The update by prompts, of which some tokens count, a line, or a tree."""
         if nodes is None:
             return cls(cursors, counts)
         if nodes.hidden:
@@ -64,17 +55,19 @@ class Feed:
         counts = [length] * len(starts) if self.counts is None else self.counts
         return [start + count for start, count in zip(starts, counts, strict=True)]
 
+    def add(self, log: StateLog, starts: Sequence[int], entries: Entries, kept: torch.Tensor | None) -> None:
+        """Adds what the tokens feed into a state to its log; after a prompt the log starts over."""
+        if self.counts is not None:
+            log.restart(self.ends(starts, entries[0].shape[2]), log.advance(log.state_at(starts), entries, kept))
+        elif not self.is_scratch:
+            log.add(starts, entries)
+
 
 class StateLayer(LinearAttentionCacheLayerMixin):
-    """Recurrent states of one layer, to be combined with a layer for keys and values.
-
-    Args:
-        number_of_states: number of states of each kind.
-        recurrence: how recurrent states are updated, ``None`` for convolutions alone.
-        name: name of the model, for messages.
-    """
+    """Recurrent states of one layer, to be combined with a layer for keys and values."""
 
     is_compileable = False
+    _cache: Any  # whose `state_update` is that of the running forward
 
     def init_states(self, number_of_states: int, recurrence: type[Recurrence] | None, name: str) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
@@ -85,13 +78,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._convolutions: dict[int, tuple[Convolution, StateLog]] = {}
         # A function may be called several times for one state.
         self._recurrent: dict[int, list[tuple[Recurrence, StateLog]]] = {}
+        self._calls = 0  # of the function in the running forward
         self._has_parts = False
         self._given: dict[int, tuple[list[int], torch.Tensor]] = {}
-
-    @property
-    def feed(self) -> Feed:
-        """The tokens that the running forward feeds."""
-        raise NotImplementedError
 
     def logs(self) -> list[StateLog]:
         """The logs of all states."""
@@ -127,10 +116,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Returns inputs of a convolution ``[b, c, s]`` with those before them; the recurrence follows."""
+        turn, update, width = current_turn(), self._cache.state_update, conv_kernel_size or 0
         if self._recurrence is not None:
-            calls = itertools.count()
-            kernels.expect_recurrence(lambda *args, **kwargs: self._run(state_idx, next(calls), *args, **kwargs))
-        feed, width = self.feed, conv_kernel_size or 0
+            turn.recurrence, self._calls = partial(self._run, state_idx), 0
         if not width:
             raise UnsupportedModelError(
                 f"{self._model_name} keeps inputs of convolutions without their number, so they cannot be rolled back. "
@@ -141,28 +129,23 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             self._convolutions[state_idx] = convolution, StateLog(convolution.advance)
         convolution, log = self._convolutions[state_idx]
         length = conv_states.shape[2]
-        starts, kept = feed.begin(log), feed.kept(length, conv_states.device)
+        starts, kept = update.begin(log), update.kept(length, conv_states.device)
         if log.is_empty:
-            log.restart(feed.ends(starts, length), convolution.prefill(conv_states, kept))
+            log.restart(update.ends(starts, length), convolution.prefill(conv_states, kept))
             return conv_states
         state = log.state_at(starts)
-        if feed.counts is not None:
-            log.restart(feed.ends(starts, length), convolution.advance(state, (conv_states,), kept))
-        elif not feed.is_scratch:
-            log.add(list(starts), feed.ends(starts, length), (conv_states,))
-        if feed.nodes is not None:
-            windows = convolution.windows(state, conv_states, feed.nodes)
-            kernels.expect_convolution(functools.partial(_at_windows, windows, len(conv_states)))
+        update.add(log, starts, (conv_states,), kept)
+        if update.nodes is not None:
+            windows = convolution.windows(state, conv_states, update.nodes)
+            turn.check()
+            turn.convolution = partial(_at_windows, windows, len(conv_states))
         return torch.cat([state, conv_states], 2)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Ignores a state that the model has computed, since it is known already.
-
-        Raises:
-            UnsupportedModelError: the model has computed it in a way that is not supported.
-        """
-        states = self._recurrent.get(state_idx, [])
-        if not states or kernels.end_recurrence() != len(states):
+        """Ignores a state that the model has computed, since it is known already."""
+        states, turn = self._recurrent.get(state_idx, []), current_turn()
+        turn.recurrence = None
+        if not states or self._calls != len(states):
             raise UnsupportedModelError(
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
                 "of its own, so they cannot be rolled back. Call generate without `assistant`."
@@ -170,21 +153,19 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._has_parts = recurrent_states.dim() > states[0][1].state.dim()
         return recurrent_states
 
-    def _run(self, state_idx: int, part: int, original: Any, *args: Any, **kwargs: Any) -> Any:
-        feed = self.feed
-        recurrence, log = self._state(state_idx, part)
-        length, device = args[0].shape[recurrence.token_dim], args[0].device
-        starts, kept = feed.begin(log), feed.kept(length, device)
+    def _run(self, state_idx: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+        update: StateUpdate = self._cache.state_update
+        recurrence, log = self._state(state_idx, self._calls)
+        self._calls += 1
+        length = args[0].shape[recurrence.token_dim]
+        starts, kept = update.begin(log), update.kept(length, args[0].device)
         state = None if log.is_empty else log.state_at(starts)
-        if state is None or (feed.counts is not None and recurrence.continues and length > 1):
+        if state is None or (update.counts is not None and recurrence.continues and length > 1):
             output, state = recurrence.prefill(original, state, kept, *args, **kwargs)
-            log.restart(feed.ends(starts, length), state)
+            log.restart(update.ends(starts, length), state)
             return output, state
-        output, entries = recurrence.step(state, feed.nodes, *args, **kwargs)
-        if feed.counts is not None:
-            log.restart(feed.ends(starts, length), recurrence.advance(state, entries, kept))
-        elif not feed.is_scratch:
-            log.add(list(starts), feed.ends(starts, length), entries)
+        output, entries = recurrence.step(state, update.nodes, *args, **kwargs)
+        update.add(log, starts, entries, kept)
         return output, state
 
     def _state(self, state_idx: int, part: int) -> tuple[Recurrence, StateLog]:

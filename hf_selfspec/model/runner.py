@@ -1,4 +1,4 @@
-"""Forwards over a few tokens with fixed shapes: from round to round only the values of tensors change."""
+"""Forwards over a few tokens by graphs: from round to round only the values of tensors change."""
 
 from __future__ import annotations
 
@@ -6,67 +6,54 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import warn_once
 from .anatomy import Anatomy
-from .autocast import within
 from .buffers import Place
-from .compiled import is_compiled
-from .eager import EagerForwards, Forward
+from .context import Context, Feed, run_eagerly
 from .experts import experts_by_size
-from .graphs import Graphs, graphs_of, size_for
-from .hooks import has_hooks
+from .graphs import Graphs, graphs_of
 from .layout import TreeLayout
-from .masks import Geometry, at_positions
+from .masks import MaskSpec, at_positions
+from .modules import has_hooks, is_compiled
 from .parallel import is_tensor_parallel
-from .partial import ForwardPass, obeying
-from .step import Best
-
-if TYPE_CHECKING:
-    from .target import Target
+from .partial import Best, ForwardPass, obeying
+from .patching import within
+from .tracing import size_for
 
 # The attribute that all modules with PEFT adapters have.
 _ADAPTED = "_disable_adapters"
 
 
-class FixedShapes:
-    """Runs the forwards of one generation with the graphs of its model.
+class GraphRunner:
+    """Runs the forwards of one generation with the graphs of its model."""
 
-    Args:
-        target: the model during the generation.
-        graphs: the graphs of the model.
-
-    Attributes:
-        waited_seconds: time that this generation waited for graphs to be compiled.
-    """
-
-    def __init__(self, target: Target, graphs: Graphs) -> None:
-        self.target = target
+    def __init__(self, context: Context, graphs: Graphs) -> None:
+        self.context = context
         self.graphs = graphs
-        self.waited_seconds = 0.0
+        self.waited_seconds = 0.0  # for graphs to be compiled
         self._is_served = True
 
     @classmethod
-    def of(cls, target: Target, config: CompileConfig) -> FixedShapes | None:
+    def of(cls, context: Context, config: CompileConfig) -> GraphRunner | None:
         """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
-        if why := _cannot(target):
+        if why := _cannot(context):
             warn_once(
-                f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
+                f"{context.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
             )
             return None
-        graphs = graphs_of(target.model, config)
-        return None if graphs.refused else cls(target, graphs)
+        graphs = graphs_of(context.model, config)
+        return None if graphs.refused else cls(context, graphs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
-        graphs, needs_place = self.graphs, _needs_addresses(self.target.model.device)
-        place = self.target.cache.place = graphs.places.take() if needs_place else None
+        graphs, needs_place = self.graphs, _needs_addresses(self.context.model.device)
+        place = self.context.cache.place = graphs.places.take() if needs_place else None
         self._is_served = not needs_place or place is not None
         if not self._is_served:
             warn_once(
@@ -80,35 +67,34 @@ class FixedShapes:
             if place is not None:
                 graphs.places.leave(Place() if graphs.refused else place)
 
-    def call(self, forward: Forward, eager: EagerForwards) -> torch.Tensor | None:
-        """Returns the logits ``[b, s, v]`` of a forward, ``None`` if the module returns none.
+    def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
+        """Returns the logits ``[b, s, v]`` of a forward, ``None`` if there are none.
 
         They come from its graph, if there is one that is not slower than the model's own code.
         """
-        module, tokens, run, nodes = forward.module, forward.tokens, forward.run, forward.nodes
-        target = self.target
+        context, tokens, nodes = self.context, feed.tokens, feed.nodes
+        whole = context.module_of(run) is context.model
         device, (b, s) = tokens.device, tokens.shape[:2]
-        changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows, run.plan.additions)
+        changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows, run.plan.deltas)
         is_changed = any(change is not None for change in changes)
-        is_part = nodes is not None and (forward.first_node or nodes.hidden or len(nodes.parents) != b)
+        is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:
-            return eager.call(forward)
-        target.cache.seek(forward.starts, size)
-        buffers = target.cache.buffers()
+            return run_eagerly(context, feed, run)
+        context.cache.seek(feed.starts, size)
+        buffers = context.cache.buffers()
         inputs = [
             _filled(tokens, size),
-            _plain(forward.starts.on(device).expand(b, 1)),
-            _plain(forward.last.on(device).expand(b, 1)),
+            _plain(feed.starts.on(device).expand(b, 1)),
+            _plain(feed.last.on(device).expand(b, 1)),
             *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
             *([] if run.state is None else [_filled(run.state, size)]),
             *buffers,
         ]
-        parts = [module is target.model, nodes is not None, run.state is not None]
         key: Hashable = (
-            *parts,
+            *(whole, nodes is not None, run.state is not None),
             _modes(device),
-            target.autocast,
+            context.autocast,
             run.plan,
             run.start,
             run.stop,
@@ -118,7 +104,7 @@ class FixedShapes:
         )
 
         def function(*given: torch.Tensor) -> list[torch.Tensor]:
-            return self._forward(module, run, nodes is not None, given)
+            return self._forward(run, nodes is not None, given)
 
         shape = f"{'a line' if nodes is None else 'a tree'} of {size} tokens, {b} x {buffers[0].shape[2]} slots"
         what = f"{shape}, layers {run.plan.picture()}"
@@ -126,15 +112,15 @@ class FixedShapes:
         graph = self.graphs.find(key, function, inputs, what)
         self.waited_seconds += perf_counter() - begun
         if graph is None:
-            return eager.call(forward)
+            return run_eagerly(context, feed, run)
 
         def by_graph() -> torch.Tensor | None:
             try:
                 found = list(graph.run(*inputs))
             except AssertionError as error:  # of torch's trees of CUDA graphs
                 self.graphs.refuse(error)
-                return eager.call(forward)
-            logits = found.pop(0)[:, :s] if module is target.model else None
+                return run_eagerly(context, feed, run)
+            logits = found.pop(0)[:, :s] if whole else None
             # There is no layer after the last one, so the state that would enter it is the last one's output.
             is_captured = 0 <= run.capture < len(run.plan.picture())
             run.captured = found.pop(0)[..., :s, :] if is_captured else None
@@ -143,34 +129,32 @@ class FixedShapes:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
-        return graph.faster_of(s, by_graph, lambda: eager.call(forward))
+        return graph.faster_of(s, by_graph, lambda: run_eagerly(context, feed, run))
 
-    def _forward(
-        self, module: nn.Module, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _forward(self, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
-        target, rest = self.target, list(given)
+        context, rest = self.context, list(given)
         tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
         tree = TreeLayout.of_packed(rest.pop(0)) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
-        run = replace(run, state=state, captured=None, exit_state=None)
+        run = replace(run, state=state)
         slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
         length, keys, visible, positions = rest[0].shape[2], None, None, slots
         if tree is not None:
             positions = cursor + tree.offsets(tokens.device)
             keys, visible = tree.keys(slots, length, 0)
-        kwargs: dict[str, Any] = {target.cache_name: target.cache, "use_cache": True, "return_dict": True}
-        if target.anatomy.takes_positions:
+        kwargs: dict[str, Any] = {context.cache_name: context.cache, "use_cache": True, "return_dict": True}
+        if context.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)
-        geometry = Geometry(positions, length, keys, visible, is_fixed=True)
+        spec = MaskSpec(positions, length, keys, visible, is_fixed=True)
         with (
-            target.cache.written_at(slots, rest),
-            within(target.autocast),
+            context.cache.written_at(slots, rest),
+            within(context.autocast),
             obeying(run),
-            at_positions(geometry),
-            experts_by_size(target.model),
+            at_positions(spec),
+            experts_by_size(context.model),
         ):
-            logits = getattr(module(input_ids=tokens, **kwargs), "logits", None)
+            logits = getattr(context.module_of(run)(input_ids=tokens, **kwargs), "logits", None)
         found = [value for value in (logits, run.captured, run.exit_state) if value is not None]
         if run.chooses and logits is not None:
             scores = logits.float()
@@ -178,11 +162,11 @@ class FixedShapes:
         return found
 
 
-def _cannot(target: Target) -> str:
+def _cannot(context: Context) -> str:
     """Why the forwards of this call cannot be graphs, empty where they can."""
-    if why := why_no_graphs(target.model, target.anatomy):
+    if why := why_no_graphs(context.model, context.anatomy):
         return why
-    if not target.takes_any_rows or target.following.offsets is not None:
+    if not context.takes_any_rows or context.following.offsets is not None:
         return "its prompts have masked columns, images or other inputs that forwards need"
     return ""
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
-from .forwards import InstanceForwards, SharedChange
-from .modules import all_modules
-from .recurrences import SERVED
+from ...errors import UnsupportedModelError
+from ..modules import all_modules
+from ..patching import InstanceForwards, PerThread, SharedChange
+from . import SERVED
 
 # Takes the original function and the arguments of a call, and returns what the function would return.
 Run = Callable[..., Any]
@@ -30,55 +30,39 @@ CONVOLUTION = "causal_conv1d_fn"
 _FIRST_OF_CONVOLUTION = ("hidden_states", "weight", "bias")
 
 
-class _Turn(threading.local):
-    """What handles the next calls of this thread: those of a recurrence until it ends, one of a convolution."""
+@dataclass
+class Turn:
+    """What handles the next calls in a forward: those of a recurrence until it ends, one of a convolution."""
 
     recurrence: Run | None = None
-    calls = 0
     convolution: Run | None = None
 
+    def check(self) -> None:
+        """Checks that the convolution that was expected has come."""
+        if self.convolution is not None:
+            raise UnsupportedModelError(
+                "the model computes a convolution in a way that is not known here, such as a kernel of its own, so "
+                "drafted siblings cannot be told apart. Call generate without `assistant`."
+            )
 
-_turn = _Turn()
+
+_turns = PerThread[Turn]()
 _served = SharedChange()
 
 
-def expect_recurrence(run: Run) -> None:
-    """Makes ``run`` handle this thread's next calls of recurrences."""
-    _turn.recurrence, _turn.calls = run, 0
-
-
-def end_recurrence() -> int:
-    """Passes further calls to the original function, and returns how many calls there were."""
-    _turn.recurrence = None
-    return _turn.calls
-
-
-def expect_convolution(run: Run) -> None:
-    """Makes ``run`` handle this thread's next call of a convolution.
-
-    Raises:
-        UnsupportedModelError: the last one that was expected did not come.
-    """
-    _check_convolution()
-    _turn.convolution = run
-
-
-def _check_convolution() -> None:
-    if _turn.convolution is not None:
-        raise UnsupportedModelError(
-            "the model computes a convolution in a way that is not known here, such as a kernel of its own, so drafted "
-            "siblings cannot be told apart. Call generate without `assistant`."
-        )
+def current_turn() -> Turn:
+    """Returns the turn of this thread's forward."""
+    assert _turns.now is not None, "states are updated outside of a forward"
+    return _turns.now
 
 
 @contextmanager
 def turns() -> Iterator[None]:
     """Encloses a forward: whatever happens inside, later calls go to the original functions."""
-    try:
+    turn = Turn()
+    with _turns.during(turn):
         yield
-        _check_convolution()
-    finally:
-        _turn.recurrence = _turn.convolution = None
+        turn.check()
 
 
 @contextmanager
@@ -87,21 +71,17 @@ def served_kernels(model: PreTrainedModel) -> Iterator[None]:
     with ExitStack() as stack:
         if model.config.model_type in SERVED:
             recurrence = SERVED[model.config.model_type]
-            for module in _modules(model, CONVOLUTION):
+            for module in _modules(model):
                 stack.enter_context(_served.of(module, functools.partial(_serve, module, recurrence)))
         yield
 
 
 def check_kernels(model: PreTrainedModel) -> None:
-    """Checks that the file of a model with recurrent states has the functions and parameters that we support.
-
-    Raises:
-        UnsupportedModelError: it does not.
-    """
+    """Checks that the file of a model with recurrent states has the functions and parameters that we support."""
     if model.config.model_type not in SERVED:
         return
     recurrence = SERVED[model.config.model_type]
-    modules = _modules(model, CONVOLUTION)
+    modules = _modules(model)
     first = _FIRST_OF_CONVOLUTION
     known = len(modules) == 1 and _parameters(modules[0], CONVOLUTION)[: len(first)] == first
     if known and recurrence is not None:
@@ -114,11 +94,11 @@ def check_kernels(model: PreTrainedModel) -> None:
         )
 
 
-def _modules(model: nn.Module, name: str) -> list[Any]:
-    """The Python modules of the model's parts that have a function of that name."""
+def _modules(model: nn.Module) -> list[Any]:
+    """The Python modules of the model's parts that have a function for convolutions."""
     names = {type(part).__module__ for part in all_modules(model)}
     found = (sys.modules.get(module) for module in sorted(names))
-    return [module for module in found if callable(getattr(module, name, None))]
+    return [module for module in found if callable(getattr(module, CONVOLUTION, None))]
 
 
 def _parameters(module: Any, name: str) -> tuple[str, ...]:
@@ -127,23 +107,20 @@ def _parameters(module: Any, name: str) -> tuple[str, ...]:
 
 
 def _serve(module: Any, recurrence: Any, forwards: InstanceForwards) -> None:
-    convolution = getattr(module, CONVOLUTION)
+    forwards.set(module, CONVOLUTION, _redirected(getattr(module, CONVOLUTION), "convolution"))
+    if recurrence is not None:
+        forwards.set(module, recurrence.kernel, _redirected(getattr(module, recurrence.kernel), "recurrence"))
 
-    @functools.wraps(convolution)
-    def convolve(*args: Any, **kwargs: Any) -> Any:
-        run, _turn.convolution = _turn.convolution, None
-        return convolution(*args, **kwargs) if run is None else run(convolution, *args, **kwargs)
 
-    forwards.set(module, CONVOLUTION, convolve)
-    if recurrence is None:
-        return
-    kernel = getattr(module, recurrence.kernel)
-
+def _redirected(kernel: Run, kind: str) -> Run:
     @functools.wraps(kernel)
-    def recur(*args: Any, **kwargs: Any) -> Any:
-        if _turn.recurrence is None:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        turn = _turns.now
+        run = None if turn is None else getattr(turn, kind)
+        if turn is None or run is None:
             return kernel(*args, **kwargs)
-        _turn.calls += 1
-        return _turn.recurrence(kernel, *args, **kwargs)
+        if kind == "convolution":
+            turn.convolution = None
+        return run(kernel, *args, **kwargs)
 
-    forwards.set(module, recurrence.kernel, recur)
+    return call
