@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import CompileConfig, LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
-from helpers.fitted import Recording, arguments, rows, weights
+from helpers.fitted import Recording, arguments, lora_of, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import (
     Cascade,
@@ -37,15 +37,6 @@ from hf_selfspec.train import lora as lora_fit
 from hf_selfspec.train.frozen_model import FrozenModel
 
 EXIT = 2
-
-
-def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size: float = 0.3) -> DraftLora:
-    """One that changes what the layers say."""
-    torch.manual_seed(seed)
-    lora = DraftLora(exit_layer, 4, list(lora_fit.linear_layers(Anatomy.of(model), exit_layer)))
-    for up in lora.up:
-        torch.nn.init.normal_(up, std=size)
-    return lora.eval()
 
 
 def spec_of(lora: Any, stop: Any = None, **settings: Any) -> SelfSpec:
