@@ -43,11 +43,10 @@ def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dic
     return extra
 
 
-def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks that a text-only model gets nothing but text, as first argument of ``generate`` or by name."""
+def check_inputs(model: PreTrainedModel, inputs: Any) -> None:
+    """Checks that a text-only model gets nothing but text as first argument of ``generate``."""
     if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
-        arguments = {**arguments, model.main_input_name: inputs, "inputs": inputs}
-    extra_arguments(model, arguments)
+        extra_arguments(model, {model.main_input_name: inputs, "inputs": inputs})
 
 
 def takes_text_only(model: PreTrainedModel) -> bool:

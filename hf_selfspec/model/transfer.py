@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class RowNumbers(tuple[int, ...]):
         found._make = make
         return found
 
-    @property
+    @cached_property
     def are_equal(self) -> bool:
         """Whether all rows have the same number."""
         return min(self) == max(self)

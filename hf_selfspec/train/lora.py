@@ -20,8 +20,8 @@ from ..model.patching import states_of
 from ..model.plan import LayerPlan
 from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_exit
-from .fit import Option, TrainedFit, as_function
+from ..validation import Option, check_count, check_exit
+from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import agreement, cross_entropy, per_token
 

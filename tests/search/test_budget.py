@@ -127,13 +127,6 @@ class Watched:
         return self.spent / max(self.clock.now - begun, 1.0)  # plain generate takes no time
 
 
-@pytest.mark.parametrize("search", [ClosestLayers(), OnTheFlySearch()])
-def test_a_given_ratio_is_no_exception(search: Any, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    watched = Watched(monkeypatch, clock)
-    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=search, ratio=0.4))
-    assert max(watched.share(spec, model, 40) for _ in range(4)) <= search.budget
-
-
 def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Not even the first; what does not fit into one is gone on with in the next."""
     watched = Watched(monkeypatch, clock)
@@ -240,12 +233,6 @@ def test_an_exit_that_pays_is_found_in_a_long_call_or_some_short_ones(
     assert len(watched.tried) == 1
     assert watched.drafted_before
     assert not any(watched.drafted_before)
-
-
-def test_short_calls_spend_nothing(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    watched = Watched(monkeypatch, clock)
-    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=ClosestLayers()))
-    assert [watched.share(spec, model, 20) for _ in range(3)] == [0.0] * 3
 
 
 def test_nothing_drafts_before_it_is_known_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
