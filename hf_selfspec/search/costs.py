@@ -184,7 +184,7 @@ class Timings:
     def __init__(self) -> None:
         self.costs: ForwardCosts | None = None
         self.count = 0
-        self._all: Stopwatch | None = None
+        self.total: Stopwatch | None = None
         self._unfinished: Stopwatch | None = None
 
     def stopwatch(self, early: LayerPlan, attention: LayerPlan | None = None) -> Stopwatch:
@@ -200,10 +200,10 @@ class Timings:
         """
         self.count += 1
         self._unfinished = None
-        if self._all is None or anew:
-            self._all = stopwatch
+        if self.total is None or anew:
+            self.total = stopwatch
         else:
             for name, times in stopwatch.seconds.items():
-                self._all.seconds.setdefault(name, []).extend(times)
-        self.costs = replace(self._all.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
+                self.total.seconds.setdefault(name, []).extend(times)
+        self.costs = replace(self.total.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
         return self.costs

@@ -177,7 +177,7 @@ class SkipSearch(Findings):
         if self._finds_closest:
             self._find_closest(propose_layers)
             first = self._closest[min(self._size, len(self._closest)) - 1]
-            self._queue = [first]
+            self._queue = [first, *(one for one in self._queue if isinstance(one, int))]
             self._lead(self._untried(first))
 
     def _find_closest(self, propose_layers: ProposeLayers) -> None:

@@ -130,9 +130,9 @@ class Watched:
 def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Not even the first; what does not fit into one is gone on with in the next."""
     watched = Watched(monkeypatch, clock)
-    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=OnTheFlySearch()))
-    shares = [watched.share(spec, model, 128) for _ in range(48)]
-    assert max(shares) <= OnTheFlySearch().budget / 2  # by these costs no set pays
+    model, spec = tiny_llama(8), SelfSpec(SkipLayers(search=OnTheFlySearch(budget=0.12)))
+    shares = [watched.share(spec, model, 128) for _ in range(12)]
+    assert max(shares) <= 0.12 / 2  # by these costs no set pays
     assert shares[0] > 0.0
     found = spec._knowledge.latest(model)
     assert found.timings.count >= 1
@@ -200,13 +200,12 @@ class Probed:
         return self.spent / max(self.clock.now - begun, 1.0)  # plain generate takes no time
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
 def test_exits_that_do_not_pay_are_tried_in_a_small_share_of_the_time(
-    do_sample: bool, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     watched = Probed(monkeypatch, clock, accepted=0.0)
     model, spec = tiny_llama(8), SelfSpec.layerskip()
-    shares = [watched.share(spec, model, 200, do_sample) for _ in range(8)]
+    shares = [watched.share(spec, model, 200, do_sample=True) for _ in range(8)]
     assert all(sum(shares[:count]) / count <= 0.015 for count in range(1, 9))
     assert max(shares) <= 0.02  # a call may spend what the ones before have left
     assert not watched.looked
@@ -216,7 +215,7 @@ def test_exits_that_do_not_pay_are_tried_in_a_small_share_of_the_time(
     choice = spec.choice(model)
     assert (choice.layer, choice.tokens) == (None, 128)
     before = len(watched.tried)
-    watched.share(spec, model, 200, do_sample)
+    watched.share(spec, model, 200, do_sample=True)
     assert len(watched.tried) == before == 8
 
 
