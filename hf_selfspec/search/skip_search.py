@@ -14,9 +14,8 @@ from ..learned.files import as_count
 from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
-from .budget import Pace
 from .choice import SkipChoice
-from .costs import ForwardCosts, Stopwatch, Timings
+from .costs import ForwardCosts, Pace, Stopwatch, Timings
 from .feedback import Feedback
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .proposers import ProposeLayers, first_sizes, next_set, next_sizes, other_ratio

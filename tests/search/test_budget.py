@@ -17,10 +17,8 @@ from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.probe import ProbingDraft
 from hf_selfspec.draft.searching import _LEAST, SearchingDraft
 from hf_selfspec.model import modules
-from hf_selfspec.search import budget
 from hf_selfspec.search import costs as costs_module
-from hf_selfspec.search.budget import Budget, Pace
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch
+from hf_selfspec.search.costs import Budget, ForwardCosts, Pace, Stopwatch
 from hf_selfspec.search.replay import Trace
 
 
@@ -55,7 +53,7 @@ def test_a_pace_is_what_rounds_and_tries_took() -> None:
     pace = Pace()
     assert (pace.seconds(1), pace.tokens(1e9)) == (math.inf, 0)
     pace.add_round(2.0)
-    assert pace.seconds(10) == pytest.approx(2.0 * (1 + 10 * budget._TOKEN))
+    assert pace.seconds(10) == pytest.approx(2.0 * (1 + 10 * costs_module._TOKEN))
     pace.add(20, 6.0)
     assert pace.seconds(20) == pytest.approx(6.0)
     assert pace.seconds(0) == pytest.approx(2.0)
