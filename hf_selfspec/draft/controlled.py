@@ -39,14 +39,7 @@ def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
 
 
 class ControlledDrafter(FixedDrafter):
-    """Drafts with the source that is the fastest at present, with free drafts, or not at all.
-
-    Args:
-        session: the generation.
-        controller: decides.
-        free: free drafts, ``None`` for none.
-        others: drafters of other sources by name.
-    """
+    """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from ..errors import SettingError, UnsupportedOptionError
 from ..grammar.rows import Constraint
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.adapter import Adapter
