@@ -70,13 +70,9 @@ class LookupRow:
         self.own.extend(emitted)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
-        """Learns from a round and appends the tokens that it emitted.
+        """Learns from a round and appends the tokens that it emitted, accepted ones and the one after them.
 
-        Args:
-            tree: the draft.
-            emitted: the tokens of the round, accepted ones and the one after them.
-            tops: for each of the nodes ``0..n``, accepted or not, the model's likeliest next tokens; two empty lists
-                where they are not known.
+        ``tops`` are the model's likeliest tokens after the nodes ``0..n``; two empty lists where they are not known.
         """
         visited = set()
         for node, token in tree.walk(emitted):

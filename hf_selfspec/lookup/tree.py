@@ -104,14 +104,9 @@ def grow(
     Nodes are taken in order of descending probability that they are accepted; their number maximises
     ``expected tokens - pace * seconds``.
 
-    Args:
-        sources: where tokens come from.
-        costs: seconds of a round for each number of drafted tokens; the tree is no larger than these.
-        pace: tokens per second at present, which is what a second is worth; 0 where that is not known yet.
-        deepest: the length of the longest path, in tokens.
-        branching: whether a node may have several children.
-        seed: nodes that are drafted already. They come first and stay; free tokens are added.
-        guide: forbids tokens, and names those that have to come next.
+    The tree is no larger and no deeper than ``costs`` and ``deepest``. ``pace`` are tokens per second at present, which
+    is what a second is worth; 0 where that is not known yet. Nodes of ``seed`` are drafted already: they come first and
+    stay. ``guide`` forbids tokens, and names those that have to come next.
     """
     growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
