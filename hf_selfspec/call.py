@@ -32,8 +32,7 @@ from .model.anatomy import Anatomy
 from .model.given_cache import cache_for, cache_name, given_cache
 from .model.inputs import Inputs
 from .model.linear import are_faster
-from .model.modules import all_modules
-from .model.parallel import is_tensor_parallel
+from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import Prompt, is_right_padded

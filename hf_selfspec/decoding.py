@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .batch import Draft, Text, Verdict
 from .control.moments import moment, seconds_between
-from .draft.source import Drafter
+from .draft.source import FixedDrafter
 from .model.experts import decoding_experts
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
@@ -39,7 +39,7 @@ class Decoder:
     target: Target  # the model, prepared
     inputs: Inputs  # the laid-out prompts
     text: Text  # the ids, growing
-    draft: Drafter  # proposes tokens
+    draft: FixedDrafter  # proposes tokens
     scorer: Scorer  # logits processors
     stopper: Stopper  # stopping criteria
     config: GenerationConfig  # what is returned besides the ids
@@ -132,7 +132,7 @@ class Decoder:
         drafted = moment(device)
         logits = self._verify_pass(draft)
         verified = moment(device)
-        look = getattr(self.draft, "look", None)
+        look = self.draft.look
         along = None if look is None else look(logits)
         looked = moment(device)
         # The wait of a round, the only one where drafts need none: from here on the device's times are known.
@@ -221,7 +221,7 @@ class Decoder:
             known += tokens
         self.target.commit(self.text.last_slots(), moves)
         self._stream()
-        keeps = self.keeps_rows or self._in_step or getattr(self.draft, "needs_ended_rows", False)
+        keeps = self.keeps_rows or self._in_step or self.draft.needs_ended_rows
         if not keeps:
             self.target.leave(self._is_done)
 

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError, warn_once
+from .model.attention import served_attention
 from .model.given_cache import check_cache, given_cache
 from .model.inputs import Inputs
-from .model.masks import served_attention
 from .model.modules import hooks_of
 from .model.patching import checkpoints
 from .model.recurrences.kernels import check_kernels

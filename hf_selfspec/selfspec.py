@@ -6,7 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -287,7 +287,8 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        return standalone_draft(self._source, self.stop, self.max_draft, model, logits_processor, do_sample)
+        known = KnowledgeOfCall(replace(self, cache_dir=None), model, (do_sample, False))  # of a call of its own
+        return standalone_draft(self._source, self.stop, self.max_draft, model, known, logits_processor, do_sample)
 
     def __call__(
         self,

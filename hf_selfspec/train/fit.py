@@ -10,7 +10,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
@@ -109,18 +108,13 @@ class TrainedFit(Fit[M]):
         int | None, Option("Looks at the speed (every 100 steps, or tenth of a fit) without a gain, then it ends.")
     ] = None
 
-    # What each fit defines --------------------------------------------------------------------------------------------
-
     @abstractmethod
     def exit_layers(self, config: Any) -> Sequence[int]:
         """The exit layers whose states the module reads, for a model with this config."""
 
     @abstractmethod
     def module(self, frozen: FrozenModel) -> M:
-        """Returns a new module."""
-
-    def start(self, module: M, frozen: FrozenModel) -> None:
-        """Copies weights of the frozen model into a new module, as far as it starts with these."""
+        """Returns a new module, with the weights that it starts with."""
 
     @abstractmethod
     def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
@@ -140,8 +134,6 @@ class TrainedFit(Fit[M]):
 
     def finish(self, module: M, frozen: FrozenModel, held_out: torch.Tensor) -> None:
         """Does what is to be done between the training and its figures."""
-
-    # What all fits do -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         name = self.function
@@ -181,7 +173,7 @@ class TrainedFit(Fit[M]):
         rows, held_out = text.split()
         layers = self.exit_layers(model.config.get_text_config(decoder=True))
         frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
-        with seeded(self.args):
+        with seeded(self.args), frozen.frozen():
             module = self.module(frozen).to(frozen.device, torch.float32)
         speedup = SpeedupEvaluator(model, held_out.rows, self.spec_of(frozen, held_out.rows))
         if self.patience is not None and not speedup.has_text:
@@ -192,10 +184,8 @@ class TrainedFit(Fit[M]):
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args = self._arguments(frozen.device, folder)
-            self.start(module, frozen)
             recipe = self.recipe(module)
-            loss, metrics = partial(self.loss, module, frozen), partial(self.metrics, module, frozen)
-            trained = FitModule(module, frozen, loss, metrics, recipe)
+            trained = FitModule(module, frozen, self.loss, self.metrics, recipe)
             trainer = FitTrainer(trained, rows, held_out, speedup, args, self.patience, folder)
             begun = perf_counter()
             trainer.train()

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..draft.lora import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.masks import MaskSpec, at_positions, speculative_attention
+from ..model.attention import MaskSpec, at_positions, speculative_attention
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import states_of
 from ..model.plan import LayerPlan
