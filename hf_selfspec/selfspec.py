@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -37,12 +36,12 @@ from .learned.knowledge import Knowledge, KnowledgeOfCall
 from .lookup.observing import observe
 from .model.anatomy import causal_lm
 from .presets import Presets
-from .refusals import check_options
+from .refusals import check_folder_and_task, check_options, check_parts, check_whole_drafts
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
 from .stats import GenerationStats
-from .stop.rules import RememberingRule, StopRule
+from .stop.rules import StopRule
 from .validation import MOST_DRAFT, check_count
 from .verify.tree import Tree
 
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 
 # The name under which a saved generation config holds the settings of its ``assistant``.
 CONFIG_KEY = "hf_selfspec"
-# Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
-_LONGEST_TASK = 50
 
 
 @dataclass(frozen=True)
@@ -102,10 +99,10 @@ class SelfSpec(Presets):
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_parts(self.draft, self.stop, self.tree)
-        _check_whole_drafts(self._source, self.stop, self.tree)
+        check_parts(self.draft, self.stop, self.tree)
+        check_whole_drafts(self._source, self.stop, self.tree)
         check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
-        _check_folder_and_task(self.cache_dir, self.task)
+        check_folder_and_task(self.cache_dir, self.task)
         if not isinstance(self.compile, (bool, CompileConfig)):
             raise SettingTypeError(
                 f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
@@ -303,17 +300,8 @@ class SelfSpec(Presets):
     ) -> Any:
         """Decodes a call; ``generate`` calls it with everything prepared (``custom_generate``)."""
         check_options(model, generation_config)
-        call = Call(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus,
-            streamer,
-            model_kwargs,
-        )
-        return self._serve(call)
+        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        return self._serve(Call(*prepared, synced_gpus, streamer, model_kwargs))
 
     def _serve(self, given: Call, default_of: str = "") -> Any:
         """Decodes a call whose options were checked.
@@ -335,7 +323,7 @@ class SelfSpec(Presets):
                     stop=self.stop,
                     tree=self.tree,
                     max_draft=self.max_draft,
-                    compile_config=self._compile_config(call),
+                    compile_config=call.compile_config(self.compile),
                     checks_logits=not default_of,
                 )
         except SelfSpecError as error:
@@ -343,14 +331,6 @@ class SelfSpec(Presets):
                 raise
             call, why = given, cannot_serve(default_of, error)
         return decode_plainly(call, knowledge, why) if decoder is None else decode(given, decoder, knowledge)
-
-    def _compile_config(self, call: Call) -> CompileConfig | None:
-        if self.compile is not False:
-            return CompileConfig() if self.compile is True else self.compile
-        config: CompileConfig | None = call.generation_config.compile_config
-        if config is not None and call.input_ids.device.type == "cpu" and not config._compile_all_devices:
-            return None  # as in transformers
-        return config
 
     @property
     def _source(self) -> DraftSource:
@@ -363,40 +343,3 @@ class SelfSpec(Presets):
             for name, value in settings.items():
                 saving.encode(value, f"SelfSpec({name})")
         return settings
-
-
-def _check_parts(draft: Any, stop: Any, tree: Any) -> None:
-    """Checks the types of a draft, a stop rule and a tree."""
-    if not isinstance(draft, (DraftSource, CandidateGenerator)):
-        raise SettingTypeError(
-            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
-            f"DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
-        )
-    is_rule = callable(stop) or isinstance(stop, RememberingRule)
-    if stop is not None and (not is_rule or isinstance(stop, type)):
-        raise SettingTypeError(
-            "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p), "
-            "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
-            f"chosen, got {stop!r}."
-        )
-    if tree is not None and not isinstance(tree, Tree):
-        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {tree!r}.")
-
-
-def _check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
-    """Checks that drafts whose tokens come all at once have no stop rule and no tree, which would have no effect."""
-    why = source.fixed_because
-    for name, value in (("stop", stop), ("tree", tree)):
-        if why and value is not None:
-            raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
-
-
-def _check_folder_and_task(folder: Any, task: Any) -> None:
-    """Checks where findings are kept, and under which name."""
-    if folder is not None and not isinstance(folder, (str, os.PathLike)):
-        raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {folder!r}.")
-    if not isinstance(task, str) or not re.fullmatch(r"[\w.-]+", task) or len(task) > _LONGEST_TASK:
-        raise SettingError(
-            "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
-            f"{_LONGEST_TASK} of them, got {task!r}."
-        )
