@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     StoppingCriteria,
-    TextIteratorStreamer,
-    TextStreamer,
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -336,30 +333,6 @@ def test_streamer_gets_what_plain_generate_puts(
     llama.generate(**inputs, max_new_tokens=24, eos_token_id=eos, streamer=ours, assistant=spec)
     assert_mixed(spec)
     assert ours.calls == plain.calls
-
-
-def test_text_streamer(
-    llama: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    spec: SelfSpec,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    llama.generate(**PROMPTS["one row"], max_new_tokens=24, streamer=TextStreamer(tokenizer))
-    plain = capsys.readouterr().out
-    llama.generate(**PROMPTS["one row"], max_new_tokens=24, streamer=TextStreamer(tokenizer), assistant=spec)
-    assert len(plain) > 24
-    assert capsys.readouterr().out == plain
-
-
-def test_text_iterator_streamer(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SelfSpec) -> None:
-    inputs = PROMPTS["one row"]
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    options = {"max_new_tokens": 24, "streamer": streamer, "assistant": spec}
-    thread = threading.Thread(target=llama.generate, kwargs=inputs | options)
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
-    assert "".join(pieces) == tokenizer.decode(new_tokens(llama, inputs)[0])
 
 
 # What generate returns -----------------------------------------------------------------------------------------------

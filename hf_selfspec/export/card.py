@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import PreTrainedModel
 
-from ..draft.blocks import DraftBlocks
+from ..draft.source import DraftBlocks
 
 if TYPE_CHECKING:
     from ..selfspec import SelfSpec

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..draft.blocks import DraftBlocks
+from ..draft.source import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan

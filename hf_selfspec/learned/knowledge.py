@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..control.arms import Measurements
 from ..errors import SettingError, warn_once
 from ..model.fingerprint import Fingerprint
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..stats import GenerationStats
 from ..stop.rules import Memory
 from . import saving

@@ -44,12 +44,13 @@ class LookupRow:
         guide: Spot | None = None,
     ) -> TokenTree:
         """Returns the draft for the next round; see :func:`grow`."""
-        return grow(self._sources, costs, pace, deepest, branching, seed, guide, self._acceptance_ratio)
+        return grow(self._sources, costs, pace, deepest, branching, seed, guide)
 
     @property
     def _sources(self) -> Sources:
         found = self.findings
-        return Sources(self.own, found.store, found.successors, self._rates, self._text)
+        ratio = self._acceptance_ratio
+        return Sources(self.own, found.store, found.successors, self._rates, self._text, ratio)
 
     @property
     def _acceptance_ratio(self) -> float:
@@ -58,8 +59,7 @@ class LookupRow:
 
     def likelihood(self) -> float:
         """How likely the token that followed an earlier occurrence of the last ones is next; 0 for short matches."""
-        found = matched(self._sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE)
-        rates = self._rates.rates
+        found, rates = matched(self._sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE), self._rates.rates
         self._predicted = [(token, key, rates[key]) for token, key, _ in found]
         return self._acceptance_ratio * max((offer[2] for offer in self._predicted), default=0.0)
 

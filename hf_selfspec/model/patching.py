@@ -166,9 +166,14 @@ _FLAG = "gradient_checkpointing"
 _suspended, _eager = SharedChange(), SharedChange()
 
 
+def does_checkpoint(module: nn.Module) -> bool:
+    """Returns whether a module would checkpoint now: it is switched on, and in training mode."""
+    return module.training and bool(getattr(module, _FLAG, False))
+
+
 def checkpoints(model: nn.Module) -> bool:
-    """Returns whether a forward of ``model`` would checkpoint now: it is switched on, and in training mode."""
-    return any(module.training and getattr(module, _FLAG, False) for module in all_modules(model))
+    """Returns whether a forward of ``model`` would checkpoint now."""
+    return any(map(does_checkpoint, all_modules(model)))
 
 
 def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
@@ -176,7 +181,7 @@ def without_checkpointing(model: nn.Module) -> AbstractContextManager[None]:
 
     def suspend(forwards: InstanceForwards) -> None:
         for module in all_modules(model):
-            if module.training and getattr(module, _FLAG, False):
+            if does_checkpoint(module):
                 forwards.set(module, _FLAG, False)
 
     return _suspended.of(model, suspend)

@@ -11,13 +11,11 @@ import torch
 from transformers import CompileConfig
 
 from ..errors import UnsupportedOptionError, warn_once
-from .attention import without_cudnn_attention
+from .attention import speculative_attention, without_cudnn_attention
 from .context import Context, Feed, run_eagerly
 from .layout import TreeLayout
 from .linear import few_token_linears
-from .masks import speculative_attention
-from .modules import ROW_BLIND, has_hooks, is_compiled
-from .parallel import clock_of
+from .modules import ROW_BLIND, clock_of, has_hooks, is_compiled
 from .partial import ForwardPass, is_speculating, partial_forwards
 from .patching import WhileNeeded, eagerly, without_checkpointing
 from .plan import LayerPlan, LoraDeltas

@@ -58,16 +58,9 @@ class _Table:
 
 @torch.no_grad()
 def closest_layers(target: Target, text: Text, layers: Sequence[int], most: int) -> list[LayerPlan]:
-    """Finds, for each count from 1 to ``most``, the layers to skip that change the last token's state least.
+    """The plans that skip 1, 2, ... ``most`` of ``layers`` and change the last tokens' states least.
 
-    Args:
-        target: the prepared model; slots from each row's last token on are used as scratch space.
-        text: the batch; the layers are the same for all rows.
-        layers: layers that may be skipped, in order.
-        most: maximum number of skipped layers, at most as many as ``layers``.
-
-    Returns:
-        The plans for 1, 2, ... ``most`` skipped layers.
+    Slots from each row's last token on are used as scratch space.
     """
     num_layers = target.anatomy.num_layers
     table = _Table(layers, most)

@@ -37,8 +37,8 @@ class FitModule(nn.Module):
         self,
         module: DraftModule,
         frozen: FrozenModel,
-        loss: Callable[[HiddenStates], torch.Tensor],
-        metrics: Callable[[HiddenStates], dict[str, torch.Tensor]],
+        loss: Callable[[Any, FrozenModel, HiddenStates], torch.Tensor],
+        metrics: Callable[[Any, FrozenModel, HiddenStates], dict[str, torch.Tensor]],
         recipe: Mapping[str, Any],
     ) -> None:
         super().__init__()
@@ -51,11 +51,12 @@ class FitModule(nn.Module):
         """Returns the loss for ids ``[b, s]``, and in evaluations the metrics ``[b, s, metrics]``; needs no labels."""
         frozen, loss, metrics = self._seen
         states = frozen.hidden_states(input_ids).to(next(self.part.parameters()).device)
-        if self.training:
-            return {"loss": loss(states)}
-        found = {name: values.view(input_ids.shape) for name, values in metrics(states).items()}
-        self.names = tuple(found)
-        return {"loss": loss(states), "metrics": torch.stack(list(found.values()), -1)}
+        output = {"loss": loss(self.part, frozen, states)}
+        if not self.training:
+            found = metrics(self.part, frozen, states)
+            self.names = tuple(found)
+            output["metrics"] = torch.stack([values.view(input_ids.shape) for values in found.values()], -1)
+        return output
 
     def means(self, evaluated: EvalPrediction) -> dict[str, float]:
         """The mean of each metric over all tokens."""

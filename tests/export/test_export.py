@@ -47,7 +47,7 @@ from hf_selfspec import (
     UnsupportedOptionError,
     fit_adapter,
 )
-from hf_selfspec.draft.blocks import DraftBlocks
+from hf_selfspec.draft.source import DraftBlocks
 from hf_selfspec.export import exporting
 from hf_selfspec.export.exporting import draft_model, partial_logits
 from hf_selfspec.learned.knowledge import KnowledgeOfCall

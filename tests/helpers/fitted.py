@@ -16,8 +16,11 @@ from hf_selfspec import (
     Adapter,
     ExitHeads,
 )
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.modules import DraftLora, LinearProbe
 from hf_selfspec.modules.heads import METRICS
 from hf_selfspec.train.fit_trainer import training_arguments
+from hf_selfspec.train.lora import linear_layers
 
 EXIT = 2
 
@@ -85,3 +88,20 @@ def calibrated(thresholds: dict[str, list[list[float]]], rate: float = 0.9) -> d
     """As after a calibration for one accuracy, 0.9, that drafts reach, too, or something else."""
     acceptance = {metric: [rate] for metric in thresholds}
     return {"metric": "entropy", "epsilons": [0.9], "thresholds": thresholds, "acceptance": acceptance}
+
+
+def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size: float = 0.3) -> DraftLora:
+    """One that changes what the layers say."""
+    torch.manual_seed(seed)
+    lora = DraftLora(exit_layer, 4, list(linear_layers(Anatomy.of(model), exit_layer)))
+    for up in lora.up:
+        torch.nn.init.normal_(up, std=size)
+    return lora.eval()
+
+
+def probe_of(model: PreTrainedModel, exit_layer: int = 1) -> LinearProbe:
+    """A probe that ends drafts now and then."""
+    torch.manual_seed(0)
+    probe = LinearProbe(exit_layer, model.config.get_text_config(decoder=True).hidden_size)
+    torch.nn.init.normal_(probe.direction.weight, std=0.1)
+    return probe

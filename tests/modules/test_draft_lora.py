@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import CompileConfig, LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
-from helpers.fitted import Recording, arguments, rows, weights
+from helpers.fitted import Recording, arguments, lora_of, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import (
     Cascade,
@@ -33,20 +33,10 @@ from hf_selfspec import (
     fit_draft_lora,
 )
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.train import lora as lora_fit
 from hf_selfspec.train.frozen_model import FrozenModel
 
 EXIT = 2
-
-
-def lora_of(model: PreTrainedModel, seed: int = 0, exit_layer: int = EXIT, size: float = 0.3) -> DraftLora:
-    """One that changes what the layers say."""
-    torch.manual_seed(seed)
-    lora = DraftLora(exit_layer, 4, list(lora_fit.linear_layers(Anatomy.of(model), exit_layer)))
-    for up in lora.up:
-        torch.nn.init.normal_(up, std=size)
-    return lora.eval()
 
 
 def spec_of(lora: Any, stop: Any = None, **settings: Any) -> SelfSpec:
@@ -107,18 +97,6 @@ def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
         SelfSpec(EarlyExitLora(lora)),
     ):
         assert all(found.drafted > 0 for found in check_lossless(llama, spec))
-
-
-@pytest.mark.usefixtures("always_graphs")
-def test_drafts_make_no_graphs() -> None:
-    """They would be made anew in each call; those of verification are made once."""
-    model, config = tiny_llama(), CompileConfig(backend="eager")
-    spec = spec_of(lora_of(model), FixedLength(2), compile=config)
-    counts = []
-    for _ in range(4):
-        model.generate(ragged_batch((9,))["input_ids"], max_new_tokens=30, do_sample=False, assistant=spec)
-        counts.append(graphs_of(model, config).count)
-    assert 0 < counts[1] == counts[3]
 
 
 def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:

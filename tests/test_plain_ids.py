@@ -1,0 +1,345 @@
+"""Greedy ids are plain generate's in float32: all kinds of drafts, on all kinds of models, in all kinds of calls."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, pipeline
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from helpers.architectures import ARCHITECTURES, STATEFUL, build
+from helpers.calls import Recorder, random_skip_set
+from helpers.fitted import adapter_of, heads_of, lora_of, probe_of
+from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, ragged_batch, tiny_gpt2, tiny_llama
+from hf_selfspec import (
+    Cascade,
+    ClosestLayers,
+    ConfidenceThreshold,
+    CostTree,
+    DynamicExit,
+    EarlyExit,
+    EarlyExitAdapter,
+    EarlyExitLora,
+    FixedLength,
+    Lookup,
+    ReducedHead,
+    SelfSpec,
+    SkipLayers,
+    TopKTree,
+)
+
+Inputs = dict[str, torch.Tensor]
+_WIDE = TopKTree(((0.9999, 3), (1.0, 1)))
+
+
+def after_even_tokens(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """A user's own stop rule."""
+    return input_ids[:, -1] % 2 == 0
+
+
+class LastSeen(CandidateGenerator):
+    """A user's own draft: what followed the last token's previous occurrence."""
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        earlier = (input_ids[0, :-1] == input_ids[0, -1]).nonzero()
+        start = int(earlier[-1]) + 1 if len(earlier) else input_ids.shape[1]
+        return torch.cat([input_ids, input_ids[:, start : start + 4]], dim=1), None
+
+
+def reduced(model: PreTrainedModel) -> ReducedHead:
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    return ReducedHead.of(range(0, vocabulary, 2), vocabulary)
+
+
+# What drafts, for a model.
+SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
+    "exit": lambda model: SelfSpec(EarlyExit(2), FixedLength(3)),
+    "tree": lambda model: SelfSpec(EarlyExit(2), FixedLength(3), _WIDE),
+    "skip": lambda model: SelfSpec(random_skip_set(model.config.model_type, model), FixedLength(3)),
+    "closest": lambda model: SelfSpec(SkipLayers(search=ClosestLayers(8, budget=1.0), ratio=0.4), FixedLength(4)),
+    "swift": lambda model: SelfSpec.swift(0.4, tree=TopKTree()),
+    "layerskip": lambda model: SelfSpec.layerskip(),
+    "lookup": lambda model: SelfSpec.lookup(),
+    "default": lambda model: SelfSpec(),
+    "cascade": lambda model: SelfSpec(Cascade([Lookup(), EarlyExit(2)]), ConfidenceThreshold(0.1)),
+    "adapter": lambda model: SelfSpec(EarlyExitAdapter(adapter_of(model, exit_layer=1)), FixedLength(4)),
+    "adapter tree": lambda model: SelfSpec(EarlyExitAdapter(adapter_of(model, exit_layer=1)), FixedLength(4), _WIDE),
+    "lora": lambda model: SelfSpec(EarlyExitLora(lora_of(model, exit_layer=1, size=0.05)), FixedLength(3)),
+    "heads": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6)),
+    "probe": lambda model: SelfSpec.adaspeed(probe_of(model)),
+    "adaptive": lambda model: SelfSpec.adaspeed(2),
+    "reduced head": lambda model: SelfSpec(EarlyExit(2, reduced(model)), FixedLength(3), CostTree()),
+    "candidates": lambda model: SelfSpec(LastSeen()),
+    "own rule": lambda model: SelfSpec(EarlyExit(2), after_even_tokens, max_draft=6),
+}
+FITTED = ("adapter", "adapter tree", "lora", "heads", "probe", "reduced head")
+
+
+# Calls ---------------------------------------------------------------------------------------------------------------
+
+
+def ids(model: PreTrainedModel, assistant: SelfSpec | None, inputs: Inputs = BATCH, **options: Any) -> Any:
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(**inputs, **options, assistant=assistant)
+
+
+@cache
+def said(model: PreTrainedModel) -> list[list[int]]:
+    """What plain generate adds to each row of the batch."""
+    return ids(model, None)[:, BATCH["input_ids"].shape[1] :].tolist()
+
+
+class PrefixShift(LogitsProcessor):
+    """Favours a token that follows from the last one, the length and the row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(scores))[:, None]
+        favoured = (input_ids[:, -1:] * 7 + input_ids.shape[1] + 3 * rows) % VOCABULARY
+        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 0.4))
+
+
+class Counting(LogitsProcessor):
+    """Favours a token that follows from how long the text is, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.count = self.width = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert not self.width or input_ids.shape[1] == self.width + 1, "not called once for each token"
+        self.width = input_ids.shape[1]
+        self.count += 1
+        favoured = torch.full((len(scores), 1), 2 + 7 * (self.count // 4) % (VOCABULARY - 2))
+        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 0.8))
+
+
+class RowEnds(StoppingCriteria):
+    """Another last token for each row of the batch."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.ends = torch.tensor([row[5 + 3 * place] for place, row in enumerate(rows)])
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.ends
+
+
+def every_third(batch_id: int, input_ids: torch.Tensor) -> list[int]:
+    """Allows a third of the vocabulary, another one for each row and last token."""
+    return list(range(2 + (batch_id + int(input_ids[-1])) % 3, VOCABULARY, 3))
+
+
+def ends(model: PreTrainedModel) -> dict[str, Any]:
+    """Tokens which the rows meet at different times."""
+    return {"eos_token_id": [row[5 + 3 * place] for place, row in enumerate(said(model))], "pad_token_id": 96}
+
+
+# Options of a call for the batch; tokens are those of the first row without them.
+OPTIONS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "nothing": lambda text: {},
+    "one token": lambda text: {"max_new_tokens": 1},
+    "two tokens": lambda text: {"max_new_tokens": 2},
+    "length of the text": lambda text: {"max_new_tokens": None, "max_length": 22},
+    "repetition penalty": lambda text: {"repetition_penalty": 1.3},
+    "no repeated n-gram": lambda text: {"no_repeat_ngram_size": 2},
+    "least length": lambda text: {"min_length": 16, "eos_token_id": text[4]},
+    "least new tokens": lambda text: {"min_new_tokens": 12, "eos_token_id": text[4]},
+    "bad words": lambda text: {"bad_words_ids": [[text[2]], text[4:6]]},
+    "sequence bias": lambda text: {"sequence_bias": [[[text[2]], -2.0], [text[4:6], -1.0], [[9], 0.2]]},
+    "prefix function": lambda text: {"prefix_allowed_tokens_fn": every_third},
+    "forced eos": lambda text: {"forced_eos_token_id": 50, "eos_token_id": 50},
+    "suppressed": lambda text: {"suppress_tokens": text[1:5]},
+    "suppressed at first": lambda text: {"begin_suppress_tokens": text[:1]},
+    "length penalty": lambda text: {"exponential_decay_length_penalty": (6, 1.2), "eos_token_id": 50},
+    "prompt penalty": lambda text: {"encoder_repetition_penalty": 1.5},
+    "no n-gram of the prompt": lambda text: {"encoder_no_repeat_ngram_size": 1},
+    "own processor": lambda text: {"logits_processor": [PrefixShift()]},
+    "counting processor": lambda text: {"logits_processor": [Counting()]},
+    "several processors": lambda text: {
+        "logits_processor": [PrefixShift(), Counting()],
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": text[3:5],
+        "min_new_tokens": 6,
+        "eos_token_id": text[4],
+        "prefix_allowed_tokens_fn": every_third,
+    },
+    "one candidate": lambda text: {"do_sample": True, "top_k": 1, "num_return_sequences": 2},
+    "chunks": lambda text: {"prefill_chunk_size": 5},
+}
+
+
+def with_options(name: str, model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    return ids(model, assistant, **OPTIONS[name](said(model)[0]))
+
+
+def rows_end(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    criterion = [RowEnds(said(model))]
+    return ids(model, assistant, **ends(model)), ids(model, assistant, stopping_criteria=criterion, eos_token_id=50)
+
+
+def stop_strings(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    tokenizer = character_tokenizer()
+    strings = [tokenizer.decode(row[3 + 3 * place : 6 + 3 * place]) for place, row in enumerate(said(model))]
+    return ids(model, assistant, stop_strings=strings, tokenizer=tokenizer)
+
+
+def streamed(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    recorders = Recorder(), Recorder()
+    ids(model, assistant, streamer=recorders[0])
+    ids(model, assistant, streamer=recorders[1], **ends(model))
+    return [recorder.calls for recorder in recorders]
+
+
+def embedded(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    """Embeddings in place of ids, then beside them."""
+    embeds = model.get_input_embeddings()(BATCH["input_ids"]).flip(1)
+    given = {"attention_mask": BATCH["attention_mask"], "inputs_embeds": embeds}
+    return ids(model, assistant, given), ids(model, assistant, BATCH | given)
+
+
+def holes(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    """A mask may have zeros anywhere but in the last column."""
+    inputs = ragged_batch((12, 12, 12))
+    inputs["attention_mask"][1, [0, 3, 4]] = 0
+    inputs["attention_mask"][2, 7:10] = 0
+    return ids(model, assistant, inputs), ids(model, assistant, {name: value[2:] for name, value in inputs.items()})
+
+
+def chat(model: PreTrainedModel, first: SelfSpec | None, second: SelfSpec | None) -> Any:
+    """Two turns on one cache, the second with the whole text or what is new."""
+    begun = ids(model, first, max_new_tokens=10, return_dict_in_generate=True)
+    user = torch.arange(9).view(3, 3) + 20
+    mask = torch.cat([BATCH["attention_mask"], torch.ones(3, 10 + 3, dtype=torch.long)], dim=1)
+    whole = {"input_ids": torch.cat([begun.sequences, user], dim=1), "attention_mask": mask}
+    if first is second is None:
+        return [ids(model, None, whole)[:, -16:]] * 2
+    cached = begun.past_key_values.get_seq_length()
+    news = whole | {"input_ids": whole["input_ids"][:, cached:]}
+    caches = begun.past_key_values, copy.deepcopy(begun.past_key_values)
+    return [
+        ids(model, second, given, past_key_values=given_cache)[:, -16:]
+        for given, given_cache in zip((whole, news), caches, strict=True)
+    ]
+
+
+def pipelines(model: PreTrainedModel, assistant: SelfSpec | None) -> Any:
+    """A batch with padding, a stream that stops, and an assistant of the constructor."""
+    tokenizer, recorder, texts = character_tokenizer(), Recorder(), ["def f(x):", "for i in", "import os as o"]
+    options = {"max_new_tokens": 16, "do_sample": False}
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    found = pipe(texts, batch_size=3, assistant=assistant, **options)
+    stop = pipe(texts[0], **options)[0]["generated_text"][len(texts[0]) + 9]
+    stopped = pipe(texts[0], streamer=recorder, stop_sequence=stop, assistant=assistant, **options)
+    given = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant=assistant, **options)
+    return found, stopped, recorder.calls, given(texts)
+
+
+CALLS: dict[str, Callable[[PreTrainedModel, SelfSpec | None], Any]] = {
+    "one row": lambda model, assistant: ids(model, assistant, ROW),
+    **{name: partial(with_options, name) for name in OPTIONS},
+    "rows end": rows_end,
+    "stop strings": stop_strings,
+    "streamed": streamed,
+    "embedded": embedded,
+    "holes": holes,
+    "chat": lambda model, assistant: chat(model, assistant, assistant),
+    "chat, then plain": lambda model, assistant: chat(model, assistant, None),
+    "plain, then chat": lambda model, assistant: chat(model, None, assistant),
+    "pipelines": pipelines,
+}
+
+
+def as_lists(found: Any) -> Any:
+    if isinstance(found, torch.Tensor):
+        return found.tolist()
+    return [as_lists(part) for part in found] if isinstance(found, (list, tuple)) else found
+
+
+def check(model: PreTrainedModel, spec: SelfSpec, call: str) -> None:
+    """The second time, with what was learned of the first."""
+    expected = as_lists(CALLS[call](model, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what some models cannot do, and searches on short texts, is said once
+        for _ in range(2):
+            assert as_lists(CALLS[call](model, spec)) == expected
+
+
+# The matrix ----------------------------------------------------------------------------------------------------------
+
+
+def one_of(count: int, *names: Any) -> list[Any]:
+    """All combinations, of which each run has every ``count``-th and the others are slow."""
+    numbered = itertools.product(*(list(enumerate(of)) for of in names))
+    return [
+        pytest.param(*(name for _, name in pairs), marks=pytest.mark.slow if sum(i for i, _ in pairs) % count else ())
+        for pairs in numbered
+    ]
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    model = tiny_llama(factor=0.5) if name == "llama" else build(name)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(("kind", "call"), one_of(3, SPECS, CALLS))
+def test_every_draft_in_every_call(kind: str, call: str) -> None:
+    model = model_of("llama")
+    spec = SPECS[kind](model)
+    check(model, spec, call)
+    assert spec.stats is not None
+
+
+# Types of models that differ in what a call touches; each call has another kind of draft on each.
+MODELS = (
+    "mistral", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "falcon", "bloom", "opt", "qwen3_next", "bamba",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call"), one_of(3, MODELS, CALLS))
+def test_every_call_of_every_model(name: str, call: str) -> None:
+    if call == "holes" and name in STATEFUL:
+        pytest.skip("refused: recurrent states would change")
+    model, kinds = model_of(name), list(SPECS)
+    check(model, SPECS[kinds[(7 * MODELS.index(name) + list(CALLS).index(call)) % len(kinds)]](model), call)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture(name: str) -> None:
+    """Layer drafts are partly kept and partly rejected, so that both sides are tested."""
+    model, fitted = build(name), FITTED[list(ARCHITECTURES).index(name) % len(FITTED)]
+    model.generation_config.eos_token_id = None
+    inputs = {name: value[1:2] for name, value in BATCH.items()}, BATCH
+    expected = [ids(model, None, given, max_new_tokens=24) for given in inputs]
+    for kind in ("exit", "skip", "tree", "lookup", "default", fitted):
+        if name in STATEFUL and kind == "tree":
+            continue
+        spec = SPECS[kind](model)
+        for given, plain in zip(inputs, expected, strict=True):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*cannot take")
+                found = ids(model, spec, given, max_new_tokens=24)
+            assert torch.equal(found, plain), f"{kind}, {len(plain)} rows"
+            assert spec.stats is not None
+            assert spec.stats.drafted or kind in ("lookup", "default")
+            if kind in ("exit", "skip", "tree"):
+                assert 0.0 < spec.stats.acceptance_rate < 1.0, f"{kind}, {len(plain)} rows test one side only"
+
+
+def test_at_least_forty_architectures() -> None:
+    assert len(ARCHITECTURES) >= 40
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_up_to_the_last_position(kind: str) -> None:
+    """Learned positions end somewhere, and rows come there at different times."""
+    model = tiny_gpt2(positions=40)
+    spec = SPECS[kind](model)
+    assert torch.equal(*(ids(model, given, max_new_tokens=None, max_length=40) for given in (spec, None)))
