@@ -277,11 +277,11 @@ def test_a_kernel_that_comes_while_another_model_generates(
 def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def failing(self: Any, index: int, layer: torch.nn.Module) -> Any:
+    def failing(layer: torch.nn.Module, index: int, *_: Any, **options: Any) -> Any:
         calls.append(index)
         raise RuntimeError("no")
 
-    monkeypatch.setattr(partial._Installation, "_layer_forward", failing)
+    monkeypatch.setattr(partial, "_layer_forward", failing)
     with pytest.raises(RuntimeError, match="no"):
         llama.generate(**ragged_batch(), max_new_tokens=4, assistant=SPEC)
     assert calls
