@@ -277,7 +277,7 @@ def test_a_kernel_that_comes_while_another_model_generates(
 def test_a_failing_preparation_leaves_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def failing(layer: torch.nn.Module, index: int, *rest: Any, **named: Any) -> Any:
+    def failing(layer: torch.nn.Module, index: int, *_: Any, **options: Any) -> Any:
         calls.append(index)
         raise RuntimeError("no")
 

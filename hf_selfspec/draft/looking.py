@@ -12,8 +12,7 @@ from ..batch import Text, Verdict
 from ..grammar.rows import Constraint
 from ..model.head import HeadRows
 from ..model.plan import LayerPlan
-from ..search.budget import Budget, Pace
-from ..search.costs import MANY, Stopwatch
+from ..search.costs import MANY, Budget, Pace, Stopwatch
 from ..search.replay import Trace, trace
 from ..stop.rules import confidence
 from .partial import PartialDraft

@@ -12,8 +12,8 @@ from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..search.budget import Budget, share_of
 from ..search.choice import ExitChoice
+from ..search.costs import Budget, share_of
 from ..search.exit_study import ExitStudy, exits_to_try
 from ..search.replay import Trace, rules_for, trace
 from ..stop.rules import StopRule, confidence

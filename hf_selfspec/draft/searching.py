@@ -13,10 +13,9 @@ from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..search.budget import Budget, share_of
-from ..search.clasp import closest_layers
-from ..search.costs import MANY
+from ..search.costs import MANY, Budget, share_of
 from ..search.on_the_fly import OnTheFlySearch, Search, usual_ratio
+from ..search.proposers import closest_layers
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
 from ..search.skip_space import SkipSpace

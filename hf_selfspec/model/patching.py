@@ -18,9 +18,6 @@ from .modules import all_modules
 Forward = Callable[..., Any]
 _T = TypeVar("_T")
 _MISSING = object()
-# Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
-# these cost in 1.4 rounds (0.27 ms, 0.19 a round; 12 layers of width 256, bfloat16, one thread of a shared AMD EPYC).
-_KEPT_ROUNDS = 3
 
 
 class PerThread(threading.local, Generic[_T]):
@@ -123,41 +120,6 @@ class SharedChange:
         if shared.users == 0:
             shared.forwards.restore()
             self._owners.pop(owner, None)
-
-
-class WhileNeeded:
-    """A context that is entered when it is needed, and left after several rounds in a row that did not need it."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make = make
-        self._entered: AbstractContextManager[Any] | None = None
-        self._unused = 0
-
-    def need(self) -> None:
-        """Enters the context, unless that was done."""
-        self._unused = 0
-        if self._entered is None:
-            context = self._make()
-            context.__enter__()
-            self._entered = context
-
-    def end_round(self) -> None:
-        """Leaves the context if it has not been needed for a while."""
-        if self._entered is not None:
-            self._unused += 1
-            if self._unused > _KEPT_ROUNDS:
-                self._leave()
-
-    def _leave(self) -> None:
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.__exit__(None, None, None)
-
-    def __enter__(self) -> WhileNeeded:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._leave()
 
 
 # What a generation suspends --------------------------------------------------------------------------------------

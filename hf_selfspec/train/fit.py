@@ -22,8 +22,7 @@ from ..model.anatomy import causal_lm, max_positions
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_positive
-from .checkpoints import forget
-from .fit_trainer import FitModule, FitTrainer, resumable_arguments, seeded, training_arguments
+from .fit_trainer import FitModule, FitTrainer, forget, resumable_arguments, seeded, training_arguments
 from .frozen_model import FrozenModel, HiddenStates
 from .packing import HELD_OUT, PackedDataset
 from .speedup import SpeedupEvaluator, speed_figures

@@ -302,7 +302,7 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert len(seen) == 23
     assert spec.choice(model).tokens == 22 * 47
     assert len(spec.choice(model).by_layer) == 3
-    timed = study_of(spec, model).timings.stopwatch.seconds
+    timed = study_of(spec, model).timings.total.seconds
     # Twice on the first text, and once on each of three later ones.
     assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
         ("early", "full", "few", "many", "draft"), 5

@@ -29,7 +29,7 @@ from hf_selfspec.data.texts import texts
 from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.search.tuning import PROGRESS_NAME, tune
-from hf_selfspec.train.checkpoints import checkpoints_of
+from hf_selfspec.train.fit_trainer import checkpoints_of
 from hf_selfspec.train.frozen_model import FrozenModel
 
 FILE = "selfspec.json"
