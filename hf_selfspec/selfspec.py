@@ -33,6 +33,7 @@ from .errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
+from .learned.saving import Kind
 from .lookup.observing import observe
 from .model.anatomy import causal_lm
 from .presets import Presets
@@ -159,7 +160,7 @@ class SelfSpec(Presets):
         rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = KnowledgeOfCall(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
+            known = known_of(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
             observe(inner, known, rows)
             return
         for row in rows:
@@ -211,10 +212,27 @@ class SelfSpec(Presets):
     def export_draft(
         self, folder: str | os.PathLike[str], model: Any, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
-        """Writes the draft as a checkpoint for other engines, see :func:`hf_selfspec.export.export_draft`."""
-        from .export import export_draft  # few calls need it
+        """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
-        export_draft(self, folder, model, tokenizer)
+        That part is an early exit, the model without skipped blocks, or an exit with an adapter of attention alone; of
+        a search or a probe, it is what was chosen for the model. The folder's README.md has the command for each
+        engine. The checkpoint's logits are compared with the draft's before anything is written; the model stays as it
+        is, and its tensors are not copied.
+
+        Args:
+            folder: created if it does not exist; a draft that was exported there earlier is replaced.
+            model: a causal LM of transformers on one device, not quantised, its adapters merged.
+            tokenizer: the model's tokenizer, saved with the draft; llama.cpp's converter needs it.
+
+        Raises:
+            SelfSpecError: a checkpoint cannot hold this draft, nothing was chosen yet, or the folder holds another
+                model or cannot be written.
+        """
+        from .export.exporting import USUAL_TOKENS, export_draft  # few calls need it
+
+        known = known_of(self, causal_lm(model, "SelfSpec.export_draft"))
+        tokens = min(getattr(self.stop, "max_draft", USUAL_TOKENS), self.max_draft)
+        export_draft(self._source, known, folder, tokenizer, tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as JSON values, for saving a ``GenerationConfig`` that holds this ``SelfSpec``.
@@ -284,7 +302,7 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        known = KnowledgeOfCall(replace(self, cache_dir=None), model, (do_sample, False))  # of a call of its own
+        known = known_of(replace(self, cache_dir=None), model, (do_sample, False))  # of a call of its own
         return standalone_draft(self._source, self.stop, self.max_draft, model, known, logits_processor, do_sample)
 
     def __call__(
@@ -310,7 +328,7 @@ class SelfSpec(Presets):
         ``generate`` serves what it cannot serve, and invalid logits are no error.
         """
         call, source = given.with_cache(), self._source
-        knowledge = KnowledgeOfCall(self, call.model, (call.do_sample, len(call.input_ids) > 1))
+        knowledge = known_of(self, call.model, (call.do_sample, len(call.input_ids) > 1))
         decoder = None
         try:
             check(call, source, knowledge)
@@ -343,3 +361,15 @@ class SelfSpec(Presets):
             for name, value in settings.items():
                 saving.encode(value, f"SelfSpec({name})")
         return settings
+
+
+def known_of(spec: SelfSpec, model: PreTrainedModel, kind: Kind = (False, False)) -> KnowledgeOfCall:
+    """What is known of a model, for calls that draw tokens (``kind[0]``) or have several rows (``kind[1]``)."""
+    return KnowledgeOfCall(spec._knowledge, model, kind, spec._settings, spec.cache_dir, spec.task)
+
+
+def begun_anew(spec: SelfSpec) -> SelfSpec:
+    """A ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
+    made = replace(spec, cache_dir=None)
+    made._knowledge.saved = spec._knowledge.saved
+    return made
