@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
+import hf_selfspec
+
 from ..errors import SettingError, SettingTypeError
 
 # The settings that may hold a registered class, by their names in a file. ``rule`` is the rule inside another rule.
@@ -64,10 +66,18 @@ def is_registered(kind: type) -> bool:
 
 def class_named(name: str) -> type | None:
     """Returns the registered class of that name, for any setting; ``None`` if there is none."""
+    _import(name)
     return next((kinds[name] for kinds in _places.values() if name in kinds), None)
 
 
 def registered(setting: str, name: object) -> type | None:
     """Returns the class of that name that the setting may hold, ``None`` if there is none."""
+    _import(name)
     kinds = _places.get(_LISTS.get(setting, setting), {})
     return kinds.get(name) if isinstance(name, str) else None
+
+
+def _import(name: object) -> None:
+    """Imports a public class of this package, which registers it."""
+    if name in hf_selfspec.__all__:
+        getattr(hf_selfspec, str(name))
