@@ -9,8 +9,8 @@ from .auditing.differences import first_differences as first_differences
 from .batch import Draft as Draft
 from .batch import Text as Text
 from .batch import Verdict as Verdict
-from .bench import Comparison as Comparison
-from .bench import compare as compare
+from .bench.compare import Comparison as Comparison
+from .bench.compare import compare as compare
 from .draft import Cascade as Cascade
 from .draft import Drafter as Drafter
 from .draft import DraftSource as DraftSource

@@ -1,11 +1,10 @@
-"""One call of ``generate``: from what transformers has prepared to the decoded text."""
+"""One call of ``generate``, from what transformers has prepared to the decoded text: refuse, lay out, run the loop."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -22,20 +21,19 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .batch import Text
-from .decoding import Decoder, Record
+from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import UnsupportedOptionError, warn_once
+from .errors import SelfSpecError, UnsupportedOptionError, warn_once, warn_once_ignoring_numbers
 from .grammar.rows import Constraint, with_grammars
-from .learned.knowledge import KnowledgeOfCall
+from .learned.knowledge import Knowledge, KnowledgeOfCall
 from .model.anatomy import Anatomy
 from .model.given_cache import cache_for, cache_name, given_cache
-from .model.inputs import Inputs, extra_arguments
+from .model.inputs import Inputs
 from .model.linear import are_faster
-from .model.modules import all_modules
-from .model.parallel import is_tensor_parallel
-from .model.patching import checkpoints, without_checkpointing
+from .model.modules import all_modules, is_tensor_parallel
+from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
 from .model.prompt import Prompt, is_right_padded
 from .model.target import Target
@@ -48,13 +46,11 @@ from .verify.tree import Tree
 
 # Initial cache slots where the final length of the text is not known.
 FIRST_SLOTS = 1024
-# Why a call is left to plain ``generate``.
-_NO_DRAFT_PAYS, _PADDED_ON_THE_RIGHT = "no draft pays", "its prompts are padded on the right"
 
 
 @dataclass(frozen=True)
-class Request:
-    """What ``generate`` expects of a callable that decodes; see ``custom_generate``."""
+class Call:
+    """What ``generate`` has prepared, as it passes it to a callable that decodes (``custom_generate``)."""
 
     model: PreTrainedModel
     input_ids: torch.LongTensor
@@ -66,11 +62,6 @@ class Request:
     model_kwargs: dict[str, Any]
 
     @property
-    def do_sample(self) -> bool:
-        """Whether tokens are sampled."""
-        return bool(self.generation_config.do_sample)
-
-    @property
     def past(self) -> Any:
         """The cache that ``generate`` passes on."""
         return given_cache(self.model_kwargs)
@@ -80,271 +71,212 @@ class Request:
         """Whether the cache is the caller's."""
         return bool(getattr(self.past, "_is_user_defined", False))
 
-    def with_cache(self) -> Request:
-        """The request with the cache on, also where the model's own config switches it off: the ids are the same."""
+    @property
+    def do_sample(self) -> bool:
+        """Whether tokens are sampled."""
+        return bool(self.generation_config.do_sample)
+
+    def with_cache(self) -> Call:
+        """The call with a cache, also where the model's own config switches it off: the ids are the same."""
+        if self.model_kwargs.get("use_cache") is not False:
+            return self
         given = self.past
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
         return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """The model's parts."""
+        return Anatomy.of(self.model)
 
-@dataclass(frozen=True)
-class Generation:
-    """Decodes one call of ``generate``.
+    @cached_property
+    def stopper(self) -> Stopper:
+        """The stopping criteria."""
+        return Stopper(self.stopping_criteria)
 
-    Attributes:
-        source: what drafts.
-        stop, tree, max_draft: see ``SelfSpec``.
-        knowledge: what is known of the model for this kind of call.
-        checks_logits: see :class:`Decoder`.
-        compile_config: how forwards are compiled, ``None`` to not compile them.
+    @property
+    def max_new(self) -> int | None:
+        """Maximum number of new tokens, ``None`` if unlimited."""
+        return None if self.stopper.max_length is None else self.stopper.max_length - self.input_ids.shape[1]
+
+    @property
+    def pad_token(self) -> int | None:
+        """The id for rows that have ended, ``None`` if there is none."""
+        pad = getattr(self.generation_config, "_pad_token_tensor", None)
+        return None if pad is None else int(pad)
+
+
+def check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
+    """Refuses what cannot be served, as far as that is known before prompts are laid out."""
+    knowledge.knowledge.check(call.model)
+    check_call(call.model, call.input_ids, call.model_kwargs)
+    if call.synced_gpus:
+        source.check_synced()
+    source.check(call.anatomy, call.max_new)
+    if call.has_own_cache and source.whole_model(call.anatomy) is not None:
+        raise UnsupportedOptionError(
+            "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be used "
+            "again. Leave out `past_key_values`."
+        )
+
+
+def why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
+    """Why transformers' own loop serves the call as well as ours or better, empty where it does not.
+
+    Where no draft pays, ours is as fast, and faster only with faster linear layers (float32 on a CPU).
     """
+    if not source.lossless:
+        return ""
+    findings = knowledge.all_findings()
+    is_idle = bool(findings) and all(found.is_idle for found in findings)
+    if is_idle and (
+        is_tensor_parallel(call.model)  # whose processes have timings of their own
+        or not are_faster(all_modules(call.model), len(call.input_ids))
+    ):
+        return "no draft pays"
+    mask = call.model_kwargs.get("attention_mask")
+    if mask is None or not is_right_padded(mask):
+        return ""
+    warn_once(
+        "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
+        "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
+        "padding_side='left'."
+    )
+    return "its prompts are padded on the right"
 
-    source: DraftSource
-    stop: StopRule | None
-    tree: Tree | None
-    max_draft: int
-    knowledge: KnowledgeOfCall
-    checks_logits: bool = True
-    compile_config: CompileConfig | None = None
 
-    def ready(self, request: Request) -> Callable[[], Any]:
-        """Checks the call and prepares it; returns a function that generates and returns what ``generate`` does.
+def lay_out(
+    call: Call,
+    source: DraftSource,
+    knowledge: KnowledgeOfCall,
+    *,
+    stop: StopRule | None,
+    tree: Tree | None,
+    max_draft: int,
+    compile_config: CompileConfig | None,
+    checks_logits: bool,
+) -> Decoder:
+    """Lays out the prompts, the text and the cache, and starts the drafter."""
+    batch_size, stopper, config = len(call.input_ids), call.stopper, call.generation_config
+    inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
+    anatomy, prompt = inputs.anatomy, inputs.prompt
+    check_length(call.model, inputs, config.max_length)
+    scorer = Scorer(with_grammars(call.logits_processor), batch_size, call.do_sample)
+    constraint = Constraint(scorer.grammars, stopper.eos_tokens)
+    new_tokens = FIRST_SLOTS if call.max_new is None else min(call.max_new, FIRST_SLOTS)
+    target = Target(
+        call.model,
+        anatomy,
+        cache_for(call.model, batch_size, prompt.width + new_tokens, call.past),
+        padding=prompt.padding,
+        holes=prompt.holes,
+        reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
+        following=inputs.following,
+        plan=source.whole_model(anatomy),
+    )
+    if compile_config is not None:
+        target.compile(compile_config)
+    stateful = (*scorer.stateful, *stopper.stateful)
+    session = Session(
+        target=target,
+        scorer=scorer.for_drafts,
+        stop=stop,
+        tree=_usable_tree(tree, anatomy, prompt),
+        max_draft=max_draft,
+        eos_tokens=stopper.eos_tokens,
+        new_tokens=new_tokens,
+        max_new=call.max_new,
+        stateful=(*stateful, *(grammar.name for grammar in scorer.grammars)),
+        knowledge=knowledge,
+        is_synced=call.synced_gpus,
+        constraint=constraint,
+    )
+    drafter = controlled(source.start(session), session, repr(source))
+    return Decoder(
+        target=target,
+        inputs=inputs,
+        text=Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
+        draft=ConstrainedDrafter(drafter, constraint) if constraint else drafter,
+        scorer=scorer,
+        stopper=stopper,
+        config=config,
+        pad_token=call.pad_token or 0,
+        vocabulary=session.vocabulary,
+        streamer=call.streamer,
+        checks_logits=checks_logits,
+        waits_for=_others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
+        keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
+    )
 
-        Raises:
-            SelfSpecError: the call cannot be served. Nothing was generated yet, so another loop can serve it.
-        """
-        anatomy = Anatomy.of(request.model)
-        has_cache = request.model_kwargs.get("use_cache") is not False
-        request = request if has_cache else request.with_cache()
-        max_new = self._check(request, anatomy)
-        if why := self._left_to_generate(request):
-            return partial(self._plain, why, request)
-        whole = self.source.whole_model(anatomy)
-        if whole is not None and request.has_own_cache:
-            raise UnsupportedOptionError(
-                "early_exit_only leaves the later layers' keys and values out, so a cache of your own could not be "
-                "used again. Leave out `past_key_values`."
-            )
-        ids, config = request.input_ids, request.generation_config
-        inputs = Inputs.of(request.model, anatomy, ids, request.model_kwargs, config)
-        check_length(request.model, anatomy, inputs.prompt, config.max_length, ids.shape[1])
-        decoder = self._start(request, inputs, max_new)
-        returned = bool(request.generation_config.return_dict_in_generate)
-        cache = request.past if whole is None and (has_cache or request.has_own_cache) else None
-        return partial(self._decode, decoder, cache, returned, request.has_own_cache)
 
-    def _check(self, request: Request, anatomy: Anatomy) -> int | None:
-        """Checks what can be checked in advance; returns the maximum number of new tokens, ``None`` if unlimited."""
-        self.knowledge.knowledge.check(request.model)
-        check_call(request.model, request.input_ids, request.generation_config, request.model_kwargs)
-        if request.synced_gpus:
-            self.source.check_synced()
-        extra_arguments(request.model, request.model_kwargs)
-        _warn_of_checkpointing(request.model)
-        longest = Stopper(request.stopping_criteria).max_length
-        max_new = None if longest is None else longest - request.input_ids.shape[1]
-        self.source.check(anatomy, max_new)
-        return max_new
+def decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
+    """Runs the loop and returns what ``generate`` does."""
+    cache = call.past if decoder.target.plan is None else None
+    try:
+        with decoder.target.prepared():
+            ids = decoder.run()
+            if cache is not None and decoder.keeps_rows:
+                decoder.hand_back(cache, ids)
+    finally:
+        decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
+        knowledge.write()
+    knowledge.knowledge.add_call(decoder.stats)
+    _remind_of_length(call.stopping_criteria, ids)
+    return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
-    def _start(self, request: Request, inputs: Inputs, max_new: int | None) -> Decoder:
-        """Lays out the text and the cache, and starts the drafter.
 
-        Raises:
-            SelfSpecError: the source cannot draft for this call.
-        """
-        batch_size, config = len(request.input_ids), request.generation_config
-        anatomy, prompt = inputs.anatomy, inputs.prompt
-        scorer = Scorer(with_grammars(request.logits_processor), batch_size, request.do_sample)
-        stopper = Stopper(request.stopping_criteria)
-        stateful = (*scorer.stateful, *stopper.stateful)
-        constraint = Constraint(scorer.grammars, stopper.eos_tokens)
-        new_tokens = FIRST_SLOTS if max_new is None else min(max_new, FIRST_SLOTS)
-        target = Target(
-            request.model,
-            anatomy,
-            cache_for(request.model, batch_size, prompt.width + new_tokens, request.past),
-            padding=prompt.padding,
-            holes=prompt.holes,
-            reachable=None if stopper.max_length is None else [stopper.max_length + base - 1 for base in prompt.base],
-            following=inputs.following,
-            plan=self.source.whole_model(anatomy),
-        )
-        if self.compile_config is not None:
-            target.compile(self.compile_config)
-        session = Session(
-            target=target,
-            scorer=scorer.for_drafts,
-            stop=self.stop,
-            tree=self._usable_tree(anatomy, prompt),
-            max_draft=self.max_draft,
-            eos_tokens=stopper.eos_tokens,
-            new_tokens=new_tokens,
-            max_new=max_new,
-            stateful=(*stateful, *(grammar.name for grammar in scorer.grammars)),
-            knowledge=self.knowledge,
-            is_synced=request.synced_gpus,
-            constraint=constraint,
-        )
-        drafter = controlled(self.source.start(session), session, repr(self.source))
-        return Decoder(
-            target=target,
-            inputs=inputs,
-            text=Text.of(request.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed),
-            draft=ConstrainedDrafter(drafter, constraint) if constraint else drafter,
-            scorer=scorer,
-            stopper=stopper,
-            record=Record.of(config, batch_size, bool(stateful)),
-            pad_token=_pad_token(config),
-            vocabulary=session.vocabulary,
-            streamer=request.streamer,
-            checks_logits=self.checks_logits,
-            waits_for=_others_are_unfinished(request.input_ids.device) if request.synced_gpus else None,
-            keeps_rows=bool(config.return_dict_in_generate) or request.has_own_cache,
-        )
+# Transformers' own loop ----------------------------------------------------------------------------------------------
 
-    def _decode(self, decoder: Decoder, cache: Any, returned: bool, own_cache: bool) -> Any:
-        """Generates.
 
-        Args:
-            decoder: the decode loop.
-            cache: filled at the end if the caller will see it; ``None`` where there is nothing to fill it with.
-            returned: whether the output holds more than ids.
-            own_cache: whether ``cache`` is the caller's.
-        """
-        try:
-            with decoder.target.prepared():
-                ids = decoder.run()
-                if (returned or own_cache) and cache is not None:
-                    decoder.hand_back(cache, ids)
-        finally:
-            decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
-            self.knowledge.write()
-        self.knowledge.knowledge.add_call(decoder.stats)
-        _remind_of_length(decoder.stopper.criteria, ids)
-        return decoder.output(ids, cache) if returned else ids
+def cannot_serve(default_of: str, error: SelfSpecError) -> str:
+    """Warns that plain ``generate`` serves a call in place of a default, and returns why, for the statistics."""
+    warn_once_ignoring_numbers(
+        f"the SelfSpec {default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
+        "generate(assistant=False) does without it and without this warning.)"
+    )
+    return f"this SelfSpec cannot serve it ({error})"
 
-    def _left_to_generate(self, request: Request) -> str:
-        """Why the call is left to transformers' own loop, empty where it is not.
 
-        Where no draft pays, our loop is as fast as theirs, and faster with faster linear layers (float32 on a CPU).
-        """
-        if not self.source.lossless:
-            return ""
-        findings = self.knowledge.all_findings()
-        is_idle = bool(findings) and all(found.is_idle for found in findings)
-        if is_idle and (
-            is_tensor_parallel(request.model)  # whose processes have timings of their own
-            or not are_faster(all_modules(request.model), len(request.input_ids))
-        ):
-            return _NO_DRAFT_PAYS
-        mask = request.model_kwargs.get("attention_mask")
-        if mask is None or not is_right_padded(mask):
-            return ""
-        warn_once(
-            "the prompts are padded on the right, so this call is left to transformers' own loop, which continues "
-            "after the padding: nothing is drafted. For correct and faster results set the tokenizer's "
-            "padding_side='left'."
-        )
-        return _PADDED_ON_THE_RIGHT
+def leave(
+    knowledge: Knowledge,
+    why: str,
+    generate: Callable[[], Any],
+    count: Callable[[Any, GenerationStats], None] = lambda output, stats: None,
+) -> Any:
+    """Has ``generate`` serve a call; ``count`` adds to the statistics what its output tells."""
+    begun = perf_counter()
+    output = generate()
+    stats = GenerationStats(total_seconds=perf_counter() - begun, drafts=False, left_to_generate=why)
+    count(output, stats)
+    knowledge.add_call(stats)
+    return output
 
-    def _plain(self, why: str, request: Request) -> Any:
-        """Runs transformers' own loop, without any part of ours, and records the call in what is known of the model."""
-        options: dict[str, Any] = {
-            "logits_processor": request.logits_processor,
-            "stopping_criteria": request.stopping_criteria,
-            "generation_config": request.generation_config,
-            "synced_gpus": request.synced_gpus,
-            "streamer": request.streamer,
-        }
-        with without_checkpointing(request.model):
-            output, stats = decode_plainly(request.model, request.input_ids, options | request.model_kwargs, why)
-        for found in self.knowledge.all_findings():
+
+def decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
+    """Decodes a prepared call by transformers' own loop."""
+    options = {one.name: getattr(call, one.name) for one in fields(call)}
+    options |= options.pop("model_kwargs")
+
+    def generate() -> Any:
+        with without_checkpointing(call.model):
+            return type(call.model)._sample(options.pop("model"), **options)
+
+    def count(output: Any, stats: GenerationStats) -> None:
+        ids = output if isinstance(output, torch.Tensor) else output.sequences
+        eos_tokens = call.stopper.eos_tokens
+        padding = call.pad_token if eos_tokens else None
+        counts = [_generated(row, eos_tokens, padding) for row in ids[:, call.input_ids.shape[1] :].tolist()]
+        stats.tokens, stats.rounds = sum(counts), sum(counts) - len(counts)
+        stats.accepted_lengths[0] = stats.rounds
+        stats.from_draft = [[False] * number for number in counts]
+        stats.plan = LayerPlan(call.anatomy.num_layers).picture()
+        stats.timeline = [(stats.tokens, stats.total_seconds)]
+        for found in knowledge.all_findings():
             if found.is_idle:
                 found.add_idle_call(stats.tokens, stats.total_seconds)
                 found.report(stats)
-        self.knowledge.knowledge.add_call(stats)
-        return output
 
-    def _usable_tree(self, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
-        if prompt.padding is not None:
-            warn_once(
-                f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
-                "shortest acceptance. The output is exact; small batches are faster."
-            )
-        if self.tree is None or (anatomy.tree and prompt.padding is None):
-            return self.tree
-        warn_once(
-            f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
-            "is exact all the same."
-        )
-        return None
-
-
-def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:
-    """Issues transformers' warning, where it has one, that the text is longer than the model was made for."""
-    for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria:
-            criterion(ids[:, :-1], None)
-
-
-def _warn_of_checkpointing(model: PreTrainedModel) -> None:
-    if checkpoints(model):
-        warn_once(
-            f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
-            "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
-            "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
-        )
-
-
-def _pad_token(config: GenerationConfig) -> int:
-    pad = getattr(config, "_pad_token_tensor", None)
-    return 0 if pad is None else int(pad)
-
-
-def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
-    """Whether any process is unfinished, given whether this one is; all have to ask together, as in plain generate."""
-
-    def ask(is_unfinished: bool) -> bool:
-        count = torch.tensor(float(is_unfinished), device=device)
-        torch.distributed.all_reduce(count)
-        return bool(count.item())
-
-    return ask
-
-
-def decode_plainly(
-    model: PreTrainedModel, input_ids: torch.Tensor, options: dict[str, Any], why: str
-) -> tuple[Any, GenerationStats]:
-    """Decodes without any part of ours.
-
-    Args:
-        model: the model.
-        input_ids: ``[b, s]`` the prompts.
-        options: all other arguments that a ``custom_generate`` callable gets.
-        why: why the call is left to transformers.
-
-    Returns:
-        What ``generate`` returns, and the statistics.
-    """
-    begun = perf_counter()
-    output = type(model)._sample(model, input_ids, **options)
-    seconds, eos_tokens = perf_counter() - begun, Stopper(options["stopping_criteria"]).eos_tokens
-    ids, width = output if isinstance(output, torch.Tensor) else output.sequences, input_ids.shape[1]
-    pad = getattr(options["generation_config"], "_pad_token_tensor", None)
-    padding = None if pad is None or not eos_tokens else int(pad)
-    counts = [_generated(row, eos_tokens, padding) for row in ids[:, width:].tolist()]
-    tokens, rounds = sum(counts), sum(counts) - len(counts)
-    return output, GenerationStats(
-        tokens=tokens,
-        rounds=rounds,
-        accepted_lengths=Counter({0: rounds}),
-        total_seconds=seconds,
-        from_draft=[[False] * count for count in counts],
-        plan=LayerPlan(Anatomy.of(model).num_layers).picture(),
-        drafts=False,
-        left_to_generate=why,
-        timeline=[(tokens, seconds)],
-    )
+    return leave(knowledge.knowledge, why, generate, count)
 
 
 def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) -> int:
@@ -356,3 +288,39 @@ def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) 
     while count and row[count - 1] == padding:
         count -= 1
     return count
+
+
+# Details --------------------------------------------------------------------------------------------------------------
+
+
+def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
+    if prompt.padding is not None:
+        warn_once(
+            f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
+            "shortest acceptance. The output is exact; small batches are faster."
+        )
+    if tree is None or (anatomy.tree and prompt.padding is None):
+        return tree
+    warn_once(
+        f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
+        "is exact all the same."
+    )
+    return None
+
+
+def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:
+    """Issues transformers' warning, where it has one, that the text is longer than the model was made for."""
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            criterion(ids[:, :-1], None)
+
+
+def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
+    """Whether any process is unfinished, given whether this one is; all have to ask together, as in plain generate."""
+
+    def ask(is_unfinished: bool) -> bool:
+        count = torch.tensor(float(is_unfinished), device=device)
+        torch.distributed.all_reduce(count)
+        return bool(count.item())
+
+    return ask

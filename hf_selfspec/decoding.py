@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .batch import Draft, Text, Verdict
 from .control.moments import moment, seconds_between
-from .draft.source import Drafter
+from .draft.source import FixedDrafter
 from .model.experts import decoding_experts
 from .model.inputs import Inputs
 from .model.layout import TreeLayout
@@ -33,64 +33,22 @@ SLOW_CHOICES = ("cpu",)
 
 
 @dataclass
-class Record:
-    """Scores and logits, where ``generate`` has to return them.
-
-    Attributes:
-        scores: for each row and token the scores ``[v]``; ``None`` if not requested.
-        steps: for each token the scores ``[b, v]`` of all rows, in place of ``scores`` where rows advance together.
-        logits: for each row and token the logits ``[v]``; ``None`` if not requested.
-    """
-
-    scores: list[list[torch.Tensor]] | None
-    steps: list[torch.Tensor] | None
-    logits: list[list[torch.Tensor]] | None
-
-    @classmethod
-    def of(cls, config: GenerationConfig, batch_size: int, in_step: bool) -> Record:
-        """An empty record of what ``config`` requests; ``in_step`` where rows advance together."""
-        returned = config.return_dict_in_generate
-        scores = returned and config.output_scores
-        return cls(
-            scores=[[] for _ in range(batch_size)] if scores and not in_step else None,
-            steps=[] if scores and in_step else None,
-            logits=[[] for _ in range(batch_size)] if returned and config.output_logits else None,
-        )
-
-
-@dataclass
 class Decoder:
-    """One generation.
+    """One generation."""
 
-    Attributes:
-        target: the model, prepared.
-        inputs: the laid-out prompts.
-        text: the ids, growing.
-        draft: proposes tokens.
-        scorer: logits processors.
-        stopper: stopping criteria.
-        record: what is returned besides the ids.
-        pad_token: id for rows that have ended.
-        vocabulary: number of tokens that the model knows; logits may cover fewer.
-        streamer: receives each token once all rows have it, or ``None``.
-        keeps_rows: rows that have ended stay in the forwards and the cache, since the caller gets the cache back.
-        waits_for: given whether this process is unfinished, returns whether any is, where all processes have to run the
-            same number of forwards; ``None`` if there are no others.
-        checks_logits: NaN and infinite logits are an error; otherwise they are treated as in plain ``generate``.
-    """
-
-    target: Target
-    inputs: Inputs
-    text: Text
-    draft: Drafter
-    scorer: Scorer
-    stopper: Stopper
-    record: Record
-    pad_token: int
-    vocabulary: int
-    streamer: BaseStreamer | None = None
-    checks_logits: bool = True
-    keeps_rows: bool = True
+    target: Target  # the model, prepared
+    inputs: Inputs  # the laid-out prompts
+    text: Text  # the ids, growing
+    draft: FixedDrafter  # proposes tokens
+    scorer: Scorer  # logits processors
+    stopper: Stopper  # stopping criteria
+    config: GenerationConfig  # what is returned besides the ids
+    pad_token: int  # id for rows that have ended
+    vocabulary: int  # number of tokens that the model knows; logits may cover fewer
+    streamer: BaseStreamer | None = None  # receives each token once all rows have it
+    checks_logits: bool = True  # NaN and infinite logits are an error; otherwise they are treated as in plain generate
+    keeps_rows: bool = True  # rows that have ended stay in forwards and cache, since the caller gets the cache back
+    # Given whether this process is unfinished, returns whether any is, where all have to run as many forwards.
     waits_for: Callable[[bool], bool] | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
 
@@ -102,8 +60,14 @@ class Decoder:
         self._ran_along = False  # with other processes, after the end
         stateful = (*self.scorer.stateful, *self.stopper.stateful)
         self._in_step = bool(stateful)
+        returned = self.config.return_dict_in_generate
+        scores, logits = returned and self.config.output_scores, returned and self.config.output_logits
+        # For each row and token scores and logits [v], or for each token the scores [b, v] where rows advance together.
+        self._scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not self._in_step else None
+        self._steps: list[torch.Tensor] | None = [] if scores and self._in_step else None
+        self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
         # Whether tokens are a plain argmax of the logits, and the argmax that the last forward over a draft returned.
-        self._is_greedy = self.scorer.is_greedy and not stateful and self.record.scores is None
+        self._is_greedy = self.scorer.is_greedy and not stateful and self._scores is None
         self._best: Best | None = None
         if b > 1:
             self.stats.together_for = ", ".join(stateful)
@@ -125,7 +89,11 @@ class Decoder:
         with decoding_experts(self.target.model):
             if self.waits_for is not None:
                 self.waits_for(True)  # processes that plain generate serves ask before they take the prefill's token
-            while self._goes_on():
+            while self._is_needed():
+                if self._is_finished():
+                    self._verify_pass(nothing)
+                    self._ran_along = True
+                    continue
                 self._round()
                 self.stats.timeline.append((self.stats.tokens, perf_counter() - started))
             if self.streamer is not None:
@@ -142,17 +110,15 @@ class Decoder:
         self.draft.report(self.stats)
         return ids
 
-    def _goes_on(self) -> bool:
-        """Whether there is another round of this process; a finished one runs along with the others until they are."""
-        is_unfinished = not all(self._is_done(row) for row in range(self.text.batch_size))
+    def _is_needed(self) -> bool:
+        """Whether there is another forward, for this process or for others that are unfinished."""
+        unfinished = not self._is_finished()
         if self.waits_for is None:
-            return is_unfinished
-        while self.waits_for(is_unfinished or (self.keeps_rows and self._end_unevenly() and not self._ran_along)):
-            if is_unfinished:
-                return True
-            self._verify_pass(Draft.none(self.text))
-            self._ran_along = True
-        return False
+            return unfinished
+        return self.waits_for(unfinished or (self.keeps_rows and self._end_unevenly() and not self._ran_along))
+
+    def _is_finished(self) -> bool:
+        return all(self._is_done(row) for row in range(self.text.batch_size))
 
     def _end_unevenly(self) -> bool:
         """Whether a row ended before the others, so that the cache to hand back needs a forward over its last token."""
@@ -166,7 +132,7 @@ class Decoder:
         drafted = moment(device)
         logits = self._verify_pass(draft)
         verified = moment(device)
-        look = getattr(self.draft, "look", None)
+        look = self.draft.look
         along = None if look is None else look(logits)
         looked = moment(device)
         # The wait of a round, the only one where drafts need none: from here on the device's times are known.
@@ -219,9 +185,9 @@ class Decoder:
         if self._in_step:
             if whose is not None:
                 check_highest(logits.amax(-1).flatten().tolist(), whose)
-            return verify_in_step(*given, self.record.steps, self.pad_token)
+            return verify_in_step(*given, self._steps, self.pad_token)
         best, self._best = self._best, None
-        return verify(*given, self.record.scores, whose, best, along)
+        return verify(*given, self._scores, whose, best, along)
 
     def _commit(self, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         together = self._in_step or self.target.padding is not None
@@ -255,15 +221,15 @@ class Decoder:
             known += tokens
         self.target.commit(self.text.last_slots(), moves)
         self._stream()
-        keeps = self.keeps_rows or self._in_step or getattr(self.draft, "needs_ended_rows", False)
+        keeps = self.keeps_rows or self._in_step or self.draft.needs_ended_rows
         if not keeps:
             self.target.leave(self._is_done)
 
     def _keep(self, row: int, verdict: Verdict, count: int, logits: torch.Tensor) -> None:
-        if self.record.logits is not None:
-            self.record.logits[row] += [logits[row, node].clone() for node in verdict.sources[:count]]
-        if self.record.scores is not None:
-            self.record.scores[row] += verdict.scores[:count]
+        if self._logits is not None:
+            self._logits[row] += [logits[row, node].clone() for node in verdict.sources[:count]]
+        if self._scores is not None:
+            self._scores[row] += verdict.scores[:count]
 
     def _count(self, draft: Draft, draft_seconds: float, verify_seconds: float) -> None:
         self.stats.draft_seconds += draft_seconds
@@ -335,8 +301,8 @@ class Decoder:
         steps = ids.shape[1] - self.text.prompt_width
         return GenerateDecoderOnlyOutput(
             sequences=ids,
-            scores=_by_step(self.record.scores, steps) if self.record.steps is None else tuple(self.record.steps),
-            logits=_by_step(self.record.logits, steps),
+            scores=_by_step(self._scores, steps) if self._steps is None else tuple(self._steps),
+            logits=_by_step(self._logits, steps),
             past_key_values=cache,
         )
 

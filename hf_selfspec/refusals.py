@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError
-from .model.anatomy import Anatomy
+from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError, warn_once
+from .model.attention import served_attention
 from .model.given_cache import check_cache, given_cache
-from .model.masks import served_attention
+from .model.inputs import Inputs
 from .model.modules import hooks_of
-from .model.prompt import Prompt
+from .model.patching import checkpoints
 from .model.recurrences.kernels import check_kernels
 from .validation import check_count
 
@@ -34,13 +35,10 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def check_options(model: PreTrainedModel, config: Any) -> None:
-    """Checks that options, those of a generation config, have none that self-speculative decoding does not support.
+    """Checks that a call has no option that self-speculative decoding does not support, and names the one it has.
 
-    ``use_cache=False`` in the model's own generation config is allowed: the ids are the same.
-
-    Raises:
-        UnsupportedOptionError: it has such an option, which the message names.
-        SettingError, SettingTypeError: ``prefill_chunk_size`` is not a positive integer.
+    ``config`` has the options as attributes. ``use_cache=False`` in the model's own generation config is allowed: the
+    ids are the same.
     """
     if config.prefill_chunk_size is not None:
         check_count("generate(prefill_chunk_size)", config.prefill_chunk_size)
@@ -57,18 +55,8 @@ def check_options(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def check_call(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Checks everything about one call of ``generate`` that can be known before the first forward.
-
-    Raises:
-        UnsupportedOptionError, UnsupportedModelError, SettingError: see the message.
-    """
-    check_options(model, config)
+def check_call(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> None:
+    """Checks what is known of a call, besides its options, before its prompts are laid out; warns of checkpointing."""
     _check_adapters(model)
     check_cache(given_cache(model_kwargs), model)
     check_kernels(model)
@@ -82,27 +70,29 @@ def check_call(
         raise SettingError(
             "the prompt is empty. Pass at least one token to continue from, e.g. the tokenizer's bos token."
         )
+    if checkpoints(model):
+        warn_once(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, where its layers drop the KV "
+            "cache and generate alone sees only the last token. With `assistant`, checkpointing is suspended "
+            "meanwhile, so the tokens are those of generate(use_cache=False). Call model.eval() before you generate."
+        )
 
 
-def check_length(model: PreTrainedModel, anatomy: Anatomy, prompt: Prompt, max_length: int | None, width: int) -> None:
+def check_length(model: PreTrainedModel, inputs: Inputs, max_length: int | None) -> None:
     """Checks that the model has positions for the prompt, and one set of rotary frequencies for the whole text.
 
-    Raises:
-        SettingError: the prompt is too long.
-        UnsupportedModelError: the frequencies change within the text, so that a block of tokens differs from single
-            ones.
+    Where frequencies change within the text, a block of tokens would differ from single ones.
     """
+    anatomy, prompt = inputs.anatomy, inputs.prompt
     config = model.config.get_text_config(decoder=True)
-    first = max(seen + new for seen, new in zip(prompt.cursors, prompt.lengths, strict=True))
-    if prompt.padding is not None:
-        first = int(prompt.padding.sum(1).max())
+    first = max(prompt.tokens_of_rows())
     name, limit = anatomy.model_name, anatomy.max_positions
     if anatomy.position_limit is not None and first > anatomy.position_limit:
         raise SettingError(
             f"the prompt has {first} tokens, but {name} has {limit} positions (max_position_embeddings) and no more. "
             "Shorten the prompt, e.g. with truncation in the tokenizer."
         )
-    last = None if max_length is None else first + max_length - width
+    last = None if max_length is None else first + max_length - inputs.input_ids.shape[1]
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = list(parameters.values()) if all(isinstance(kind, dict) for kind in parameters.values()) else [parameters]
     for kind in kinds:

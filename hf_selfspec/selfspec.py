@@ -6,7 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from .call import Generation, Request
+from .call import Call, cannot_serve, check, decode, decode_plainly, lay_out, why_plain
 from .data.prompts import checked_texts, token_ids
 from .draft.candidates import Candidates
 from .draft.cascade import Cascade
@@ -30,13 +30,14 @@ from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource
 from .draft.standalone import standalone_draft
-from .errors import SettingError, SettingTypeError, warn_once
+from .errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
 from .lookup.observing import observe
 from .model.anatomy import causal_lm
 from .presets import Presets
+from .refusals import check_options
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
@@ -286,7 +287,8 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        return standalone_draft(self._source, self.stop, self.max_draft, model, logits_processor, do_sample)
+        known = KnowledgeOfCall(replace(self, cache_dir=None), model, (do_sample, False))  # of a call of its own
+        return standalone_draft(self._source, self.stop, self.max_draft, model, known, logits_processor, do_sample)
 
     def __call__(
         self,
@@ -300,7 +302,8 @@ class SelfSpec(Presets):
         **model_kwargs: Any,
     ) -> Any:
         """Decodes a call; ``generate`` calls it with everything prepared (``custom_generate``)."""
-        request = Request(
+        check_options(model, generation_config)
+        call = Call(
             model,
             input_ids,
             logits_processor,
@@ -310,17 +313,44 @@ class SelfSpec(Presets):
             streamer,
             model_kwargs,
         )
-        return self.generation(request).ready(request)()
+        return self._serve(call)
 
-    def generation(self, request: Request, checks_logits: bool = True) -> Generation:
-        """Returns what decodes one call, for the package's own use."""
-        knowledge = KnowledgeOfCall(self, request.model, (request.do_sample, len(request.input_ids) > 1))
-        config = request.generation_config.compile_config
+    def _serve(self, given: Call, default_of: str = "") -> Any:
+        """Decodes a call whose options were checked.
+
+        With ``default_of``, which tells where the ``SelfSpec`` was set, the caller did not choose it: plain
+        ``generate`` serves what it cannot serve, and invalid logits are no error.
+        """
+        call, source = given.with_cache(), self._source
+        knowledge = KnowledgeOfCall(self, call.model, (call.do_sample, len(call.input_ids) > 1))
+        decoder = None
+        try:
+            check(call, source, knowledge)
+            why = why_plain(call, source, knowledge)
+            if not why:
+                decoder = lay_out(
+                    call,
+                    source,
+                    knowledge,
+                    stop=self.stop,
+                    tree=self.tree,
+                    max_draft=self.max_draft,
+                    compile_config=self._compile_config(call),
+                    checks_logits=not default_of,
+                )
+        except SelfSpecError as error:
+            if not default_of:
+                raise
+            call, why = given, cannot_serve(default_of, error)
+        return decode_plainly(call, knowledge, why) if decoder is None else decode(given, decoder, knowledge)
+
+    def _compile_config(self, call: Call) -> CompileConfig | None:
         if self.compile is not False:
-            config = CompileConfig() if self.compile is True else self.compile
-        elif config is not None and request.input_ids.device.type == "cpu" and not config._compile_all_devices:
-            config = None  # as in transformers
-        return Generation(self._source, self.stop, self.tree, self.max_draft, knowledge, checks_logits, config)
+            return CompileConfig() if self.compile is True else self.compile
+        config: CompileConfig | None = call.generation_config.compile_config
+        if config is not None and call.input_ids.device.type == "cpu" and not config._compile_all_devices:
+            return None  # as in transformers
+        return config
 
     @property
     def _source(self) -> DraftSource:
@@ -336,11 +366,7 @@ class SelfSpec(Presets):
 
 
 def _check_parts(draft: Any, stop: Any, tree: Any) -> None:
-    """Checks the types of a draft, a stop rule and a tree.
-
-    Raises:
-        SettingTypeError: one has another type.
-    """
+    """Checks the types of a draft, a stop rule and a tree."""
     if not isinstance(draft, (DraftSource, CandidateGenerator)):
         raise SettingTypeError(
             "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
@@ -358,11 +384,7 @@ def _check_parts(draft: Any, stop: Any, tree: Any) -> None:
 
 
 def _check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
-    """Checks that drafts whose tokens come all at once have no stop rule and no tree, which would have no effect.
-
-    Raises:
-        SettingError: a setting would have no effect.
-    """
+    """Checks that drafts whose tokens come all at once have no stop rule and no tree, which would have no effect."""
     why = source.fixed_because
     for name, value in (("stop", stop), ("tree", tree)):
         if why and value is not None:
@@ -370,11 +392,7 @@ def _check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
 
 
 def _check_folder_and_task(folder: Any, task: Any) -> None:
-    """Checks where findings are kept, and under which name.
-
-    Raises:
-        SettingError, SettingTypeError: the folder is not a path, or the task cannot be a file name.
-    """
+    """Checks where findings are kept, and under which name."""
     if folder is not None and not isinstance(folder, (str, os.PathLike)):
         raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {folder!r}.")
     if not isinstance(task, str) or not re.fullmatch(r"[\w.-]+", task) or len(task) > _LONGEST_TASK:

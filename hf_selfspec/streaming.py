@@ -143,11 +143,7 @@ def stream(
 
 
 def sampling(who: str, temperature: float, top_p: float | None) -> dict[str, Any]:
-    """Returns the options of ``generate`` for a temperature (0 for greedy decoding) and ``top_p``.
-
-    Raises:
-        SettingError, SettingTypeError: one of them is not allowed.
-    """
+    """Returns the options of ``generate`` for a temperature (0 for greedy decoding) and ``top_p``."""
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < torch.inf:
         raise SettingError(f"{who}(temperature) must be a finite number of at least 0, got {temperature!r}.")
     if top_p is not None:

@@ -1,8 +1,11 @@
-"""Checks of the settings that users give."""
+"""Checks of the settings that users give, and how the command line takes them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from .errors import SettingError, SettingTypeError
 
@@ -20,12 +23,17 @@ MOST_WINDOW = 4096
 MOST_CANDIDATES = 256
 
 
-def check_count(name: str, value: object, least: int = 1, most: int = LARGEST) -> None:
-    """Checks that ``value`` is a whole number from ``least`` to ``most``.
+@dataclass(frozen=True)
+class Option:
+    """How the command line takes a setting, in its annotation; settings without one are for Python alone."""
 
-    Raises:
-        SettingTypeError, SettingError: it is not.
-    """
+    help: str
+    name: str | None = None  # by default the setting's
+    parse: Callable[[str], Any] | None = None  # makes the setting of the option's text, where it is no text or number
+
+
+def check_count(name: str, value: object, least: int = 1, most: int = LARGEST) -> None:
+    """Checks that ``value`` is a whole number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise SettingTypeError(f"{name} must be a whole number of at least {least}, got {value!r}.")
     if value < least:
@@ -35,11 +43,7 @@ def check_count(name: str, value: object, least: int = 1, most: int = LARGEST) -
 
 
 def check_exit(who: str, setting: str, layer: int, layers: int, model: str = "the model") -> None:
-    """Checks that a model with ``layers`` layers has the exit layer ``layer``.
-
-    Raises:
-        SettingError, SettingTypeError: it does not.
-    """
+    """Checks that a model with ``layers`` layers has the exit layer ``layer``."""
     check_count(f"{who}({setting})", layer)
     if layer >= layers:
         allowed = f"the exit layer must be between 1 and {layers - 1}" if layers > 1 else "it has no exit layer"
@@ -50,16 +54,7 @@ def check_exit(who: str, setting: str, layer: int, layers: int, model: str = "th
 
 
 def check_share(name: str, value: object, zero: bool, one: bool) -> None:
-    """Checks that ``value`` is a number between 0 and 1.
-
-    Args:
-        name: what the setting is called in messages.
-        value: what was given.
-        zero, one: whether 0 and 1 themselves are allowed.
-
-    Raises:
-        SettingTypeError, SettingError: it is not.
-    """
+    """Checks that ``value`` is a number between 0 and 1, which are allowed themselves with ``zero`` and ``one``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SettingTypeError(f"{name} must be a number between 0 and 1, got {value!r}.")
     if not 0 <= value <= 1 or (value == 0 and not zero) or (value == 1 and not one):
@@ -69,11 +64,7 @@ def check_share(name: str, value: object, zero: bool, one: bool) -> None:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Checks that ``value`` is a finite number above 0.
-
-    Raises:
-        SettingTypeError, SettingError: it is not.
-    """
+    """Checks that ``value`` is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SettingTypeError(f"{name} must be a number above 0, got {value!r}.")
     if not 0 < value < math.inf or value > LARGEST:
@@ -81,11 +72,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Checks that ``value`` is ``True`` or ``False``.
-
-    Raises:
-        SettingTypeError: it is not.
-    """
+    """Checks that ``value`` is ``True`` or ``False``."""
     if not isinstance(value, bool):
         raise SettingTypeError(f"{name} must be True or False, got {value!r}.")
 

@@ -68,3 +68,18 @@ def test_the_first_code_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, caps
     use = next(block for block in blocks("README.md") if "from_pretrained" in block)
     exec(use, {})
     assert "tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_the_training_example_of_the_guide_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    example = next(block for block in blocks("examples/GUIDE.md") if "EarlyExitLoss" in block)
+    exec(example.replace("max_steps=20", "max_steps=2"), {})
+    told = capsys.readouterr().out
+    assert "agreement" in told
+    assert "acceptance rate" in told

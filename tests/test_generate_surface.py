@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     StoppingCriteria,
-    TextIteratorStreamer,
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -195,20 +193,6 @@ def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM, inputs: I
         assert plain.dtype == ours.dtype == torch.int64
         assert torch.equal(plain, ours)
     assert streamers[0].calls == streamers[1].calls
-
-
-# Streamers -----------------------------------------------------------------------------------------------------------
-
-
-def test_text_iterator_streamer(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    inputs = PROMPTS["one row"]
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    options = {"max_new_tokens": 24, "streamer": streamer, "assistant": EXIT}
-    thread = threading.Thread(target=llama.generate, kwargs=inputs | options)
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
-    assert "".join(pieces) == tokenizer.decode(new_tokens(llama, inputs)[0])
 
 
 # What generate returns -----------------------------------------------------------------------------------------------

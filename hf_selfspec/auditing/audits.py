@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from ..selfspec import SelfSpec
 from ..streaming import sampling
 from ..validation import check_count, check_positive
 from .differences import Difference, difference_at
-from .distribution import ChiSquared, Expected, draw
+from .distribution import ChiSquared, Sampling
+
+# Where the text with a ``SelfSpec`` diverges from that of plain ``generate``.
+Parting = Difference
 
 # Only the beginning of sampled texts can be counted. The first token comes from the prefill, which leaves room for a
 # draft of two tokens, then of one.
@@ -57,24 +61,6 @@ class SampleTest:
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Where the text with a ``SelfSpec`` diverges from that of plain ``generate``.
-
-    Attributes:
-        prompt: index of the prompt.
-        token: index of the generated token.
-        expected, got: the two tokens as text; ``None`` where a text has ended.
-        difference: how far they are from the highest logit there, and whether rounding explains it.
-    """
-
-    prompt: int
-    token: int
-    expected: str | None
-    got: str | None
-    difference: Difference
-
-
-@dataclass(frozen=True)
 class Audit:
     """How texts with a ``SelfSpec`` compare with those of plain ``generate``; ``str`` of it is a table.
 
@@ -111,7 +97,7 @@ class Audit:
         test = self.test
         if test is not None:
             return test.p_value > _SIGNIFICANCE
-        return all(parting.difference.is_near_tie for parting in self.partings)
+        return all(parting.is_near_tie for parting in self.partings)
 
     def __str__(self) -> str:
         how = "greedy" if self.tests is None else "sampled"
@@ -127,11 +113,12 @@ class Audit:
     def _greedy(self) -> list[str]:
         lines = ["", _GREEDY.format("prompt", "token", "plain", "ours", "gap", "rounding", "verdict")]
         for one in self.partings:
-            told = one.difference
-            numbers = (f"{told.margin:.2g}", f"{told.tolerance:.2g}", "near tie" if told.is_near_tie else "DIFFERENT")
-            lines.append(_GREEDY.format(one.prompt + 1, one.token + 1, _shown(one.expected), _shown(one.got), *numbers))
+            tokens = ["(end)" if text is None else repr(text) for text in one.texts]
+            verdict = "near tie" if one.is_near_tie else "DIFFERENT"
+            numbers = f"{one.margin:.2g}", f"{one.tolerance:.2g}"
+            lines.append(_GREEDY.format(one.row + 1, one.column + 1, *tokens, *numbers, verdict))
         equal = self.prompts - len(self.partings)
-        wrong = sum(not one.difference.is_near_tie for one in self.partings)
+        wrong = sum(not one.is_near_tie for one in self.partings)
         verdict = f"{wrong} differ where rounding does not explain it: NOT exact"
         if self.passed:
             ties = "no error found: the others diverge where both tokens' logits are within rounding of the highest"
@@ -145,17 +132,15 @@ class Audit:
         assert total is not None
         lines = ["", _SAMPLED.format("prompt", "draws", "chi2", "freedom", "p")]
         for name, one in [*enumerate(tests, start=1), ("all", total)]:
-            lines.append(_SAMPLED.format(name, one.draws, f"{one.statistic:.1f}", one.freedom, f"{one.p_value:.2g}"))
+            lines.append(
+                _SAMPLED.format(name, one.draws, f"{one.statistic:.1f}", one.degrees_of_freedom, f"{one.p_value:.2g}")
+            )
         verdict = f"consistent with plain generate's distribution (p above {_SIGNIFICANCE:g})"
         if not self.passed:
             verdict = f"NOT plain generate's distribution (p at most {_SIGNIFICANCE:g})"
-        elif not total.freedom:
+        elif not total.degrees_of_freedom:
             verdict = "no continuation is likely enough to be counted in so few draws, so this shows nothing"
         return [*lines, "", f"first {_STEPS} tokens: {verdict}"]
-
-
-def _shown(token: str | None) -> str:
-    return "(end)" if token is None else repr(token)
 
 
 def audit(
@@ -192,7 +177,7 @@ def audit(
     Raises:
         SettingError, SettingTypeError: there are no prompts, or a setting is not allowed.
     """
-    inner, prompts = causal_lm(model, "audit"), checked_texts("audit", texts, chats=True)
+    inner, prompts = causal_lm(model, "audit"), checked_texts("audit", texts, chats=True, empty=True)
     check_count("audit(max_new_tokens)", max_new_tokens)
     check_count("audit(max_prompt_tokens)", max_prompt_tokens)
     if spec is None:
@@ -203,90 +188,56 @@ def audit(
         raise SettingTypeError(f"audit(sample) must be SampleTest(...) or None, got {sample!r}.")
     longest = max_prompt_tokens if sample is None else min(max_prompt_tokens, _SHORT_PROMPT)
     rows = [encoded(tokenizer, prompt, inner.device, longest)["input_ids"] for prompt in prompts]
-    run = _Run(inner, tokenizer, spec, name or repr(spec), after_prompt or (lambda: None))
-    return run.greedy(rows, max_new_tokens) if sample is None else run.sampled(rows, sample)
+    run = _Run(inner, tokenizer, spec)
+    partings: list[Parting] = []
+    tests: list[ChiSquared] = []
+    for index, ids in enumerate(rows):
+        if sample is None:
+            partings += run.partings(index, ids, max_new_tokens)
+        else:
+            drawn = Sampling(inner, ids, _STEPS, sample.draws, sample.options())
+            tests.append(drawn.expected().test(drawn.draw(spec, run.count)))
+        if after_prompt is not None:
+            after_prompt()
+    return Audit(
+        method=name or repr(spec),
+        model_name=type(inner).__name__,
+        dtype=str(inner.dtype).removeprefix("torch."),
+        device=str(inner.device),
+        prompts=len(rows),
+        **run.counts,
+        partings=tuple(partings),
+        tests=None if sample is None else tuple(tests),
+    )
 
 
 class _Run:
-    """One audit."""
+    """The calls of one audit."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        spec: SelfSpec,
-        name: str,
-        after_prompt: Callable[[], None],
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: SelfSpec) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.spec = spec
-        self.name = name
-        self.options: dict[str, Any] = {}
-        self.after_prompt = after_prompt
-        self._tokens = self._drafted = self._accepted = 0
+        self.counts = {"tokens": 0, "drafted": 0, "accepted": 0}
 
-    def greedy(self, rows: Sequence[torch.Tensor], max_new_tokens: int) -> Audit:
-        """Compares ids."""
-        self.options = {"do_sample": False, "max_new_tokens": max_new_tokens}
-        partings = []
-        for index, ids in enumerate(rows):
-            plain, ours = self._generate(ids, assistant=False), self._generate(ids, assistant=self.spec)
-            self._count()
-            partings += self._compared(index, ids, plain[0].tolist(), ours[0].tolist())
-            self.after_prompt()
-        return self._audit(len(rows), partings=tuple(partings))
+    def count(self) -> None:
+        """Counts what the last call has generated and drafted."""
+        for name in self.counts:
+            self.counts[name] += getattr(self.spec.stats, name)
 
-    def sampled(self, rows: Sequence[torch.Tensor], test: SampleTest) -> Audit:
-        """Compares distributions."""
-        ends, options, draws = _ends(self.model), test.options(), test.draws
-        tests = []
-        for ids in rows:
-            expected = Expected.of(self.model, ids, _STEPS, draws, ends, options)
-            with_spec = options | {"assistant": self.spec}
-            tests.append(expected.test(draw(self.model, ids, _STEPS, draws, ends, with_spec, self._count)))
-            self.after_prompt()
-        return self._audit(len(rows), tests=tuple(tests))
-
-    def _audit(self, prompts: int, **found: Any) -> Audit:
-        return Audit(
-            method=self.name,
-            model_name=type(self.model).__name__,
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            device=str(self.model.device),
-            prompts=prompts,
-            tokens=self._tokens,
-            drafted=self._drafted,
-            accepted=self._accepted,
-            **found,
-        )
-
-    def _count(self) -> None:
-        stats = self.spec.stats
-        assert stats is not None
-        self._tokens += stats.tokens
-        self._drafted += stats.drafted
-        self._accepted += stats.accepted
-
-    def _generate(self, ids: torch.Tensor, **options: Any) -> Any:
-        return self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, **options)
-
-    def _compared(self, prompt: int, ids: torch.Tensor, plain: list[int], ours: list[int]) -> list[Parting]:
-        """Where two texts diverge, with the scores of plain ``generate``, processors included."""
-        if plain == ours:
+    def partings(self, prompt: int, ids: torch.Tensor, max_new_tokens: int) -> list[Parting]:
+        """Where the two texts after a prompt diverge, with the scores of plain ``generate``, processors included."""
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
+        plain = self.model.generate(ids, assistant=False, **options)[0].tolist()
+        ours = self.model.generate(ids, assistant=self.spec, **options)[0].tolist()
+        self.count()
+        pairs = list(zip_longest(plain, ours, fillvalue=_NOTHING))
+        column = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+        if column is None:
             return []
-        width, longest = ids.shape[1], max(len(plain), len(ours))
-        pair = [row + [_NOTHING] * (longest - len(row)) for row in (plain, ours)]
-        column = next(index for index, (one, other) in enumerate(zip(*pair, strict=True)) if one != other)
-        output = self._generate(ids, assistant=False, return_dict_in_generate=True, output_scores=True)
-        step = min(column - width, len(output.scores) - 1)
-        scores, tokens = output.scores[step][0], (pair[0][column], pair[1][column])
-        difference = difference_at(0, column, *tokens, scores, self.model.dtype)
-        expected, got = (None if token == _NOTHING else str(self.tokenizer.decode([token])) for token in tokens)
-        return [Parting(prompt, column - width, expected, got, difference)]
-
-
-def _ends(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that end a text."""
-    found = None if model.generation_config is None else model.generation_config.eos_token_id
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+        options |= {"return_dict_in_generate": True, "output_scores": True}
+        scores = self.model.generate(ids, assistant=False, **options).scores
+        token = column - ids.shape[1]
+        found = difference_at(prompt, token, *pairs[column], scores[min(token, len(scores) - 1)][0], self.model.dtype)
+        expected, got = (None if one == _NOTHING else str(self.tokenizer.decode([one])) for one in pairs[column])
+        return [replace(found, texts=(expected, got))]

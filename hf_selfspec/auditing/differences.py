@@ -19,11 +19,12 @@ class Difference:
     """The first position at which one row of two texts differs.
 
     Attributes:
-        row, column: where.
-        expected, token: the two tokens.
+        row, column: where; in an :class:`Audit` the index of the prompt, and that of the generated token.
+        expected, token: the two tokens; negative where a text has ended.
         margin: how far the lower one's logit is below the full model's highest; infinite where a token is forbidden, or
             where one text has ended.
         tolerance: the largest margin that rounding can explain, given the dtype and the size of the logits.
+        texts: the two tokens as text, in an :class:`Audit`; ``None`` where a text has ended.
     """
 
     row: int
@@ -32,6 +33,7 @@ class Difference:
     token: int
     margin: float
     tolerance: float
+    texts: tuple[str | None, str | None] = (None, None)
 
     @property
     def is_near_tie(self) -> bool:
@@ -82,27 +84,17 @@ def first_differences(
         column = int(different[0])
         start = 0 if attention_mask is None else int(attention_mask[row].argmax())
         logits = model(expected[row : row + 1, start:column]).logits[0, -1]
-        found.append(
-            difference_at(row, column, int(expected[row, column]), int(tokens[row, column]), logits, model.dtype)
-        )
+        pair = int(expected[row, column]), int(tokens[row, column])
+        found.append(difference_at(row, column, *pair, logits, model.dtype))
     return found
 
 
 def difference_at(
     row: int, column: int, expected: int, token: int, scores: torch.Tensor, dtype: torch.dtype
 ) -> Difference:
-    """Returns the difference between two tokens chosen from ``scores`` ``[v]`` of a model of this dtype.
-
-    A negative token stands for the end of a text that has no token there.
-    """
+    """The difference between two tokens, chosen from ``scores`` ``[v]`` of a model of this dtype."""
     scores = scores.float()
     lower = -math.inf if min(expected, token) < 0 else float(scores[[expected, token]].min())
     largest = float(scores[scores.isfinite()].abs().max())  # processors forbid tokens with infinite scores
-    return Difference(
-        row=row,
-        column=column,
-        expected=expected,
-        token=token,
-        margin=float(scores.max()) - lower,
-        tolerance=_UNITS * torch.finfo(dtype).eps * largest,
-    )
+    tolerance = _UNITS * torch.finfo(dtype).eps * largest
+    return Difference(row, column, expected, token, float(scores.max()) - lower, tolerance)

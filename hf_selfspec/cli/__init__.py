@@ -6,7 +6,10 @@ Each command is a file, which declares its options and imports what it needs of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -14,13 +17,13 @@ import typer
 from . import fit
 from .audit import audit
 from .bench import bench
-from .exit_report import exit_report
 from .generate import generate
-from .inspect import inspect
-from .output import PROGRAM, brief_warnings, tell
+from .reports import exit_report, inspect
 from .tune import tune
 
 __all__ = ["main"]
+
+PROGRAM = "hf-selfspec"
 
 # Exit codes. 1 is for a bad result, such as that of a failed audit.
 _WRONG, _STOPPED = 2, 130
@@ -51,18 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     words = None if arguments is None else list(arguments)
     try:
-        with brief_warnings():
+        with _brief_warnings():
             code = command.main(words, prog_name=PROGRAM, standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
     except _UsageError as error:
-        tell(_told(error))
+        _tell(_told(error))
         return _WRONG
     except _mistakes() as error:
-        tell(error)
+        _tell(error)
         return _WRONG
     if code == _STOPPED:
-        tell("stopped.")
+        _tell("stopped.")
     return int(code)
 
 
@@ -80,3 +83,16 @@ def _mistakes() -> tuple[type[Exception], ...]:
     from .. import SelfSpecError
 
     return SelfSpecError, torch.OutOfMemoryError, MemoryError
+
+
+def _tell(message: object) -> None:
+    """Prints a message as one line on stderr."""
+    print(f"{PROGRAM}: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+@contextmanager
+def _brief_warnings() -> Iterator[None]:
+    """Shows warnings without the lines of code that they come from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: _tell(message)
+        yield

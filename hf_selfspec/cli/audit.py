@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .options import (
     ChatOption,
@@ -16,7 +20,6 @@ from .options import (
     SeedOption,
     takes_options,
 )
-from .output import progress
 
 if TYPE_CHECKING:
     from .. import SampleTest
@@ -55,7 +58,7 @@ def audit(
     torch.manual_seed(seed)
     all_passed = True
     for name, spec in zip(names, specs, strict=True):
-        with progress(f"audit of {name}", len(prompts)) as advance:
+        with _progress(f"audit of {name}", len(prompts)) as advance:
             found = audit(
                 network,
                 tokenizer,
@@ -83,3 +86,13 @@ def _test(sample: bool, settings: dict[str, Any]) -> SampleTest | None:
         option = name.replace("_", "-")
         raise SettingError(f"--{option} {value} has no effect without --sample: add that, or leave it out.")
     return None
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Shows a bar with the time left on stderr, if that is a terminal; yields a function that advances it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

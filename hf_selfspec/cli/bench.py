@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from ..bench.settings import Settings
+from ..errors import SettingError
 from .options import ModelOptions, PromptFieldOption, takes_options
 
 # Prompts in a stream of one kind, twice as many as an interval needs, and of each kind if there are several.
 _OF_ONE_KIND, _OF_EACH_KIND = 20, 5
-# Options that are settings of the same name.
-_SETTINGS = ("max_new_tokens", "top_p", "top_k", "seed", "clock", "passes")
 
 
 @dataclass(frozen=True)
@@ -39,52 +39,29 @@ class StreamOptions:
     repeat: Annotated[bool, typer.Option("--repeat", help="Run the whole stream twice.")] = False
 
 
-@dataclass(frozen=True)
-class MethodOptions:
-    """Which methods of generating, and how."""
-
+@takes_options
+def bench(
+    which: ModelOptions,
+    stream: StreamOptions,
+    settings: Settings,
     methods: Annotated[
         list[str] | None,
         typer.Option(
             help="prompt-lookup, static-compiled, selfspec, selfspec-compiled, or a value of generate's --spec, "
             "separated by commas; by default all that fit."
         ),
-    ] = None
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 128
-    temperature: Annotated[list[float] | None, typer.Option(help="0, the default, for greedy; repeat it for more.")] = (
-        None
-    )
-    batch_size: Annotated[
-        list[int] | None, typer.Option(help="Prompts in a batch, 1 by default; repeat it for more.")
-    ] = None
-    top_p: Annotated[float, typer.Option(help="Top-p of sampling.")] = 1.0
-    top_k: Annotated[int, typer.Option(help="Top-k of sampling.")] = 0
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling and of the choice of prompts.")] = 0
-    clock: Annotated[
-        str, typer.Option(help="wall, cpu, or auto: CPU time with one thread on a CPU, otherwise wall time.")
-    ] = "auto"
-    passes: Annotated[
-        int, typer.Option(help="Runs of the stream, each with a new SelfSpec; the last one counts (3 for graphs).")
-    ] = 1
-
-
-@takes_options
-def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> None:
+    ] = None,
+) -> None:
     """Compare all methods of generating on your prompts: which is fastest, and are the tokens the same?"""
     from ..bench.compare import longest_prompt, measured
     from ..bench.methods import methods_of
     from ..bench.prompts import Encoder, repeated, stream_of, texts_of
-    from ..bench.settings import Settings
     from ..data.prompts import has_chats
-    from ..errors import SettingError
     from ..learned.files import check_folder, path_of
     from .spec_text import split
 
-    shared: dict[str, Any] = {name: getattr(how, name) for name in _SETTINGS}
-    lists = tuple(how.temperature or (0.0,)), tuple(how.batch_size or (1,))
-    settings = Settings(temperatures=lists[0], batch_sizes=lists[1], **shared)
     check_folder("--out", stream.out)
-    methods = methods_of(how.methods or ()) or None
+    named_methods = methods_of(methods or ()) or None
     texts = texts_of(stream.data, stream.field)  # before the model, so that errors in files are reported at once
     kinds = list(split(stream.kinds or ())) or list(texts)
     unknown = [kind for kind in kinds if kind not in texts]
@@ -99,5 +76,5 @@ def bench(which: ModelOptions, stream: StreamOptions, how: MethodOptions) -> Non
     about = {"prompts_left_out": dict(+encoder.left_out), "data": stream.data, "prompts_per_kind": count, "chat": chat}
     if stream.repeat:
         prompts = repeated(prompts)
-    found = measured(which.load(named), tokenizer, prompts, settings, methods, path_of(stream.out), about)
+    found = measured(which.load(named), tokenizer, prompts, settings, named_methods, path_of(stream.out), about)
     print(f"{found}\n\nThe whole report is {stream.out}/report.html.")

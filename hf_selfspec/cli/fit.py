@@ -6,14 +6,23 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
-from inspect import Parameter, Signature
+from dataclasses import dataclass, fields
+from inspect import Signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from .options import DataOption, DtypeOption, FieldOption, ModelOption, takes_options
+from .options import (
+    DataOption,
+    DtypeOption,
+    FieldOption,
+    ModelOption,
+    option_name,
+    options_of,
+    setting_of,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from ..train.fit import Fit
@@ -68,8 +77,8 @@ class TrainingOptions:
     """The options of every fit that trains, besides its settings."""
 
     batch: Annotated[int, typer.Option(help="Rows in a step, on each device.")] = 8
-    learning_rate: float = 1e-3
-    epochs: float = 1.0
+    learning_rate: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3
+    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 1.0
     cache_gib: Annotated[float | None, typer.Option(help="The most that the cache may hold, in GiB.")] = None
 
     def settings(self, out: str, cache_dir: str | None) -> dict[str, Any]:
@@ -104,34 +113,26 @@ class TrainingOptions:
 
 def _command(kind: type[Fit[Any]]) -> Callable[..., None]:
     """The command of a fit: an option for each of its settings that has one."""
-    from ..train.fit import Option, TrainedFit
+    from ..train.fit import TrainedFit
 
-    hints, options = get_type_hints(kind, include_extras=True), dict[str, tuple[str, Option]]()
-    parameters = [Parameter("common", Parameter.KEYWORD_ONLY, annotation=FitOptions)]
-    if issubclass(kind, TrainedFit):
-        parameters.append(Parameter("training", Parameter.KEYWORD_ONLY, annotation=TrainingOptions))
-    for one in fields(kind):
-        option = next((found for found in get_args(hints[one.name])[1:] if isinstance(found, Option)), None)
-        if option is not None:
-            name = f"--{option.name or one.name.replace('_', '-')}"
-            options[one.name] = name, option
-            default: Any = ... if one.default is MISSING else one.default
-            default = ",".join(default) if isinstance(default, tuple) else default
-            hint = get_args(hints[one.name])[0] if option.parse is None else str | None
-            described = typer.Option(default, name, help=option.help)
-            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=described, annotation=hint))
+    trains = issubclass(kind, TrainedFit)
+    hints = get_type_hints(kind, include_extras=True)
+    names = {one.name: option_name(one, option) for one in fields(kind) if (option := setting_of(hints[one.name]))}
 
-    def command(common: FitOptions, training: TrainingOptions | None = None, **settings: Any) -> None:
-        for setting, (name, option) in options.items():
-            if option.parse is not None and settings[setting] is not None:
-                settings[setting] = _parsed(name, settings[setting], option.parse)
+    def command(**given: Any) -> None:
+        common = FitOptions(**values_of(FitOptions, given))
+        training = TrainingOptions(**values_of(TrainingOptions, given)) if trains else None
+        settings = values_of(kind, given)
         if training is not None:
             settings |= training.settings(common.out, settings["cache_dir"])
-        with _named_as({setting: name for setting, (name, _) in options.items()}, kind):
+        with _named_as(names, kind):
             _fit(kind(output_dir=common.out, **settings), common)
 
-    vars(command)["__signature__"] = Signature(parameters)
-    return takes_options(command)
+    groups = (FitOptions, TrainingOptions, kind) if trains else (FitOptions, kind)
+    options = [one for group in groups for one in options_of(group)]
+    vars(command)["__signature__"] = Signature(options)
+    command.__annotations__ = {one.name: one.annotation for one in options}
+    return command
 
 
 def _fit(settings: Fit[Any], common: FitOptions) -> None:
@@ -156,15 +157,6 @@ def _fit(settings: Fit[Any], common: FitOptions) -> None:
     for name, value in {**module.about["recipe"], **module.about["figures"]}.items():
         print(f"{name:<32} {value}")
     print(f"{module.kind} of {module.num_parameters:,} parameters in {common.out}")
-
-
-def _parsed(option: str, text: str, parse: Callable[[str], Any]) -> Any:
-    from .. import SettingError
-
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise SettingError(f"{option} {text}: give whole numbers separated by commas, e.g. 3,6,12.") from error
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+
+from ..errors import SettingError
+from ..validation import Option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,31 +129,60 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)}
     options: list[inspect.Parameter] = []
     for name, parameter in parameters.items():
-        options += _options(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+        options += options_of(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
 
-    @functools.wraps(command)
     def flat(**given: Any) -> None:
-        made = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
+        made = {name: group(**values_of(group, given)) for name, group in groups.items()}
         command(**made, **given)
 
-    vars(flat).pop("__wrapped__")  # otherwise its signature would be used
+    flat.__doc__, flat.__name__ = command.__doc__, command.__name__
     vars(flat)["__signature__"] = inspect.Signature(options)
     flat.__annotations__ = {option.name: option.annotation for option in options}
     return flat
 
 
-def _options(group: Any) -> list[inspect.Parameter]:
+def options_of(group: Any) -> list[inspect.Parameter]:
+    """The options of a dataclass: its fields with a ``typer.Option`` or an :class:`Option`."""
+    return [_parameter(field, hint) for field, hint in _fields(group)]
+
+
+def values_of(group: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of what was given the options of a dataclass, as its fields have them."""
+    return {field.name: _value(given.pop(field.name), field, setting_of(hint)) for field, hint in _fields(group)}
+
+
+def setting_of(hint: Any) -> Option | None:
+    """The :class:`Option` of an annotation."""
+    return next((one for one in get_args(hint)[1:] if isinstance(one, Option)), None)
+
+
+def option_name(field: Field[Any], setting: Option) -> str:
+    """What the command line calls a setting."""
+    return f"--{setting.name or field.name.replace('_', '-')}"
+
+
+def _fields(group: Any) -> list[tuple[Field[Any], Any]]:
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
-        )
-        for field in fields(group)
-    ]
+    return [(field, hints[field.name]) for field in fields(group) if get_origin(hints[field.name]) is Annotated]
 
 
-def _default(field: Field[Any]) -> Any:
-    return inspect.Parameter.empty if field.default is MISSING else field.default
+def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
+    default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
+    if (setting := setting_of(hint)) is not None:
+        kind = get_args(hint)[0]
+        if setting.parse is not None:
+            kind, default = str | None, ",".join(default) if isinstance(default, tuple) else default
+        elif get_origin(kind) is tuple:
+            kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]  # of what it repeats
+        hint = Annotated[kind, typer.Option(option_name(field, setting), help=setting.help)]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _value(value: Any, field: Field[Any], setting: Option | None) -> Any:
+    if setting is None or setting.parse is None or value is None:
+        return tuple(value) if isinstance(value, list) and setting is not None else value
+    try:
+        return setting.parse(value)
+    except ValueError as error:
+        option = option_name(field, setting)
+        raise SettingError(f"{option} {value}: give whole numbers separated by commas, e.g. 3,6,12.") from error

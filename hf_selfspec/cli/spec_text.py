@@ -33,20 +33,15 @@ _PARTS: dict[str, Callable[[str], SelfSpec]] = {
     "shapes": lambda folder: SelfSpec(EarlyExitLora(folder)),
     "exit_layer": SelfSpec.adaspeed,
 }
-_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
+_OPENING, _CLOSING = "([{", ")]}"
 
 
 def read_spec(text: str, option: str = "--spec") -> SelfSpec:
-    """Returns the ``SelfSpec`` that a text describes.
+    """Returns the ``SelfSpec`` that the text of an option describes.
 
-    Args:
-        text: one of :data:`PRESETS`; a folder that ``SelfSpec.save_pretrained`` or a fit has written; or an expression
-            of literals, ``SelfSpec``, its presets and classes of settings, e.g. ``SelfSpec.layerskip(8, num_draft=3)``.
-            No other code is run.
-        option: the option that the text was given for, for messages.
-
-    Raises:
-        SettingError: the text does not describe a ``SelfSpec``.
+    It is one of :data:`PRESETS`; a folder that ``SelfSpec.save_pretrained`` or a fit has written; or an expression of
+    literals, ``SelfSpec``, its presets and classes of settings, e.g. ``SelfSpec.layerskip(8, num_draft=3)``. No other
+    code is run.
     """
     try:
         if text in PRESETS:
@@ -59,23 +54,17 @@ def read_spec(text: str, option: str = "--spec") -> SelfSpec:
 
 
 def split(texts: Iterable[str]) -> list[str]:
-    """Splits the values of an option at commas, except at those inside brackets and quotes."""
-    return [item for text in texts for item in _split_one(text) if item]
-
-
-def _split_one(text: str) -> list[str]:
-    depth, quote, items = 0, "", [""]
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in _QUOTES:
-            quote = character
-        depth += (character in _OPENING) - (character in _CLOSING) if not quote else 0
-        if character == "," and not quote and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item.strip() for item in items]
+    """Splits the values of an option at commas, except at those inside brackets."""
+    items: list[str] = []
+    for text in texts:
+        depth = 0
+        for part in text.split(","):
+            if depth:
+                items[-1] += f",{part}"
+            else:
+                items.append(part)
+            depth += sum(map(part.count, _OPENING)) - sum(map(part.count, _CLOSING))
+    return [item.strip() for item in items if item.strip()]
 
 
 def _of_folder(folder: str) -> SelfSpec:

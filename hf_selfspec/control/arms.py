@@ -25,28 +25,17 @@ _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
 
 @dataclass
 class ArmStats:
-    """The results of one source.
+    """The results of one source."""
 
-    Attributes:
-        trusted_after: rounds after which they are trusted.
-        rounds: rounds in which it drafted, since they were doubted last.
-        weight: number of rounds in the sums, in which older ones count less.
-        gained: sum of the tokens of a row.
-        spent: sum of times, in rounds in which nothing is drafted.
-        accepted, drafted: sums of its own tokens.
-        waiting: rounds since it drafted last.
-        most_lost: the most that a round is taken to lose, in rounds in which nothing is drafted.
-    """
-
-    trusted_after: int = _TRIED
-    most_lost: float = math.inf
-    rounds: int = 0
-    weight: float = 0.0
-    gained: float = 0.0
-    spent: float = 0.0
-    accepted: float = 0.0
+    trusted_after: int = _TRIED  # rounds after which they are trusted
+    most_lost: float = math.inf  # the most that a round is taken to lose, in plain rounds
+    rounds: int = 0  # in which it drafted, since they were doubted last
+    weight: float = 0.0  # number of rounds in the sums, in which older ones count less
+    gained: float = 0.0  # tokens of a row
+    spent: float = 0.0  # times, in plain rounds
+    accepted: float = 0.0  # of its own tokens
     drafted: float = 0.0
-    waiting: int = 0
+    waiting: int = 0  # rounds since it drafted last
 
     @property
     def acceptance_rate(self) -> float:
@@ -59,12 +48,7 @@ class ArmStats:
         return self.rounds >= self.trusted_after
 
     def speedup(self, promised: float | None) -> float:
-        """Tokens per second, divided by those of rounds in which nothing is drafted.
-
-        Args:
-            promised: the source's own estimate, believed until there are results; ``None`` if it has none, 0 where it
-                would not draft.
-        """
+        """Tokens per second over those of plain rounds; ``promised``, its own estimate, until there are results."""
         if promised == 0.0:
             return 0.0
         if self.is_trusted:
@@ -102,11 +86,7 @@ class ArmStats:
 
 
 class Measurements:
-    """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind.
-
-    Args:
-        other: those of another kind of call, ``None`` for the first kind.
-    """
+    """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
 
     def __init__(self, other: Measurements | None = None) -> None:
         self.arms: dict[str, ArmStats] = {}

@@ -15,14 +15,7 @@ MATCHES = "matches"
 class Controller:
     """Chooses in each round of a call between its sources and nothing.
 
-    Args:
-        found: what earlier calls have measured.
-        device: device, dtype and whatever else makes rounds take other times.
-        on_cpu: whether costs begin with the first guesses for a CPU.
-        is_frozen: nothing is timed and free drafts are always tried, so that all processes of a model decide alike.
-
-    Attributes:
-        curve: costs of rounds over the present rows and context.
+    Where it ``is_frozen``, nothing is timed, so that all processes of a model decide alike.
     """
 
     def __init__(self, found: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
@@ -32,22 +25,14 @@ class Controller:
         found.begin_text()
 
     def begin(self, rows: int, running: int, context: int) -> None:
-        """Begins a round.
-
-        Args:
-            rows: number of rows that may draft.
-            running: number of rows that forwards run over, those that have ended and cannot leave among them.
-            context: number of tokens of the longest text.
-        """
+        """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
         self.curve = self._found.curve(self._device, running, context, self._on_cpu, self._is_frozen)
 
     def speedup(self, name: str, promised: float | None = None) -> float:
         """Expected tokens per second of a source, divided by those of rounds in which nothing is drafted.
 
-        Args:
-            name: the source.
-            promised: its own estimate for this round, ``None`` if it has none, 0 where it would not draft.
+        ``promised`` is its own estimate for this round, ``None`` if it has none, 0 where it would not draft.
         """
         if not self._rows:
             return 0.0
@@ -65,12 +50,7 @@ class Controller:
         return tokens / self._rows * self.curve.plain / self.curve.costs.seconds[nodes]
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
-        """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing.
-
-        Args:
-            promised: each source's own estimate, see :meth:`speedup`.
-            free: the expected speed-up of the free drafts for this round, 0 without any.
-        """
+        """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing."""
         best = max(promised, key=lambda name: self.speedup(name, promised[name]), default=None)
         if best is None:
             return None
@@ -82,12 +62,8 @@ class Controller:
     ) -> None:
         """Records a round.
 
-        Args:
-            name: who drafted, or was asked in vain; ``None`` for nobody.
-            nodes: number of nodes of a row that were verified.
-            tokens: number of tokens that all rows gained.
-            seconds: time of the whole round.
-            accepted, drafted: numbers of the source's own tokens.
+        ``name`` drafted or was asked in vain (``None`` for nobody); ``nodes`` of each row were verified, all rows
+        gained ``tokens``, and of the source's own tokens some were ``accepted``.
         """
         if not self._rows:
             return

@@ -36,11 +36,7 @@ _MEMORY = 0.99
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds that a round takes with 0, 1, 2, ... drafted tokens.
-
-    Attributes:
-        seconds: for each number of drafted tokens, the seconds of a round.
-    """
+    """Seconds that a round takes with 0, 1, 2, ... drafted tokens."""
 
     seconds: tuple[float, ...]
 
@@ -68,13 +64,7 @@ class RoundCosts:
 
 
 class CostCurve:
-    """Times of rounds for one model on one device, batch size and range of context.
-
-    Args:
-        on_cpu: whether the first guesses are those for a CPU.
-        rows: number of rows that rounds run over.
-        is_frozen: nothing is timed, so that all processes of a parallel model make the same decisions.
-    """
+    """Times of rounds for one model on one device, batch size and range of context."""
 
     def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
         forwards = _ON_CPU if on_cpu else _ELSEWHERE
@@ -130,13 +120,7 @@ class CostCurve:
             self._rounds[0] += 1  # the first round selects and warms up kernels
 
     def add(self, drafted: int, tokens: int, seconds: float) -> None:
-        """Records a round of free drafts.
-
-        Args:
-            drafted: number of nodes of a row that were verified.
-            tokens: number of tokens that all rows gained.
-            seconds: time that the round took.
-        """
+        """Records a round of free drafts."""
         if self._is_frozen:
             seconds = self._costs.seconds[min(drafted, SIZES[-1])]
         if seconds <= 0:

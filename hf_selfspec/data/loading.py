@@ -23,15 +23,10 @@ _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on th
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A causal LM that is not loaded yet.
+    """A causal LM that is not loaded yet."""
 
-    Attributes:
-        name: folder or name on the Hub.
-        local_files_only: the Hub does not answer, so only what was downloaded before is used.
-    """
-
-    name: str
-    local_files_only: bool = False
+    name: str  # folder or name on the Hub
+    local_files_only: bool = False  # the Hub does not answer, so only what was downloaded before is used
 
     @classmethod
     def find(cls, name: str) -> NamedModel:

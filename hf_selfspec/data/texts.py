@@ -27,14 +27,9 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a file, or a row of a dataset.
+    """A line of a file, or a row of a dataset."""
 
-    Attributes:
-        place: where the row is, for messages.
-        columns: its values by column.
-    """
-
-    place: str
+    place: str  # for messages
     columns: Mapping[str, Any]
 
     def prompt(self, field: str | None = None) -> Prompt:

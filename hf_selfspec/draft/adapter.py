@@ -16,19 +16,14 @@ from ..model.cache import SpeculativeCache
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.target import Target
 from ..model.transfer import RowNumbers
 from ..modules.adapter import Adapter
-from ..modules.draft_module import module_of
 from ..modules.reduced_head import ReducedHead
-from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
-from ..verify.scoring import Scorer
-from .blocks import DraftBlocks, FindChoice
+from .exit_source import ExitSource, load_module
 from .growing import DraftStep
 from .partial import PartialDraft
-from .reduced import check_whole_head, head_rows, shown_head, take_head
-from .source import Drafter, DraftSource, Limits, Session
+from .source import DraftBlocks, Drafter, FindChoice, Session
 
 # How many tokens of other sources the adapter can catch up on in models with recurrent states.
 _LATE = 32
@@ -36,7 +31,7 @@ _LATE = 32
 
 @register("draft")
 @dataclass(frozen=True, repr=False)
-class EarlyExitAdapter(DraftSource):
+class EarlyExitAdapter(ExitSource):
     """Drafts with layers ``0 .. E-1``, an adapter that was fitted to them, and the model's own head.
 
     Args:
@@ -52,18 +47,14 @@ class EarlyExitAdapter(DraftSource):
     head: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        kept, module = module_of("EarlyExitAdapter(adapter)", self.adapter, Adapter)
-        object.__setattr__(self, "adapter", kept)
+        module = load_module(self, "adapter", Adapter)
         object.__setattr__(self, "_module", module)
-        take_head(self, "EarlyExitAdapter")
+        self._load_head()
         if self.head is not None and module.head is not None:
             raise SettingError(
                 "EarlyExitAdapter(head): this adapter has a head of its own, so the model's is not run. Leave `head` "
                 "out, or fit an adapter with own_head=False."
             )
-
-    def __repr__(self) -> str:
-        return f"EarlyExitAdapter(adapter={self.adapter!r}{shown_head(self)})"
 
     @property
     def module(self) -> Adapter:
@@ -86,48 +77,29 @@ class EarlyExitAdapter(DraftSource):
         return LayerPlan.early_exit(anatomy.num_layers, layer)
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
-        check_whole_head(self)
+        self.check_whole_head()
         return DraftBlocks(self.plan(anatomy), self.module)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
-        plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
+        plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         self.module.check(session.knowledge.fingerprint)
-        check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
-        head = head_rows(self, session.target.model)
-        draft = AdapterDraft(session.target, plan, limits, session.scorer, self.module, head)
-        draft.reserve(session)
-        session.target.cache.look_back(_LATE)
-        return draft
+        return AdapterDraft(session.limits(ConfidenceThreshold()), plan, repr(self), self.module, head)
 
 
 class AdapterDraft(PartialDraft):
-    """A :class:`PartialDraft` with an adapter after the exit, which has keys and values of its own.
-
-    Args:
-        target, plan, limits, scorer: see :class:`PartialDraft`.
-        adapter: the adapter.
-        head: see :class:`PartialDraft`.
-    """
+    """A :class:`PartialDraft` with an adapter after the exit, which has keys and values of its own."""
 
     skips_forced = False
 
     def __init__(
-        self,
-        target: Target,
-        plan: LayerPlan,
-        limits: Limits,
-        scorer: Scorer,
-        adapter: Adapter,
-        head: HeadRows | None = None,
+        self, session: Session, plan: LayerPlan, name: str, adapter: Adapter, head: HeadRows | None = None
     ) -> None:
-        super().__init__(target, plan, limits, scorer, head)
+        super().__init__(session, plan, name, head)
         self.adapter = adapter
+        target = session.target
         rows = len(target.cache.cursors)
         self._cache = SpeculativeCache(1, rows, target.cache.capacity)
         # The slots of each row that the adapter has seen: from the first number up to, but excluding, the second.
@@ -135,10 +107,10 @@ class AdapterDraft(PartialDraft):
         self._first = [0] * rows
         self._roots = RowNumbers([0] * rows)
         self._began = False
+        target.cache.look_back(_LATE)
         target.observe_prefill(adapter.exit_layer, self._see_prompt)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`PartialDraft.propose`."""
         self._roots = text.last_slots()
         return super().propose(text, max_new)
 

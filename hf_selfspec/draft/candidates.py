@@ -7,60 +7,35 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
-from ..verify.scoring import Scorer
 from .source import Drafter, DraftSource, FixedDrafter, Session
-
-
-def check_generator(generator: CandidateGenerator) -> None:
-    """Checks that ``generator`` can draft from ids alone.
-
-    Raises:
-        SettingError: it needs what the model's forwards return.
-    """
-    if getattr(generator, "requires_model_outputs", False):
-        raise SettingError(
-            f"SelfSpec(draft={type(generator).__name__}) is not possible: it drafts from what the model's forwards "
-            "return (requires_model_outputs), but a SelfSpec passes only ids to a generator. Use transformers' own "
-            "loop: generate(use_mtp=True) or generate(assistant_model=...)."
-        )
 
 
 @dataclass(frozen=True)
 class Candidates(DraftSource):
-    """Drafts with a ``CandidateGenerator`` of transformers.
-
-    Args:
-        generator: the generator.
-
-    Raises:
-        SettingError: it needs what the model's forwards return.
-    """
+    """Drafts with a ``CandidateGenerator`` of transformers."""
 
     generator: CandidateGenerator
 
     @property
     def fixed_because(self) -> str:
-        """See :attr:`DraftSource.fixed_because`."""
         return f"{type(self.generator).__name__} drafts as many tokens as it returns, in a line"
 
     def __post_init__(self) -> None:
-        check_generator(self.generator)
+        if getattr(self.generator, "requires_model_outputs", False):
+            raise SettingError(
+                f"SelfSpec(draft={type(self.generator).__name__}) is not possible: it drafts from what the model's "
+                "forwards return (requires_model_outputs), but a SelfSpec passes only ids to a generator. Use "
+                "transformers' own loop: generate(use_mtp=True) or generate(assistant_model=...)."
+            )
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
-        target = session.target
         session.target.cache.reserve(session.max_draft + 1)
-        return CandidateDraft(
-            generators=one_for_each_row(self.generator, session.num_rows),
-            first_slots=[0] * session.num_rows if target.padding is None else target.padding.argmax(1).tolist(),
-            vocabulary=target.model.get_input_embeddings().num_embeddings,
-            longest=session.max_draft,
-            scorer=session.scorer,
-        )
+        return CandidateDraft(one_for_each_row(self.generator, session.num_rows), session)
 
 
 def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[CandidateGenerator]:
@@ -68,9 +43,6 @@ def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[Candidate
 
     The first is ``generator`` itself, the others are deep copies that share its modules (a ``__deepcopy__`` can make
     them share more). Prompt lookup keeps nothing, so one generator serves all rows.
-
-    Raises:
-        UnsupportedOptionError: the generator cannot be copied.
     """
     if rows == 1 or type(generator) is PromptLookupCandidateGenerator:
         return [generator] * rows
@@ -85,49 +57,23 @@ def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[Candidate
         ) from error
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What a row's generator was given in this round.
-
-    Attributes:
-        start: column at which the row's text begins, after its padding.
-        length: number of columns of the text when it was called.
-        drafted: number of its tokens that were drafted.
-    """
-
-    start: int
-    length: int
-    drafted: int
-
-
 class CandidateDraft(FixedDrafter):
-    """Drafts each row's tokens with a ``CandidateGenerator``.
+    """Drafts each row's tokens with a ``CandidateGenerator`` of its own.
 
-    Args:
-        generators: one for each row. Called as ``get_candidates(input_ids [1, s])`` with the row's text, left padding
-            removed; they return ``[1, s + t]`` ids and, where tokens were sampled, their processed logits
-            ``[1, t, v]``.
-        first_slots: for each row the cache slot of its first token.
-        vocabulary: ``v``, number of token ids.
-        longest: maximum number of tokens in a draft.
-        scorer: logits processors; the generators' logits are used only if it samples.
+    They are called as ``get_candidates(input_ids [1, s])`` with the row's text, left padding removed; they return
+    ``[1, s + t]`` ids and, where tokens were sampled, their processed logits ``[1, t, v]``, which are used only there.
     """
 
-    def __init__(
-        self,
-        generators: list[CandidateGenerator],
-        first_slots: list[int],
-        vocabulary: int,
-        longest: int,
-        scorer: Scorer,
-    ) -> None:
+    def __init__(self, generators: list[CandidateGenerator], session: Session) -> None:
+        padding = session.target.padding
         self.generators = generators
-        self.first_slots = first_slots
-        self.vocabulary = vocabulary
-        self.longest = longest
-        self.scorer = scorer
+        self.first_slots = [0] * session.num_rows if padding is None else padding.argmax(1).tolist()
+        self.vocabulary = session.target.model.get_input_embeddings().num_embeddings
+        self.longest = session.max_draft
+        self.scorer = session.scorer
         self.steps = 0
-        self._requests: list[_Request | None] = [None] * len(generators)
+        # For each row that took part the column at which its text begins, its length, and how many tokens were drafted.
+        self._requests: list[tuple[int, int, int] | None] = [None] * len(generators)
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts after each row's last token; see :meth:`PartialDraft.propose`."""
@@ -152,15 +98,13 @@ class CandidateDraft(FixedDrafter):
             known = self._before_placeholders(drafted, ids[0])
             self._check(name, drafted[:known], None if scores is None else scores[:, :known])
             count = min(max_new[row], self.longest, known)
-            self._requests[row] = _Request(start, text.lengths[row], count)
+            self._requests[row] = start, text.lengths[row], count
             rows.append(drafted[:count])
             logits.append(None if scores is None else scores[0, :count].to(ids.device))
         self.steps += 1
         lengths = [len(tokens) for tokens in rows]
-        tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long, device=text.ids.device)
-        for row, drafted in enumerate(rows):
-            tokens[row, : len(drafted)] = drafted
-        return Draft(tokens=tokens, lengths=lengths, q=self._q(logits, tokens, lengths))
+        tokens = pad_sequence(rows, batch_first=True)
+        return Draft(tokens, lengths, q=self._q(logits, tokens, lengths))
 
     def _before_placeholders(self, drafted: torch.Tensor, text: torch.Tensor) -> int:
         """How many tokens come before the first one that the model cannot generate, if that was copied from the text.
@@ -206,8 +150,8 @@ class CandidateDraft(FixedDrafter):
         """
         for row, (generator, request) in enumerate(zip(self.generators, self._requests, strict=True)):
             if request is not None:
-                ids = text.prefix(row)[:, request.start :]
-                scores = self.scorer.roughly(logits[row : row + 1, : request.drafted + 1])
+                start, length, drafted = request
+                scores = self.scorer.roughly(logits[row : row + 1, : drafted + 1])
                 # Tokens that a grammar forced after an empty draft are not the generator's.
-                kept = min(text.lengths[row] - request.length - 1, request.drafted)
-                generator.update_candidate_strategy(ids, scores, kept)
+                kept = min(text.lengths[row] - length - 1, drafted)
+                generator.update_candidate_strategy(text.prefix(row)[:, start:], scores, kept)

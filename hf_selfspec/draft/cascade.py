@@ -9,10 +9,9 @@ from typing import TypeVar
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
-from .blocks import DraftBlocks, FindChoice
 from .controlled import ControlledDrafter, controller_of
 from .lookup import Lookup
-from .source import Drafter, DraftSource, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session, completed
 
 _S = TypeVar("_S", bound=DraftSource)
 
@@ -53,7 +52,6 @@ class Cascade(DraftSource):
         return False
 
     def part(self, kind: type[_S]) -> _S | None:
-        """See :meth:`DraftSource.part`."""
         found = (source.part(kind) for source in self.sources)
         return next((part for part in found if part is not None), None)
 
@@ -77,7 +75,7 @@ class Cascade(DraftSource):
         controller = controller_of(session)
         drafts = free.free_drafts(session, controller)
         within = session.with_settings(in_cascade=True, round_seconds=controller.round_seconds)
-        others: dict[str, Drafter] = {}
+        others: dict[str, FixedDrafter] = {}
         for source in self.sources:
             if source is free:
                 continue
@@ -85,7 +83,7 @@ class Cascade(DraftSource):
                 if session.is_synced:
                     source.check_synced()
                 source.check(session.anatomy, session.max_new)
-                others[repr(source)] = source.start(within)
+                others[repr(source)] = completed(source.start(within))
             except SelfSpecError as error:
                 if not source.is_optional:
                     warn_once(f"{source!r} is left out of the drafts of this model: {error}")

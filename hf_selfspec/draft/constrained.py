@@ -10,58 +10,46 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..grammar.rows import Constraint, Spot
 from ..stats import GenerationStats
-from .source import Drafter
+from .source import FixedDrafter
 
 # Most forced tokens in a draft: verifying this many costs hardly more than verifying 8.
 _MOST_FORCED = 16
 
 
-class ConstrainedDrafter:
-    """Proposes what another drafter does, as far as grammars allow it, and forced tokens where that is nothing.
+class ConstrainedDrafter(FixedDrafter):
+    """Proposes what another drafter does, as far as grammars allow it, and forced tokens where that is nothing."""
 
-    Args:
-        drafter: the other drafter.
-        constraint: the grammars.
-    """
-
-    def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
+    def __init__(self, drafter: FixedDrafter, constraint: Constraint) -> None:
         self._drafter, self._constraint = drafter, constraint
         self._own = Draft(torch.zeros(0, 0, dtype=torch.long, device="cpu"), [])
-        self.needs_ended_rows: bool = getattr(drafter, "needs_ended_rows", False)
-        self.look = getattr(drafter, "look", None)
-
-    @property
-    def steps(self) -> int:
-        """Forwards of the draft."""
-        return self._drafter.steps
+        self.needs_ended_rows = drafter.needs_ended_rows
+        self.look = drafter.look
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`Drafter.propose`."""
         self._own = self._drafter.propose(text, max_new)
         draft = allowed(text, self._own, self._constraint)
-        if getattr(self._drafter, "knows_grammars", False):
+        if self._drafter.knows_grammars:
             return draft
         return with_forced(text, draft, self._constraint, max_new)
 
     def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
         """See :meth:`Drafter.update`; accepted forced tokens do not count for the drafter."""
-        observe = getattr(self._drafter, "observe", None)
-        if observe is not None and not self._own.size and logits.shape[1] > 1:
-            observe(text, verdicts, logits)
-            return
-        lasts = [self._own.size if self._own.is_tree else length for length in self._own.lengths]
-        own = [
-            replace(verdict, nodes=[node if node <= last else -1 for node in verdict.nodes])
-            for verdict, last in zip(verdicts, lasts, strict=True)
-        ]
-        self._drafter.update(text, own, logits)
+        drafter, own = self._drafter, self._own
+        if drafter.observe is not None and not own.size and logits.shape[1] > 1:
+            drafter.observe(text, verdicts, logits)
+        else:
+            lasts = [own.size if own.is_tree else length for length in own.lengths]
+            accepted = [
+                replace(verdict, nodes=[node if node <= last else -1 for node in verdict.nodes])
+                for verdict, last in zip(verdicts, lasts, strict=True)
+            ]
+            drafter.update(text, accepted, logits)
+        self.steps, self.needs_ended_rows = drafter.steps, drafter.needs_ended_rows
 
     def finish(self, text: Text) -> None:
-        """See :meth:`Drafter.finish`."""
         self._drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        """See :meth:`Drafter.report`."""
         self._drafter.report(stats)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from time import perf_counter
 
@@ -16,7 +17,7 @@ from ..model.transfer import Pending, upload
 from ..stats import GenerationStats
 from .constrained import allowed
 from .free import FreeDrafts, Seed
-from .source import Drafter, Session
+from .source import Drafter, FixedDrafter, Session, completed
 
 
 def controller_of(session: Session) -> Controller:
@@ -26,38 +27,26 @@ def controller_of(session: Session) -> Controller:
     return Controller(found, f"{device} {target.model.dtype}{how}", device == "cpu", session.is_tensor_parallel)
 
 
-def controlled(drafter: Drafter, session: Session, name: str) -> Drafter:
-    """The drafter under a controller if it tells what it expects of itself; otherwise it always drafts.
+def controlled(drafter: Drafter, session: Session, name: str) -> FixedDrafter:
+    """The drafter of the source ``name`` under a controller if it makes estimates; otherwise it always drafts.
 
-    In the processes of a parallel model, whose times differ, its own expectation alone decides.
-
-    Args:
-        drafter: the drafter of a generation.
-        session: the generation.
-        name: name of its source.
+    In the processes of a parallel model, whose times differ, its own estimate alone decides.
     """
-    is_told = isinstance(drafter, ControlledDrafter) or not hasattr(drafter, "expected_speedup")
-    if is_told or session.is_tensor_parallel:
-        return drafter
-    return ControlledDrafter(session, controller_of(session), None, {name: drafter})
+    found = completed(drafter)
+    if found.expected_speedup == math.inf or session.is_tensor_parallel:
+        return found
+    return ControlledDrafter(session, controller_of(session), None, {name: found})
 
 
-class ControlledDrafter:
-    """Drafts with the source that is the fastest at present, with free drafts, or not at all.
-
-    Args:
-        session: the generation.
-        controller: decides.
-        free: free drafts, ``None`` for none.
-        others: drafters of other sources by name.
-    """
+class ControlledDrafter(FixedDrafter):
+    """Drafts with the source that is the fastest at present, with free drafts, or not at all."""
 
     def __init__(
         self,
         session: Session,
         controller: Controller,
         free: FreeDrafts | None,
-        others: dict[str, Drafter],
+        others: dict[str, FixedDrafter],
     ) -> None:
         self.controller, self.free, self.others = controller, free, others
         self._takes_trees = session.takes_trees
@@ -68,27 +57,18 @@ class ControlledDrafter:
         self._asked: str | None = None
         self._used: str | None = None
         self._size = self._drafted = 0
-        self._is_awake = False
+        # Free drafts of this round, if they take part, hold the tokens that grammars force.
+        self.knows_grammars = False
         self._tops: Pending | None = None
         self._lengths: list[int] = []
+        self._note()
 
-    @property
-    def steps(self) -> int:
-        """Forwards of all drafts."""
-        return sum(drafter.steps for drafter in self.others.values())
-
-    @property
-    def knows_grammars(self) -> bool:
-        """See :class:`Drafter`: free drafts of this round hold the tokens that grammars force."""
-        return self._is_awake
-
-    @property
-    def needs_ended_rows(self) -> bool:
-        """See :class:`Drafter`; where there are free drafts, other sources do not keep rows that have ended."""
-        return self.free is None and any(getattr(one, "needs_ended_rows", False) for one in self.others.values())
+    def _note(self) -> None:
+        """Notes what the loop wants to know of all drafters; with free drafts nobody waits for ended rows."""
+        self.steps = sum(drafter.steps for drafter in self.others.values())
+        self.needs_ended_rows = self.free is None and any(one.needs_ended_rows for one in self.others.values())
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """See :meth:`Drafter.propose`."""
         if self.free is not None:
             self.free.read(text)
         self._begun = perf_counter() - self._target.compile_seconds
@@ -96,17 +76,17 @@ class ControlledDrafter:
         controller, rows, active = self.controller, sum(count > 0 for count in max_new), self._target.active_rows
         controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
         self._asked = self._used = self._free_arm(text, max_new, rows)
-        self._is_awake = self._asked is not None
-        trees = self.free.plan(text, max_new) if self.free is not None and self._is_awake else []
+        self.knows_grammars = self._asked is not None
+        trees = self.free.plan(text, max_new) if self.free is not None and self.knows_grammars else []
         free = controller.expected(max(map(len, trees)), _tokens(trees, max_new)) if trees else 0.0
-        promised = {name: getattr(drafter, "expected_speedup", None) for name, drafter in self.others.items()}
+        promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
         other = controller.choose(promised, free)
         if other is not None:
             self._asked = other
             draft = allowed(text, self.others[other].propose(text, max_new), self._constraint)
             if draft.size:
                 self._used, self._size, self._drafted = other, draft.size, sum(draft.lengths)
-                return self._grafted(text, max_new, draft) if self._is_awake else draft
+                return self._grafted(text, max_new, draft) if self.knows_grammars else draft
         return self.free.draft(text, trees) if self.free is not None and trees else Draft.none(text)
 
     def _free_arm(self, text: Text, max_new: list[int], rows: int) -> str | None:
@@ -118,12 +98,10 @@ class ControlledDrafter:
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
     def look(self, logits: torch.Tensor) -> Pending | None:
-        """See :class:`Drafter`."""
-        self._tops = likeliest(logits) if self._is_awake else None
+        self._tops = likeliest(logits) if self.knows_grammars else None
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        """See :meth:`Drafter.update`."""
         new = sum(text.lengths) - sum(self._lengths)
         if self.free is not None:
             self.free.learn(text, verdicts, self._tops)
@@ -138,8 +116,9 @@ class ControlledDrafter:
         for name, drafter in self.others.items():
             if name == self._used:
                 drafter.update(text, own, logits)
-            elif (observe := getattr(drafter, "observe", None)) is not None:
-                observe(text, verdicts, logits)
+            elif drafter.observe is not None:
+                drafter.observe(text, verdicts, logits)
+        self._note()
         if self._used in self.others:
             accepted = sum(node >= 0 for verdict in own for node in verdict.nodes)
             self.controller.record(self._asked, 0, new, seconds, accepted, self._drafted)
@@ -149,13 +128,11 @@ class ControlledDrafter:
             self.controller.record(MATCHES if nodes and self._asked is None else self._asked, nodes, new, seconds)
 
     def finish(self, text: Text) -> None:
-        """See :meth:`Drafter.finish`."""
         for drafter in (self.free, *self.others.values()):
             if drafter is not None:
                 drafter.finish(text)
 
     def report(self, stats: GenerationStats) -> None:
-        """See :meth:`Drafter.report`."""
         stats.plan = self._target.full_plan.picture()
         for drafter in self.others.values():
             drafter.report(stats)

@@ -13,11 +13,10 @@ from ..search.choice import ExitChoice
 from ..stats import GenerationStats
 from ..stop.rules import FixedLength
 from ..validation import MOST_LAYERS, check_count, check_exit
-from .blocks import DraftBlocks, FindChoice, chosen_plan
+from .exit_source import ExitSource
 from .partial import PartialDraft
 from .probe import start_probe
-from .reduced import check_whole_head, head_rows, shown_head, take_head
-from .source import Drafter, DraftSource, FixedDrafter, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session
 
 # Tokens in a draft until a probe has chosen.
 _FIRST = FixedLength(2)
@@ -25,7 +24,7 @@ _FIRST = FixedLength(2)
 
 @register("draft")
 @dataclass(frozen=True, repr=False)
-class EarlyExit(DraftSource):
+class EarlyExit(ExitSource):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
 
     Lossless with any model; fast with a model whose early layers were trained to predict tokens.
@@ -46,10 +45,7 @@ class EarlyExit(DraftSource):
     def __post_init__(self) -> None:
         if self.layer is not None:
             check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
-        take_head(self, "EarlyExit")
-
-    def __repr__(self) -> str:
-        return f"EarlyExit(layer={self.layer!r}{shown_head(self)})"
+        self._load_head()
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
         """The blocks that run for this model, ``None`` where a probe has to find them.
@@ -60,20 +56,19 @@ class EarlyExit(DraftSource):
         return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
-        check_whole_head(self)
-        return DraftBlocks(self.plan(anatomy) or chosen_plan(repr(self), find_choice(ExitChoice), anatomy))
+        self.check_whole_head()
+        if (plan := self.plan(anatomy)) is not None:
+            return DraftBlocks(plan)
+        return DraftBlocks.of_choice(repr(self), find_choice(ExitChoice), anatomy)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
-        plan, head = self.plan(session.anatomy), head_rows(self, session.target.model)
+        plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         if plan is None or session.stop is None:
-            return start_probe(session, self.layer, session.limits(_FIRST), repr(self), head)
-        return PartialDraft.of(session, plan, session.limits(_FIRST), repr(self), head)
+            return start_probe(session, self.layer, _FIRST, repr(self), head)
+        return PartialDraft(session, plan, repr(self), head)
 
 
 @register("draft")
@@ -97,38 +92,22 @@ class EarlyExitOnly(DraftSource):
     def __post_init__(self) -> None:
         check_count("EarlyExitOnly(layer)", self.layer, most=MOST_LAYERS)
 
-    def plan(self, anatomy: Anatomy) -> LayerPlan:
-        """The blocks that run for this model.
-
-        Raises:
-            SettingError: the model has too few layers.
-        """
-        return _plan("EarlyExitOnly", self.layer, anatomy)
-
     @property
     def fixed_because(self) -> str:
-        """See :attr:`DraftSource.fixed_because`."""
         return f"{self!r} generates without drafts"
 
     def whole_model(self, anatomy: Anatomy) -> LayerPlan:
-        """See :meth:`DraftSource.whole_model`."""
-        return self.plan(anatomy)
+        return _plan("EarlyExitOnly", self.layer, anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
-        return DraftBlocks(self.plan(anatomy))
+        return DraftBlocks(self.whole_model(anatomy))
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
-        return NoDraft(self.plan(session.anatomy))
+        return NoDraft(self.whole_model(session.anatomy))
 
 
 class NoDraft(FixedDrafter):
-    """Drafts nothing: each step generates one token with the blocks that stand in for the whole model.
-
-    Args:
-        plan: these blocks.
-    """
+    """Drafts nothing: each step generates one token with the blocks that stand in for the whole model."""
 
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan

@@ -16,19 +16,15 @@ from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.target import Target
 from ..model.transfer import RowNumbers, upload
-from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads
 from ..stats import GenerationStats
-from ..stop.fitted import check_fitted_rule
 from ..stop.rules import ConfidenceThreshold
 from ..validation import check_flag, check_share
-from ..verify.scoring import Scorer
-from .blocks import DraftBlocks, FindChoice
+from .exit_source import load_module
 from .growing import DraftStep
 from .partial import PartialDraft
-from .source import Drafter, DraftSource, Limits, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 
 @register("draft")
@@ -56,10 +52,9 @@ class DynamicExit(DraftSource):
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
         check_flag("DynamicExit(lossless)", self.lossless)
-        kept, module = module_of("DynamicExit(heads)", self.heads, ExitHeads)
+        module = load_module(self, "heads", ExitHeads)
         find = module.draft_thresholds if self.lossless else module.thresholds
         object.__setattr__(self, "_thresholds", find(self.epsilon, self.metric))
-        object.__setattr__(self, "heads", kept)
         object.__setattr__(self, "_module", module)
 
     @property
@@ -95,7 +90,6 @@ class DynamicExit(DraftSource):
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
@@ -110,19 +104,15 @@ class DynamicExit(DraftSource):
         )
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         if session.stateful and not self.lossless:
             raise UnsupportedOptionError(
                 f"{session.stateful[0]} may keep a state from token to token, but exit heads with lossless=False "
                 "(SelfSpec.early_exit_only) take tokens without the whole model and without it. Use lossless heads "
                 "(SelfSpec.dssd), or declare it with `is_stateless = True` if its result follows from its arguments."
             )
-        plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
+        plan = self.plan(session.anatomy)
         self.module.check(session.knowledge.fingerprint)
-        check_fitted_rule(session.stop, plan, repr(self), session.scorer.do_sample, session.knowledge.fingerprint)
-        draft = HeadsDraft(session.target, plan, limits, session.scorer, self)
-        draft.reserve(session)
-        return draft
+        return HeadsDraft(session.limits(ConfidenceThreshold()), plan, repr(self), self)
 
 
 class HeadsDraft(PartialDraft):
@@ -131,16 +121,12 @@ class HeadsDraft(PartialDraft):
     A token goes through as many layers as it takes until a head is sure. Where it goes deeper than earlier tokens did,
     they are processed with it: each stretch of layers runs once, over all tokens that have not been through it. No
     token has been deeper than the ones before it, so these are always the last tokens.
-
-    Args:
-        target, plan, limits, scorer: see :class:`PartialDraft`.
-        settings: heads and thresholds.
     """
 
     skips_forced = False
 
-    def __init__(self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, settings: DynamicExit) -> None:
-        super().__init__(target, plan, limits, scorer)
+    def __init__(self, session: Session, plan: LayerPlan, name: str, settings: DynamicExit) -> None:
+        super().__init__(session, plan, name)
         self.reuse_from = sys.maxsize
         self.heads = settings.module
         self._thresholds = settings.thresholds
@@ -178,26 +164,36 @@ class HeadsDraft(PartialDraft):
         self._fed.append(feed)
         self._states.append(feed.new_empty(0))
         self._levels.append(0)
-        decisions = _Decisions([not on for on in drafting])
+        decided = [not on for on in drafting]
+        # Of the first head that was sure, or of the last one.
+        logits: torch.Tensor | None = None
+        state: torch.Tensor | None = None
 
         def decide(level: int, here: torch.Tensor) -> bool:
-            logits = self.heads.on(here.device).logits(level - 1, here).float()
-            sure = (self._sure(logits) >= self._thresholds[level - 1]).tolist()
-            if fresh := decisions.take(logits, here, sure):
+            nonlocal decided, logits, state
+            found = self.heads.on(here.device).logits(level - 1, here).float()
+            if logits is None or state is None or not any(decided):
+                logits, state = found, here
+            else:
+                kept = upload(decided, found.device)[:, None]
+                logits = torch.where(kept, logits.to(found.device), found)
+                state = torch.where(kept, state.to(here.device), here)
+            sure = (self._sure(found) >= self._thresholds[level - 1]).tolist()
+            before, decided = decided, [now or known for now, known in zip(sure, decided, strict=True)]
+            if fresh := sum(decided) - sum(before):
                 self.exits[self._bounds[level]] += fresh
-            return all(decisions.decided)
+            return all(decided)
 
-        while self._levels[-1] < len(self._bounds) - 1 and not all(decisions.decided):
+        while self._levels[-1] < len(self._bounds) - 1 and not all(decided):
             self._raise(decide)
-        assert decisions.logits is not None
-        assert decisions.state is not None
-        return DraftStep(decisions.logits, decisions.state, self._states[-1], is_sure=decisions.decided)
+        assert logits is not None
+        assert state is not None
+        return DraftStep(logits, state, self._states[-1], is_sure=decided)
 
     def _raise(self, decide: Callable[[int, torch.Tensor], bool] | None = None) -> None:
         """Runs the least deep tokens up to the layer of the others, or up to the first head at which all rows decide.
 
-        Args:
-            decide: called at each head with its number, from 1 on, and its input ``[b, d]`` for the last token.
+        ``decide`` is called at each head with its number, from 1 on, and its input ``[b, d]`` for the last token.
         """
         level = self._levels[-1]
         first = self._levels.index(level)
@@ -222,30 +218,3 @@ class HeadsDraft(PartialDraft):
         assert after is not None
         self._states[first:] = after.split(1, 1)
         self._levels[first:] = [reached] * (len(self._levels) - first)
-
-
-class _Decisions:
-    """What heads have decided about one token of each row.
-
-    Attributes:
-        decided: for each row whether a head was sure, or the row takes no part.
-        logits: ``[b, v]`` of the head that was sure, or of the last one.
-        state: ``[b, d]`` the input of that head.
-    """
-
-    def __init__(self, decided: list[bool]) -> None:
-        self.decided = decided
-        self.logits: torch.Tensor | None = None
-        self.state: torch.Tensor | None = None
-
-    def take(self, logits: torch.Tensor, state: torch.Tensor, sure: list[bool]) -> int:
-        """Takes the prediction of a head for rows that are undecided; returns how many of them it decides."""
-        if self.logits is None or self.state is None or not any(self.decided):
-            self.logits, self.state = logits, state
-        else:
-            kept = upload(self.decided, logits.device)[:, None]
-            self.logits = torch.where(kept, self.logits.to(logits.device), logits)
-            self.state = torch.where(kept, self.state.to(state.device), state)
-        fresh = sum(found and not before for found, before in zip(sure, self.decided, strict=True))
-        self.decided = [found or before for found, before in zip(sure, self.decided, strict=True)]
-        return fresh

@@ -24,29 +24,14 @@ _SUREST = 0.975
 
 @dataclass(frozen=True)
 class Seed:
-    """What another source has drafted for a row.
-
-    Attributes:
-        tree: its nodes.
-        places: for each node of the tree, the last token of the text first, the node of the draft.
-    """
+    """What another source has drafted for a row: its tree, and which node of the draft each of its nodes is."""
 
     tree: TokenTree
     places: list[int]
 
 
 class FreeDrafts:
-    """The texts of all rows, and the trees that are drafted from them.
-
-    Args:
-        findings: what is known of the model's texts.
-        session: the generation.
-        controller: tells what nodes cost, and what a second is worth.
-        max_nodes: the most nodes of a row's tree.
-
-    Attributes:
-        trees: the trees that are verified in this round.
-    """
+    """The texts of all rows, and the trees that are drafted from them."""
 
     def __init__(self, findings: LookupFindings, session: Session, controller: Controller, max_nodes: int) -> None:
         self.findings, self.controller = findings, controller
@@ -85,12 +70,7 @@ class FreeDrafts:
         )
 
     def plan(self, text: Text, max_new: list[int], seeds: Sequence[Seed] | None = None) -> list[TokenTree]:
-        """The trees of all rows, each as large as pays when they are verified together.
-
-        Args:
-            text, max_new: see :meth:`Drafter.propose`.
-            seeds: what another source has drafted, which comes first and stays.
-        """
+        """The trees of all rows, each as large as pays when they are verified together."""
         rows = sum(count > 0 for count in max_new)
         costs, pace = self.controller.curve.costs, self.controller.curve.pace
         begun = [seed.tree for seed in seeds] if seeds is not None else [TokenTree()] * len(max_new)
@@ -112,12 +92,7 @@ class FreeDrafts:
         return self._constraint.at(text, row) if self._constraint else None
 
     def _together(self, trees: Sequence[TokenTree], seeds: Sequence[int]) -> int:
-        """How many free nodes per row pay where all rows are verified together, as wide as the largest tree.
-
-        Args:
-            trees: the trees of all rows.
-            seeds: for each tree the number of nodes that are drafted already.
-        """
+        """How many free nodes per row pay where all rows are verified together, as wide as the largest tree."""
         costs, pace = self.controller.curve.costs, self.controller.curve.pace
         drafted, most = max(seeds), max(len(tree) - seed for tree, seed in zip(trees, seeds, strict=True))
         gains = [0.0] * (most + 1)
@@ -143,13 +118,7 @@ class FreeDrafts:
         return Draft(tokens, [tree.depth for tree in trees], parents, listed=listed)
 
     def use(self, trees: list[TokenTree], seeds: Sequence[Seed] | None = None, size: int = 0) -> None:
-        """Notes which trees are verified.
-
-        Args:
-            trees: the trees of all rows.
-            seeds: what another source has drafted; ``None`` for nothing.
-            size: number of nodes of its draft, which come before the free ones.
-        """
+        """Notes which trees are verified, after the ``size`` nodes of another source's draft if there are seeds."""
         self.trees, self._places = trees, None
         if seeds is not None:
             self._places = [
@@ -158,13 +127,7 @@ class FreeDrafts:
             ]
 
     def learn(self, text: Text, verdicts: list[Verdict], found: Pending | None) -> int:
-        """Learns from the verdicts of a round; returns the number of new tokens of all rows.
-
-        Args:
-            text: the batch with the new tokens.
-            verdicts: what verification decided.
-            found: the likeliest tokens after each node; ``None`` where nothing was drafted and only the text goes on.
-        """
+        """Learns from a round, ``found`` being ``None`` where nothing was drafted; returns the number of new tokens."""
         tops = None if found is None else tops_of(found)
         new = 0
         with self.findings.lock:

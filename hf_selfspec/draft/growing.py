@@ -27,15 +27,9 @@ class DraftStep:
 
 
 class GrowingDraft:
-    """What was drafted so far.
-
-    Args:
-        text: the batch.
-        max_new: for each row the maximum number of tokens.
-        is_read: whether the draft is written to the text, for processors or rules that read it.
+    """What was drafted so far; ``is_read`` where processors or rules read the draft in the text.
 
     Attributes:
-        depth: number of tokens of the longest line.
         drafting: for each row whether its draft continues.
         lengths: for each row the number of tokens that count.
     """
@@ -53,15 +47,13 @@ class GrowingDraft:
 
     @property
     def depth(self) -> int:
+        """Number of tokens of the longest line."""
         return len(self._line)
 
     def add(self, picks: torch.Tensor, q: torch.Tensor | None, state: torch.Tensor | None = None) -> None:
-        """Adds the next depth.
+        """Adds the next depth: tokens ``[b, width]``, the one to extend first, and what they were drawn from.
 
-        Args:
-            picks: ``[b, width]`` tokens, the one to extend first.
-            q: ``[b, v]`` the distribution that they were sampled from, ``None`` for greedy ones.
-            state: ``[b, n, d]`` states of the tokens that were fed, from which verification can start.
+        ``state`` ``[b, n, d]`` are states of the tokens that were fed, from which verification can start.
         """
         if self._is_read:
             self._text.write_draft(picks[:, 0], self.depth)
@@ -85,12 +77,7 @@ class GrowingDraft:
         ]
 
     def draft(self, prefix: int, reuse_from: int) -> Draft:
-        """Returns the draft so far.
-
-        Args:
-            prefix: the layer that the states enter, 0 for no states.
-            reuse_from: minimum number of drafted tokens for verification to start from the states.
-        """
+        """Returns the draft so far; verification starts from states at layer ``prefix`` if it is long enough."""
         if not (t := max(self.lengths)):
             return Draft.none(self._text)
         columns, beside = [tokens[:, None] for tokens in self._line[:t]], self._beside[:t]

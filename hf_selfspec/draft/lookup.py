@@ -11,10 +11,9 @@ from ..learned.registry import register
 from ..lookup.findings import LookupFindings
 from ..model.anatomy import Anatomy
 from ..validation import check_count
-from .blocks import DraftBlocks, FindChoice
 from .controlled import ControlledDrafter, controller_of
 from .free import FreeDrafts
-from .source import Drafter, DraftSource, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 # How many tokens of earlier texts are kept.
 _STORED, _MOST_STORED = 65_536, 2**20
@@ -46,12 +45,10 @@ class Lookup(DraftSource):
 
     @property
     def fixed_because(self) -> str:
-        """See :attr:`DraftSource.fixed_because`."""
         return "Lookup drafts as many tokens as pay by measured costs, in a tree"
 
     @property
     def takes_forwards(self) -> bool:
-        """See :attr:`DraftSource.takes_forwards`."""
         return False
 
     def __post_init__(self) -> None:
@@ -80,6 +77,5 @@ class Lookup(DraftSource):
         return FreeDrafts(found, session, controller, self.max_nodes)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         controller = controller_of(session)
         return ControlledDrafter(session, controller, self.free_drafts(session, controller), {})

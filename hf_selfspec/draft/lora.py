@@ -9,19 +9,17 @@ from ..errors import SettingError, UnsupportedOptionError
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
-from ..modules.draft_module import module_of
 from ..modules.lora import DraftLora
 from ..modules.reduced_head import ReducedHead
 from ..stop.rules import ConfidenceThreshold
-from .blocks import DraftBlocks, FindChoice
+from .exit_source import ExitSource, load_module
 from .partial import PartialDraft
-from .reduced import head_rows, shown_head, take_head
-from .source import Drafter, DraftSource, Session
+from .source import DraftBlocks, Drafter, FindChoice, Session
 
 
 @register("draft")
 @dataclass(frozen=True, repr=False)
-class EarlyExitLora(DraftSource):
+class EarlyExitLora(ExitSource):
     """Drafts with layers ``0 .. E-1`` with LoRA that is off in verification, and the model's own norm and head.
 
     The model's output is that without LoRA. Drafts run without compiled graphs.
@@ -38,13 +36,8 @@ class EarlyExitLora(DraftSource):
     head: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        kept, module = module_of("EarlyExitLora(lora)", self.lora, DraftLora)
-        object.__setattr__(self, "lora", kept)
-        object.__setattr__(self, "_module", module)
-        take_head(self, "EarlyExitLora")
-
-    def __repr__(self) -> str:
-        return f"EarlyExitLora(lora={self.lora!r}{shown_head(self)})"
+        object.__setattr__(self, "_module", load_module(self, "lora", DraftLora))
+        self._load_head()
 
     @property
     def module(self) -> DraftLora:
@@ -53,7 +46,6 @@ class EarlyExitLora(DraftSource):
         return found
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         layer = self.module.exit_layer
         if layer >= anatomy.num_layers:
             raise SettingError(
@@ -62,7 +54,6 @@ class EarlyExitLora(DraftSource):
             )
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
         raise UnsupportedOptionError(
             f"{self!r} cannot be exported: it drafts after keys and values that the layers without LoRA have written, "
             "while an engine would run one kind of layers for all tokens. Export EarlyExit(layer), SkipLayers(...) or "
@@ -70,13 +61,12 @@ class EarlyExitLora(DraftSource):
         )
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         anatomy, target = session.anatomy, session.target
         self.check(anatomy, session.max_new)
         self.module.check(session.knowledge.fingerprint)
         deltas = self.module.deltas(anatomy)
         plan = LayerPlan.early_exit(anatomy.num_layers, self.module.exit_layer, deltas)
-        limits, head = session.limits(ConfidenceThreshold()), head_rows(self, target.model)
-        draft = PartialDraft.of(session, plan, limits, repr(self), head)
+        head = self.head_rows(target.model)
+        draft = PartialDraft(session.limits(ConfidenceThreshold()), plan, repr(self), head)
         target.deltas.append(deltas)
         return draft

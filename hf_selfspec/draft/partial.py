@@ -3,100 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingTypeError
-from ..grammar.rows import Constraint
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.target import Target
 from ..model.transfer import RowNumbers, read, upload
-from ..search.costs import MANY, Stopwatch
 from ..stats import GenerationStats
 from ..stop.fitted import check_fitted_rule
 from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
 from ..verify.greedy import best_tokens
 from ..verify.sampling import draw_without_replacement
-from ..verify.scoring import Scorer
 from .growing import DraftStep, GrowingDraft
-from .source import Limits, Session
+from .source import FixedDrafter, Session
 
 
-class PartialDraft:
-    """Proposes tokens by running part of the target model.
-
-    Args:
-        target: the model with the cache to use.
-        plan: which blocks run.
-        limits: stop rule, maximum length, tree.
-        scorer: logits processors and the decoding mode.
-        head: runs in place of the model's output head, ``None`` for that head itself.
+class PartialDraft(FixedDrafter):
+    """Proposes tokens by running the blocks of a plan, and ``head`` in place of the model's output head if it is given.
 
     Attributes:
-        plan, limits: as given.
+        limits: the session; its stop rule and tree may be replaced between drafts.
         skips_forced: tokens that grammars force are drafted without a step, so that the next step feeds several.
         reuse_from: minimum number of drafted tokens for verification to start from their states after the exact prefix.
     """
 
     skips_forced = True
 
-    def __init__(
-        self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, head: HeadRows | None = None
-    ) -> None:
-        self.target = target
-        self.head = head
+    def __init__(self, session: Session, plan: LayerPlan, name: str, head: HeadRows | None = None) -> None:
+        check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
+        self.target, self.scorer, self.constraint = session.target, session.scorer, session.constraint
+        self.limits = session
         self.plan = plan
-        self.limits = limits
-        self.scorer = scorer
-        self.constraint = Constraint(scorer.grammars, limits.eos_tokens)
-        self.steps = 0
+        self.head = head
         self.reuse_from = 0
         self._running: tuple[StopRule, RunningRule] | None = None
         self._drafted: list[int] = []
-
-    @classmethod
-    def of(
-        cls, session: Session, plan: LayerPlan, limits: Limits, name: str, head: HeadRows | None = None
-    ) -> PartialDraft:
-        """Returns the drafter of one generation.
-
-        Args:
-            session: the generation.
-            plan: which blocks run.
-            limits: the limits of drafts.
-            name: name of the source, for errors.
-            head: see the class.
-
-        Raises:
-            SettingError: the stop rule was fitted to other states.
-        """
-        check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
-        draft = cls(session.target, plan, limits, session.scorer, head)
-        draft.reserve(session)
-        return draft
-
-    def reserve(self, session: Session, least: int = 0) -> None:
-        """Reserves cache slots for drafts after the text, at least ``least``."""
-        target = self.target
-        slots = max(self.limits.slots(session.new_tokens, session.vocabulary), least, target.anatomy.num_layers)
-        target.cache.reserve(slots)
+        # A verification usually takes the line and siblings of an unsure draft's last token.
+        siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
+        slots = min(session.longest, session.new_tokens) + siblings
+        self.target.cache.reserve(max(slots, session.anatomy.num_layers))
 
     @torch.no_grad()
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        """Drafts after each row's last token.
-
-        Args:
-            text: the batch; each row's keys and values are those of everything before its last token.
-            max_new: for each row the maximum number of tokens (0: the row takes no part).
-
-        Returns:
-            The draft, with the hidden states that verification starts from.
-        """
+        """Drafts after each row's last token, with the hidden states that verification starts from."""
         draft = self._in_steps(text, max_new)
         self._drafted = draft.lengths
         return draft
@@ -202,13 +154,9 @@ class PartialDraft:
         return isinstance(self.limits.stop, FixedLength) and not self.limits.eos_tokens
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
-        """Runs the drafting part of the model over one more token of each row.
+        """Runs the drafting part of the model over one more token ``[b, 1]`` of each row, or several, in these slots.
 
-        Args:
-            text: the batch.
-            feed: ``[b, 1]`` the tokens; ``[b, n]`` where those before were forced, see :attr:`skips_forced`.
-            cursors: for each row the slot of the first of them.
-            drafting: for each row whether its draft continues; the others run along without effect.
+        Rows that are no longer drafting run along without effect.
         """
         run = ForwardPass(self.plan, capture=self._prefix or -1, head_rows=self.head)
         step = self.target.step(feed, cursors, run)
@@ -254,37 +202,10 @@ class PartialDraft:
     def _rule(self, rows: int) -> RunningRule:
         """The running stop rule; a new one starts when the rule was changed."""
         stop = self.limits.stop
+        assert stop is not None
         if self._running is None or self._running[0] is not stop:
             self._running = stop, start(stop, rows, self.limits.longest, self.limits.memory)
         return self._running[1]
-
-    # Costs -------------------------------------------------------------------------------------------------------
-
-    def measure(
-        self, text: Text, stopwatch: Stopwatch, repeats: int, may_run: Callable[[int], bool] | None = None
-    ) -> bool:
-        """Times forwards at the end of the text, see :meth:`Stopwatch.measure`.
-
-        They write to the cache only what is there already, or to scratch slots.
-        """
-        ends = [root + 1 for root in text.last_slots()]
-        starts, ids = text.tokens_before(ends, MANY, self.target.first_slots())
-        steps, usual = self.steps, (self.plan, self.limits, self.constraint)
-        self.plan, self.limits = stopwatch.early, replace(self.limits, tree=None)
-        self.constraint = Constraint()  # steps are to be timed
-        devices = [] if ids.device.type == "cpu" else [ids.device]
-        with torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
-            complete = stopwatch.measure(
-                self.target,
-                ids,
-                starts,
-                text.last_slots(),
-                repeats,
-                lambda: self._in_steps(text, [1] * text.batch_size),
-                may_run,
-            )
-        self.steps, self._drafted, (self.plan, self.limits, self.constraint) = steps, [], usual
-        return complete
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Tells the stop rule how many drafted tokens were accepted."""
@@ -292,9 +213,6 @@ class PartialDraft:
             accepted = [sum(node >= 0 for node in verdict.nodes) for verdict in verdicts]
             self._rule(text.batch_size).update(self._drafted, accepted)
             self._drafted = []
-
-    def finish(self, text: Text) -> None:
-        """Nothing to learn: which blocks run is fixed."""
 
     def report(self, stats: GenerationStats) -> None:
         """Adds which blocks run."""

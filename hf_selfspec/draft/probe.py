@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,17 +12,13 @@ from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.target import Target
-from ..search.budget import Budget, share_of
 from ..search.choice import ExitChoice
+from ..search.costs import Budget, share_of
 from ..search.exit_study import ExitStudy, exits_to_try
-from ..search.replay import Rule, Trace, rules_for, trace
-from ..stop.fitted import check_fitted_rule
+from ..search.replay import Trace, rules_for, trace
 from ..stop.rules import StopRule, confidence
-from ..verify.scoring import Scorer
-from .last_logits import LastLogits
-from .partial import PartialDraft
-from .source import Limits, RoundSeconds, Session
+from .looking import LookingDraft
+from .source import Session
 
 # Share of the time of all calls that looks at exits may take, and the share from the moment on that an exit looks as if
 # it paid until that is known: a first look takes as long as about 18 rounds, so a call of 256 tokens has time for it.
@@ -43,37 +38,12 @@ _TIMED_TEXTS = 4
 _TIMINGS = 2
 
 
-@dataclass(frozen=True)
-class ProbeSettings:
-    """What a probe may choose from.
-
-    Attributes:
-        layers: exit layers to compare.
-        rules: stop rules to compare.
-        stop: the user's own stop rule, which is used whatever the probe finds, or ``None``.
-        head: the head of all drafts, ``None`` for the model's own.
-    """
-
-    layers: Sequence[int]
-    rules: Sequence[Rule]
-    stop: StopRule | None = None
-    head: HeadRows | None = None
-
-
 def start_probe(
-    session: Session, layer: int | None, limits: Limits, name: str, head: HeadRows | None = None
-) -> PartialDraft:
+    session: Session, layer: int | None, usual_stop: StopRule, name: str, head: HeadRows | None = None
+) -> ProbingDraft:
     """Returns the drafter that finds its exit layer, its stop rule, or both on the first texts.
 
-    Args:
-        session: the generation.
-        layer: the exit layer, ``None`` to find it.
-        limits: the limits of drafts, with the stop rule to use until one is chosen.
-        name: name of the source, for errors.
-        head: runs in place of the model's output head while drafting, ``None`` for that head itself.
-
-    Raises:
-        SelfSpecError: the model cannot be probed.
+    ``usual_stop`` is the stop rule until one is chosen, ``head`` runs in place of the model's own.
     """
     anatomy, model_name = session.anatomy, session.anatomy.model_name
     advice = "Give SelfSpec.layerskip an exit_layer and a num_draft."
@@ -85,24 +55,10 @@ def start_probe(
         raise UnsupportedModelError(
             f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {advice}"
         )
-    plan = None if layer is None else LayerPlan.early_exit(anatomy.num_layers, layer)
-    check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
-    settings = ProbeSettings(
-        layers=exits_to_try(anatomy.num_layers) if layer is None else (layer,),
-        rules=rules_for(session.stop, session.max_draft),
-        stop=session.stop,
-        head=head,
-    )
-    kind = "exit probe" if head is None else f"exit probe with {head.size} tokens"
-    study = session.knowledge.of(kind, lambda _: ExitStudy(anatomy.num_layers))
-    exits = Exits(session.target.model)
-    draft = ProbingDraft(session.target, limits, session.scorer, settings, exits, study, session.round_seconds)
-    draft.reserve(session)
-    session.target.cache.look_back(_WINDOW)
-    return draft
+    return ProbingDraft(session, layer, usual_stop, name, head)
 
 
-class ProbingDraft(PartialDraft):
+class ProbingDraft(LookingDraft):
     """Drafts nothing until an exit is known to pay, then from the best one.
 
     At first single exits are tried, each on a few tokens, by a forward through its layers alone: a lower bound of its
@@ -110,48 +66,30 @@ class ProbingDraft(PartialDraft):
     what every exit would have predicted after each of them, and a few forwards over one and several tokens show what
     they cost. Later texts are looked at, too, until 1,024 tokens were seen; each choice is based on all of them. All
     this takes a budgeted share of the time of all calls.
-
-    Args:
-        target, limits, scorer: see :class:`PartialDraft`.
-        settings: what to choose from.
-        exits: the model's exits, not attached.
-        study: what earlier generations with this model showed; this one adds to it.
-        round_seconds: see :attr:`Session.round_seconds`.
     """
 
     def __init__(
-        self,
-        target: Target,
-        limits: Limits,
-        scorer: Scorer,
-        settings: ProbeSettings,
-        exits: Exits,
-        study: ExitStudy,
-        round_seconds: RoundSeconds,
+        self, session: Session, layer: int | None, usual_stop: StopRule, name: str, head: HeadRows | None
     ) -> None:
-        super().__init__(target, LayerPlan(target.anatomy.num_layers), limits, scorer, settings.head)
-        self.settings = settings
-        self.exits = exits
-        self.study = study
-        self._round_seconds = round_seconds
+        num_layers = session.anatomy.num_layers
+        none = LayerPlan(num_layers)
+        plan = none if layer is None else LayerPlan.early_exit(num_layers, layer)
+        super().__init__(session.limits(usual_stop), plan, name, _TRIED, head)
+        self.plan = none  # until an exit is chosen
+        self._layers = exits_to_try(num_layers) if layer is None else [layer]
+        self._own_stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
+        self._round_seconds = session.round_seconds
+        kind = "exit probe" if head is None else f"exit probe with {head.size} tokens"
+        self.study: ExitStudy = session.knowledge.of(kind, lambda _: ExitStudy(num_layers))
+        self.exits = Exits(self.target.model)
+        self._pace = self.study.pace
+        self._budget = Budget(0.0, self.target.clock, self.study.take_unspent())
         self._seen_columns: list[int] | None = None
         self._used: ExitChoice | None = None
-        self._last_logits = LastLogits(_TRIED) if scorer.do_sample else None
-        self._budget = Budget(0.0, target.clock, study.take_unspent())
         self._round_begun: float | None = None
         self._tried_at = 0
+        self.target.cache.look_back(_WINDOW)
         self._use_choice()
-
-    @property
-    def expected_speedup(self) -> float | None:
-        """Expected speed-up over rounds without a draft; 0 where no draft pays, or before the first look."""
-        choice = self.study.choice
-        return 0.0 if choice is None or choice.layer is None else choice.expected_speedup
-
-    @property
-    def needs_ended_rows(self) -> bool:
-        """Whether exits are still compared, on all rows."""
-        return not self.study.is_over
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`PartialDraft.propose`; drafts nothing before an exit is known to pay."""
@@ -173,7 +111,7 @@ class ProbingDraft(PartialDraft):
                 study.pace.add_round(now - self._round_begun)
             if study.choice is None and not study.is_promising:
                 self._try_exit(text, verdicts, logits)
-            elif max(self._unseen(text)) > (_SOON if study.choice is None else _WINDOW) and self._budget.left > 0:
+            elif max(self._unseen(text)) > (_SOON if study.choice is None else _WINDOW) and self._has_time(_LEAST):
                 self._probe(text)
             self._round_begun = self._now()
         self._use_choice()
@@ -187,13 +125,11 @@ class ProbingDraft(PartialDraft):
         self._use_choice()
         study.leave_unspent(self._budget.left)
 
-    def _now(self) -> float:
-        """A clock that stops while graphs are compiled."""
-        return self.target.clock() - self.target.compile_seconds
-
     def _use_choice(self) -> None:
         """Switches to the latest choice, which another thread may have made, and to its share of the time."""
         study, choice = self.study, self.study.choice
+        self.needs_ended_rows = not study.is_over
+        self.expected_speedup = 0.0 if choice is None or choice.layer is None else choice.expected_speedup
         is_settled = choice is not None or not study.is_promising
         self._budget.share = share_of(_BUDGET, choice is not None and choice.drafts) if is_settled else _PROMISING
         if choice is None or choice is self._used:
@@ -202,7 +138,7 @@ class ProbingDraft(PartialDraft):
             self._budget = Budget(self._budget.share, self.target.clock)  # what it gains is worth the first look
         self._used, layers = choice, self.target.anatomy.num_layers
         self.plan = LayerPlan(layers) if choice.layer is None else LayerPlan.early_exit(layers, choice.layer)
-        self.limits = replace(self.limits, stop=self.settings.stop or choice.stop)
+        self.limits = replace(self.limits, stop=self._own_stop or choice.stop)
         self.reuse_from = choice.reuse_from
 
     def _unseen(self, text: Text) -> list[int]:
@@ -211,17 +147,13 @@ class ProbingDraft(PartialDraft):
             self._seen_columns = [text.prompt_width] * text.batch_size
         return [length - 1 - seen for length, seen in zip(text.lengths, self._seen_columns, strict=True)]
 
-    def _has_time(self, tokens: int) -> bool:
-        """Whether the budget allows a forward over ``tokens`` tokens."""
-        return self.study.pace.seconds(tokens) <= self._budget.left
-
     # One exit -----------------------------------------------------------------------------------------------------
 
     def _try_exit(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Tries an exit on the last tokens, once there is time for it."""
         study, left = self.study, self._budget.left
         self._tried_at = self._tried_at or text.prompt_width
-        layer = study.next_exit(self.settings.layers)
+        layer = study.next_exit(self._layers)
         share = layer / self.target.anatomy.num_layers
         cost = share * study.pace.seconds(_TRIED)
         if left < _SAVING * cost:
@@ -230,13 +162,13 @@ class ProbingDraft(PartialDraft):
             if self._last_logits is not None:
                 self._last_logits.add(text, verdicts, logits)
             new = [length - self._tried_at for length in text.lengths]
-            known = new if self._last_logits is None else list(map(min, new, self._last_logits.counts()))
+            known = self._known(new)
             n = min(_TRIED, max(known))
             if left < cost or n < _LEAST:
                 return
             begun = self._now()
             if (found := self._trace_of(text, layer, n, [count >= n for count in known])) is not None:
-                study.add_trial(layer, found, self.settings.rules, self.limits.max_draft)
+                study.add_trial(layer, found, self._rules, self.limits.max_draft)
             study.pace.add(n, (self._now() - begun) / share)
             self._tried_at = max(text.lengths)
 
@@ -246,13 +178,7 @@ class ProbingDraft(PartialDraft):
         roots, plan = text.last_slots(), LayerPlan.early_exit(self.target.anatomy.num_layers, layer)
         starts, ids = text.tokens_before([root + 1 for root in roots], n + 1, self.target.first_slots())
         logits = self.target.step(ids[:, :-1], starts, ForwardPass(plan, head_rows=self.head)).logits
-        assert logits is not None
-        logits = logits.to(text.ids.device, torch.float32)
-        drafted, sure = self.scorer.roughly(logits), confidence(logits)
-        if self._last_logits is None:
-            found = Trace.of(drafted.argmax(-1) == ids[:, 1:], sure)
-        else:
-            found = trace(drafted, self.scorer.roughly(self._last_logits.of(drafted)), sure, do_sample=True)
+        found = self._trace(logits, ids[:, 1:])
         rows = [row for row, is_known in enumerate(known) if is_known and self.target.is_active(row)]
         return Trace(found.accept[rows], found.confidence[rows]) if rows else None
 
@@ -261,7 +187,7 @@ class ProbingDraft(PartialDraft):
     @torch.no_grad()
     def _probe(self, text: Text) -> None:
         """Times forwards and looks at what all exits predict along the unseen text, as far as there is time."""
-        study, layers = self.study, self.settings.layers
+        study, layers = self.study, self._layers
         with self._budget.spending():
             stopwatch = None
             if study.timings.count < _TIMED_TEXTS:
@@ -282,7 +208,7 @@ class ProbingDraft(PartialDraft):
             begun, expected = self._now(), study.pace.seconds(n)
             traces = self._traces(text, n)
             study.look = (self._now() - begun) / expected or study.look
-            study.add(traces, stopwatch, self.settings.rules, self.limits.max_draft, self._round_seconds())
+            study.add(traces, stopwatch, self._rules, self.limits.max_draft, self._round_seconds())
 
     def _traces(self, text: Text, n: int) -> dict[int, list[Trace]]:
         """What each exit predicts along the last ``n`` tokens of each row, as far as they are unseen."""
@@ -299,7 +225,7 @@ class ProbingDraft(PartialDraft):
         self.exits.attach()
         try:
             few = self.study.tokens >= _SHORTLIST
-            self.exits.chosen = tuple(self.study.best(_LISTED) if few else self.settings.layers)
+            self.exits.chosen = tuple(self.study.best(_LISTED) if few else self._layers)
             logits = self.target.step(tokens, starts).logits
             assert logits is not None
             assert self.exits.states is not None

@@ -13,22 +13,17 @@ from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
-from ..model.target import Target
-from ..search.budget import Budget, share_of
-from ..search.clasp import closest_layers
-from ..search.costs import MANY
+from ..search.costs import MANY, Budget, share_of
 from ..search.on_the_fly import OnTheFlySearch, Search, usual_ratio
-from ..search.replay import Trace, rules_for, trace
+from ..search.proposers import closest_layers
+from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
 from ..search.skip_space import SkipSpace
 from ..stats import GenerationStats
-from ..stop.fitted import check_fitted_rule
-from ..stop.rules import StopRule, confidence
-from ..verify.scoring import Scorer
 from ..verify.tree import CostTree
-from .last_logits import LastLogits
+from .looking import LookingDraft
 from .partial import PartialDraft
-from .source import Limits, RoundSeconds, Session
+from .source import Session
 
 # How often each forward is timed on a text.
 _TIMINGS = 2
@@ -39,52 +34,23 @@ _SOON, _LEAST = 32, 8
 
 
 def start_search(
-    session: Session, start: LayerPlan, limits: Limits, search: Search, ratio: float | str, name: str
+    session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str, name: str
 ) -> PartialDraft:
     """Returns the drafter that searches while it drafts; without a search where the model cannot run its text again.
 
-    Args:
-        session: the generation.
-        start: the set to start with.
-        limits: the limits of drafts; their stop rule is used until the search has chosen one.
-        search, ratio: see :class:`SkipLayers`.
-        name: name of the source, for errors.
-
-    Raises:
-        SelfSpecError: the model cannot be searched.
+    The stop rule of the session is used until the search has chosen one, if it ``chooses_stop``.
     """
-    anatomy, space = session.anatomy, SkipSpace.of(session.anatomy)
-    why = ""
-    if not session.takes_trees:
-        why = f"{anatomy.model_name} cannot run over its text a second time (it cannot take a tree mask)"
-    if why and session.in_cascade:
+    if session.takes_trees:
+        return SearchingDraft(session, chooses_stop, start, search, ratio, name)
+    why = f"{session.anatomy.model_name} cannot run over its text a second time (it cannot take a tree mask)"
+    if session.in_cascade:
         raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
-    if why:
-        warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-        return PartialDraft.of(session, start, limits, name)
-    check_fitted_rule(session.stop, None, name, session.scorer.do_sample, session.knowledge.fingerprint)
-    auto = ratio == "auto"
-    share = usual_ratio(session.target.model.num_parameters()) if isinstance(ratio, str) else ratio
-
-    def make(other: SkipSearch | None) -> SkipSearch:
-        best = start if other is None else other.best
-        return SkipSearch(
-            search, space, share, best, auto, rules_for(session.stop, session.max_draft), session.max_draft
-        )
-
-    known = session.knowledge.of("skip search", make)
-    draft = SearchingDraft(session.target, limits, session.scorer, known, session.stop, session.round_seconds)
-    draft.reserve(session, min(search.context_window, session.new_tokens))
-    session.target.cache.look_back(max(search.context_window, MANY))
-    return draft
+    warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
+    return PartialDraft(session, start, name)
 
 
 def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
-    """Rejects a window that no text of the model can fill, and warns if this text is too short for it.
-
-    Raises:
-        SettingError: the window is too long.
-    """
+    """Rejects a window that no text of the model can fill, and warns if this text is too short for it."""
     window = search.context_window
     name = f"{type(search).__name__}(context_window={window})"
     if anatomy.max_positions is not None and window >= anatomy.max_positions:
@@ -99,56 +65,48 @@ def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
         )
 
 
-class SearchingDraft(PartialDraft):
+class SearchingDraft(LookingDraft):
     """Drafts with the best set of skipped blocks so far, and tries another set after each round.
 
     A trial is one forward of that set over the last generated tokens, with the context's keys and values as they are.
     The window goes into slots beyond the text, whose own keys and values stay as they are.
-
-    Args:
-        target, limits, scorer: see :class:`PartialDraft`; the stop rule is used until the search has chosen one.
-        search: what earlier generations with this model found; this one continues with it.
-        stop: the user's own stop rule, ``None`` for the one that the search chooses.
-        round_seconds: see :attr:`Session.round_seconds`.
     """
 
     def __init__(
         self,
-        target: Target,
-        limits: Limits,
-        scorer: Scorer,
-        search: SkipSearch,
-        stop: StopRule | None,
-        round_seconds: RoundSeconds,
+        session: Session,
+        chooses_stop: bool,
+        start: LayerPlan,
+        search: Search,
+        ratio: float | str,
+        name: str,
     ) -> None:
-        super().__init__(target, search.best, limits, scorer)
-        self.search = search
-        self._round_seconds = round_seconds
-        self._stop = stop or limits.stop
-        self._chooses = stop is None
-        rows = 1 if search.settings.tries_each_round else len(target.roots)
-        self._window = max(_LEAST, search.settings.context_window // rows)
+        rows = 1 if search.tries_each_round else session.num_rows
+        self._window = max(_LEAST, search.context_window // rows)
+        super().__init__(session, start, name, self._window)
+        self._stop, self._chooses, self._tree = session.stop, chooses_stop, session.tree
+        self._round_seconds = session.round_seconds
+        space = SkipSpace.of(session.anatomy)
+        share = usual_ratio(self.target.model.num_parameters()) if isinstance(ratio, str) else ratio
+        rules = rules_for(None if chooses_stop else session.stop, session.max_draft)
+
+        def make(other: SkipSearch | None) -> SkipSearch:
+            best = start if other is None else other.best
+            return SkipSearch(search, space, share, best, ratio == "auto", rules, session.max_draft)
+
+        self.search: SkipSearch = session.knowledge.of("skip search", make)
+        self._pace = self.search.pace
+        self._budget = Budget(0.0, self.target.clock)
         self._looked = 0
         self._behind = 0
         self._timed = self._tried = False
-        self._last_logits = LastLogits(self._window) if scorer.do_sample else None
-        self._budget = Budget(0.0, target.clock)
         self._clock = self.target.clock()
-        self._tree = limits.tree
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
         self._begun = self._clock
+        self.target.cache.reserve(min(search.context_window, session.new_tokens))
+        self.target.cache.look_back(max(search.context_window, MANY))
         self._use_best()
-
-    @property
-    def expected_speedup(self) -> float | None:
-        """Expected speed-up over rounds without a draft; 0 where no draft pays, ``None`` where it is not known."""
-        return self.search.choice.expected_speedup if self.search.choice.drafts else 0.0
-
-    @property
-    def needs_ended_rows(self) -> bool:
-        """Whether sets are still tried, on all rows."""
-        return not self.search.is_over
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """See :meth:`PartialDraft.propose`; drafts nothing where no draft pays."""
@@ -163,10 +121,6 @@ class SearchingDraft(PartialDraft):
         """Reports the accepted tokens to the search, and tries sets as far as its budget allows."""
         super().update(text, verdicts, logits)
         self._learn(text, verdicts, logits, self._proposed)
-
-    def _now(self) -> float:
-        """A clock that stops while graphs are compiled."""
-        return self.target.clock() - self.target.compile_seconds
 
     def observe(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """As :meth:`update`, after a round in which another source drafted, or none."""
@@ -234,6 +188,8 @@ class SearchingDraft(PartialDraft):
 
     def _use_best(self) -> None:
         search, choice = self.search, self.search.choice
+        self.needs_ended_rows = not search.is_over
+        self.expected_speedup = choice.expected_speedup if choice.drafts else 0.0
         if self._used == (choice, search.timings.costs):
             return
         self._budget.share = share_of(search.settings.budget, choice.drafts)
@@ -258,7 +214,7 @@ class SearchingDraft(PartialDraft):
     def _work(self, text: Text, least: int) -> None:
         """Times forwards and tries sets, on at least ``least`` tokens, as long as there is time."""
         search = self.search
-        if not self._behind or self._budget.left <= 0:
+        if not self._behind or not self._has_time(least):
             return
         if search.wants_timings and not self._timed:
             stopwatch = search.timings.stopwatch(*search.space.timed_plans())
@@ -269,10 +225,6 @@ class SearchingDraft(PartialDraft):
             search.time(stopwatch, self._round_seconds())
         while self._try(text, least) and not search.settings.tries_each_round:
             pass
-
-    def _has_time(self, tokens: int) -> bool:
-        """Whether the budget allows a forward over ``tokens`` tokens."""
-        return self.search.pace.seconds(tokens) <= self._budget.left
 
     def _try(self, text: Text, least: int) -> bool:
         """Tries a set on the last tokens, if there is one to try and time for it."""
@@ -302,19 +254,9 @@ class SearchingDraft(PartialDraft):
         ends = torch.tensor(text.lengths, device="cpu")[:, None]
         columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.ids.device)
         tokens = text.ids.gather(1, columns)
-        logits = self.target.step(
-            tokens[:, :-1], text.last_slots(), ForwardPass(plan), TreeLayout.replay(window)
-        ).logits
-        assert logits is not None
-        logits = logits.to(text.ids.device, torch.float32)
-        drafted, sure = self.scorer.roughly(logits), confidence(logits)
+        run, nodes = ForwardPass(plan), TreeLayout.replay(window)
+        found = self._trace(self.target.step(tokens[:, :-1], text.last_slots(), run, nodes).logits, tokens[:, 1:])
         # In rows that ended early the window reaches into the prompt, which the model did not generate.
-        known = [min(window, length - text.prompt_width) for length in text.lengths]
-        if self._last_logits is None:
-            found = Trace.of(drafted.argmax(-1) == tokens[:, 1:], sure)
-        else:
-            scores = self.scorer.roughly(self._last_logits.of(drafted))
-            found = trace(drafted, scores, sure, do_sample=True)
-            known = [min(count, seen) for count, seen in zip(known, self._last_logits.counts(), strict=True)]
+        known = self._known([min(window, length - text.prompt_width) for length in text.lengths])
         known = [count if self.target.is_active(row) else 0 for row, count in enumerate(known)]
         return [found.part(row, window - count, window) for row, count in enumerate(known) if count]

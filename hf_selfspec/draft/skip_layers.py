@@ -14,10 +14,9 @@ from ..search.choice import SkipChoice
 from ..search.on_the_fly import Search
 from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, check_count, check_share
-from .blocks import DraftBlocks, FindChoice, chosen_plan
 from .partial import PartialDraft
 from .searching import check_window, start_search
-from .source import Drafter, DraftSource, Session
+from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 
 @register("draft")
@@ -114,20 +113,17 @@ class SkipLayers(DraftSource):
         return self.search is not None
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        """See :meth:`DraftSource.check`."""
         self.plan(anatomy)
         if self.search is not None:
             check_window(self.search, anatomy, max_new)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
-        """See :meth:`DraftSource.blocks`."""
         if self.search is None:
             return DraftBlocks(self.plan(anatomy))
-        return DraftBlocks(chosen_plan(repr(self), find_choice(SkipChoice), anatomy))
+        return DraftBlocks.of_choice(repr(self), find_choice(SkipChoice), anatomy)
 
     def start(self, session: Session) -> Drafter:
-        """See :meth:`DraftSource.start`."""
         plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
-        if self.search is not None:
-            return start_search(session, plan, limits, self.search, self.ratio, repr(self))
-        return PartialDraft.of(session, plan, limits, repr(self))
+        if self.search is None:
+            return PartialDraft(limits, plan, repr(self))
+        return start_search(limits, session.stop is None, plan, self.search, self.ratio, repr(self))

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from ..batch import Draft, Text, Verdict
-from ..errors import UnsupportedOptionError
+from ..errors import SettingError, UnsupportedOptionError
 from ..grammar.rows import Constraint
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.target import Target
+from ..modules.adapter import Adapter
+from ..search.choice import Choice
 from ..stats import GenerationStats
 from ..stop.rules import Memory, StopRule, longest_draft
 from ..verify.scoring import Scorer
 from ..verify.tree import Tree
-from .blocks import DraftBlocks, FindChoice
 
 _S = TypeVar("_S", bound="DraftSource")
 
 # Returns the seconds of rounds with 0, 1, 2, ... drafted tokens.
 RoundSeconds = Callable[[], Sequence[float]]
+# Returns what a probe or a search has chosen for a model, given the kind of choice; ``None`` where there is none yet.
+FindChoice = Callable[[type[Any]], Any]
 
 
 class Drafter(Protocol):
     """Proposes tokens while one generation runs.
 
-    A drafter may have further attributes. ``needs_ended_rows`` is whether forwards still run over rows that have ended,
-    since it will look at their text; a cascade does not wait for them. ``knows_grammars`` is whether it drafts the
-    tokens that grammars force as far as that pays, so that none are added. For a :class:`Cascade`,
-    ``expected_speedup`` is its current estimate of how much faster it is than rounds without a draft: 0 where it would
-    not draft, ``None`` where it does not know. ``observe(text, verdicts, logits)`` is called in place of
-    :meth:`update` after a round in which another source drafted. ``look(logits)`` is called before :meth:`update` and
-    returns what will be read of the logits ``[b, t + 1, v]``, so that the verdict is read in the same transfer.
+    A drafter may also have the attributes of :class:`FixedDrafter`; where it lacks one, the default there counts.
     """
 
     @property
@@ -67,9 +65,27 @@ class Drafter(Protocol):
 
 
 class FixedDrafter:
-    """Base class of drafters that learn nothing and have nothing to report."""
+    """Base class of drafters, which drafts and learns nothing and has nothing to report.
 
-    steps = 0
+    Attributes:
+        steps: see :class:`Drafter`.
+        needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
+            text; a cascade does not wait for them.
+        knows_grammars: whether it drafts the tokens that grammars force as far as that pays, so that none are added.
+        expected_speedup: how much faster than rounds without a draft it expects to be now: 0 where it would not draft,
+            ``None`` where it does not know, infinity if it makes no estimates and always drafts.
+        observe: called as ``observe(text, verdicts, logits)`` in place of :meth:`update` after a round in which another
+            source drafted.
+        look: called as ``look(logits)`` before :meth:`update`; returns what will be read of the logits
+            ``[b, t + 1, v]``, so that the verdict is read in the same transfer.
+    """
+
+    steps: int = 0
+    needs_ended_rows: bool = False
+    knows_grammars: bool = False
+    expected_speedup: float | None = math.inf
+    observe: Callable[[Text, list[Verdict], Any], None] | None = None
+    look: Callable[[Any], Any] | None = None
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts nothing."""
@@ -85,38 +101,20 @@ class FixedDrafter:
         """Adds nothing."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When drafting ends and how wide it is.
+class _Completed(FixedDrafter):
+    """A drafter of a class that does not derive from ours, with the defaults for what it lacks."""
 
-    Attributes:
-        stop: the stop rule.
-        max_draft: maximum number of tokens on the line.
-        tree: sibling policy, or ``None`` for a line.
-        eos_tokens: tokens that end a draft.
-        memory: what the stop rule keeps from call to call.
-    """
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
 
-    stop: StopRule
-    max_draft: int
-    tree: Tree | None = None
-    eos_tokens: frozenset[int] = frozenset()
-    memory: Memory = field(default_factory=Memory)
+    def __getattribute__(self, name: str) -> Any:
+        drafter = object.__getattribute__(self, "_drafter")
+        return getattr(drafter, name) if hasattr(drafter, name) else object.__getattribute__(self, name)
 
-    def slots(self, new_tokens: int, vocabulary: int) -> int:
-        """Number of slots that a verification usually needs, with siblings of an unsure draft's last token.
 
-        Args:
-            new_tokens: number of tokens that the call may still get, which no draft exceeds.
-            vocabulary: ``v``, the maximum number of candidates at one depth.
-        """
-        widest = 1 if self.tree is None else min(self.tree.most, vocabulary)
-        return min(self.longest, new_tokens) + widest
-
-    @property
-    def longest(self) -> int:
-        """Maximum number of tokens on the line."""
-        return longest_draft(self.stop, self.max_draft)
+def completed(drafter: Drafter) -> FixedDrafter:
+    """Returns a drafter with the defaults for what it lacks."""
+    return drafter if isinstance(drafter, FixedDrafter) else _Completed(drafter)
 
 
 @dataclass(frozen=True)
@@ -179,15 +177,47 @@ class Session:
         """Whether drafts can be trees."""
         return self.anatomy.tree and self.target.padding is None
 
-    def limits(self, usual_stop: StopRule) -> Limits:
-        """The limits of drafts, with ``usual_stop`` where no stop rule was given."""
-        return Limits(
-            self.stop or usual_stop, self.max_draft, self.tree, self.eos_tokens, memory=self.knowledge.memory()
-        )
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens in a draft, or on the line of a tree."""
+        return longest_draft(self.stop, self.max_draft)
+
+    @property
+    def memory(self) -> Memory:
+        """What the stop rule keeps from call to call."""
+        return self.knowledge.memory()
+
+    def limits(self, usual_stop: StopRule) -> Session:
+        """The session with ``usual_stop`` where no stop rule was given."""
+        return self.with_settings(stop=self.stop or usual_stop)
 
     def with_settings(self, **settings: Any) -> Session:
         """A copy with other attributes."""
         return replace(self, **settings)
+
+
+@dataclass(frozen=True)
+class DraftBlocks:
+    """A draft that needs nothing but the blocks of a plan, and perhaps an adapter in place of the final norm."""
+
+    plan: LayerPlan
+    adapter: Adapter | None = None
+
+    @classmethod
+    def of_choice(cls, name: str, choice: Choice | None, anatomy: Anatomy) -> DraftBlocks:
+        """The blocks that a probe or a search of the source ``name`` has chosen."""
+        advice = "name the part yourself: EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])"
+        if choice is None:
+            raise SettingError(
+                f"{name} has chosen no part of {anatomy.model_name} yet, so there is nothing to export. Generate with "
+                f"this SelfSpec first, use what hf_selfspec.tune returns, or {advice}."
+            )
+        if not choice.drafts:
+            raise SettingError(
+                f"{name} has found no part of {anatomy.model_name} whose drafts pay on this machine. Generate more "
+                f"with this SelfSpec, or {advice}."
+            )
+        return cls(choice.plan)
 
 
 class DraftSource:

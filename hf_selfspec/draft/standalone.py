@@ -10,18 +10,16 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..batch import Text
 from ..errors import SettingTypeError, UnsupportedModelError
+from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
 from ..model.cache import SpeculativeCache
-from ..model.head import HeadRows
 from ..model.partial import ForwardPass
-from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..stop.rules import StopRule
 from ..verify.scoring import Scorer
 from .early_exit import EarlyExit
 from .partial import PartialDraft
-from .reduced import head_rows
-from .source import DraftSource, Limits
+from .source import DraftSource, Session
 
 # Initial cache slots, since the final length of the text is not known.
 _SLOTS = 1024
@@ -31,16 +29,9 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
     """An early exit for any loop that calls :meth:`get_candidates`, with a cache of its own (one row).
 
     All its blocks come before the first altered layer, so its keys and values are exact and are kept.
-
-    Args:
-        target, plan, limits, scorer, head: see :class:`PartialDraft`.
     """
 
-    def __init__(
-        self, target: Target, plan: LayerPlan, limits: Limits, scorer: Scorer, head: HeadRows | None = None
-    ) -> None:
-        super().__init__(target, plan, limits, scorer, head)
-        self._seen: list[int] = []
+    _seen: tuple[int, ...] = ()
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -66,7 +57,7 @@ class StandaloneDraft(PartialDraft, CandidateGenerator):
             draft = self.propose(text, [count])
         t = draft.lengths[0]
         # What went through the early layers: the text and all drafted tokens but the last.
-        self._seen = [*ids, *draft.tokens[0, : max(t - 1, 0)].tolist()]
+        self._seen = (*ids, *draft.tokens[0, : max(t - 1, 0)].tolist())
         scores = None if draft.q is None else draft.q.log()
         return torch.cat([input_ids, draft.tokens[:, :t]], dim=1), scores
 
@@ -79,23 +70,14 @@ def standalone_draft(
     stop: StopRule | None,
     max_draft: int,
     model: PreTrainedModel,
+    knowledge: KnowledgeOfCall,
     processors: LogitsProcessorList | None,
     do_sample: bool,
 ) -> StandaloneDraft:
-    """Returns an early exit as a ``CandidateGenerator`` with a cache of its own.
-
-    Args:
-        source, stop, max_draft: see ``SelfSpec``.
-        model: the model to draft with.
-        processors: logits processors of the generation.
-        do_sample: whether tokens are sampled.
-
-    Raises:
-        SettingTypeError: the source is not an early exit with a stop rule.
-        UnsupportedModelError: the model has recurrent states.
-    """
-    plan = source.plan(anatomy := Anatomy.of(model)) if isinstance(source, EarlyExit) else None
-    if plan is None or stop is None:
+    """Returns an early exit as a ``CandidateGenerator`` with a cache of its own."""
+    anatomy = Anatomy.of(model)
+    plan = source.plan(anatomy) if isinstance(source, EarlyExit) else None
+    if not isinstance(source, EarlyExit) or plan is None or stop is None:
         raise SettingTypeError(
             f"only EarlyExit(layer) with a stop rule can draft on its own outside this package's loop, got {source!r} "
             f"and {stop!r}: other drafts read keys and values that only the full model writes."
@@ -105,7 +87,16 @@ def standalone_draft(
             f"{anatomy.model_name} has recurrent states, which other loops cannot restore when a draft is rejected. "
             "Use generate(assistant=...)."
         )
-    target = Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS))
-    scorer = Scorer(processors or LogitsProcessorList(), 1, do_sample)
-    head = head_rows(source, model) if isinstance(source, EarlyExit) else None
-    return StandaloneDraft(target, plan, Limits(stop, max_draft), scorer.for_drafts, head)
+    session = Session(
+        target=Target(model, anatomy, SpeculativeCache(anatomy.num_layers, 1, _SLOTS)),
+        scorer=Scorer(processors or LogitsProcessorList(), 1, do_sample).for_drafts,
+        stop=stop,
+        tree=None,
+        max_draft=max_draft,
+        eos_tokens=frozenset(),
+        new_tokens=_SLOTS,
+        max_new=None,
+        stateful=(),
+        knowledge=knowledge,
+    )
+    return StandaloneDraft(session, plan, repr(source), source.head_rows(model))

@@ -27,36 +27,20 @@ WRITTEN_OUT = ("num_key_value_groups", "num_key_value_heads", "num_kv_heads", "o
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """The tensors and settings that make an adapter a layer of a checkpoint.
+    """The tensors and settings that make an adapter a layer of a checkpoint."""
 
-    Attributes:
-        twin: index of the model's layer on which the new layer is modelled.
-        replaced: new tensors by their names in the checkpoint: those of the new layer, the final norm and the head, and
-            the key and value projections of the other layers where heads shared them.
-        settings: changes to the model's config.
-        may_differ: attributes in which the checkpoint's layers may differ from the model's.
-    """
-
-    twin: int
+    twin: int  # index of the model's layer on which the new layer is modelled
+    # By names in the checkpoint: the new layer, the final norm, the head, and projections of shared keys and values.
     replaced: Mapping[str, torch.Tensor]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    may_differ: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)  # changes to the model's config
+    may_differ: tuple[str, ...] = ()  # attributes in which the checkpoint's layers may differ from the model's
 
 
 def adapter_layer(model: PreTrainedModel, anatomy: Anatomy, adapter: Adapter, prefix: str) -> AdapterLayer:
     """Returns the adapter as a decoder layer that follows its exit layer.
 
     Where heads share keys and values, these are repeated for each head in all layers, since a config has a single
-    number of key-value heads.
-
-    Args:
-        model: the model that the adapter was fitted to.
-        anatomy: the model's anatomy.
-        adapter: an adapter with attention alone.
-        prefix: name of the list of layers, with a dot behind it.
-
-    Raises:
-        SelfSpecError: no layer of this model can do what the adapter does.
+    number of key-value heads. ``prefix`` is the name of the list of layers, with a dot behind it.
     """
     if not adapter.attention or adapter.mlp is not None:
         raise UnsupportedOptionError(
@@ -148,11 +132,7 @@ def _layer_tensors(adapter: Adapter, anatomy: Anatomy, twin: int, attention: nn.
 
 
 def _norm_weight(module: nn.Module, norm: nn.RMSNorm, anatomy: Anatomy) -> torch.Tensor:
-    """The weight with which a norm of the model computes the same as the adapter's norm (some add 1 to their weight).
-
-    Raises:
-        UnsupportedModelError: there is no such weight.
-    """
+    """The weight with which a norm of the model computes the same as the adapter's norm (some add 1 to theirs)."""
     twin = copy.deepcopy(module).float().cpu()
     weights = [parameter for _, parameter in twin.named_parameters()]
     generator = torch.Generator("cpu").manual_seed(0)

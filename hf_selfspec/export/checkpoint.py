@@ -1,4 +1,4 @@
-"""Makes an ordinary model from some blocks of another one; the two share their tensors."""
+"""Makes an ordinary model and its config from some blocks of another one; the two share their tensors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan, check_plan
-from .config import REFUSALS, no_such_config
 
+# What transformers raises for a config that it refuses.
+_REFUSALS: tuple[type[Exception], ...] = (StrictDataclassError, TypeError, ValueError)
+# Settings that are lists of layer numbers; other lists with an entry for each layer are recognised by their length.
+_LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
+# Settings that give a number of first layers.
+_LEADING = ("first_k_dense_replace", "max_window_layers", "num_dense_layers")
+# Lists that have nothing to do with layers, whatever their length.
+_NO_LAYERS = ("architectures", "bad_words_ids", "eos_token_id", "suppress_tokens")
+# Layers after the model's own that predict further tokens; neither transformers nor drafts use them.
+_FURTHER = "num_nextn_predict_layers"
 # Names of the last projection of an attention block and of an MLP, whose output is added to the residual stream.
 # ``dense`` is the last one of an attention block only, ``2`` is the last one of a Sequential (CTRL).
 _LAST_OF_ATTENTION = ("Wo", "c_proj", "dense", "o_proj", "out_proj")
@@ -23,6 +33,61 @@ _LAST_OF_MLP = (
 _PLAIN = (bool, int, float, str, type(None))
 # Attributes of modules that have nothing to do with what they compute.
 _STATES = ("_is_hf_initialized", "gradient_checkpointing", "training")
+
+
+def _depth_name(config: PreTrainedConfig) -> str:
+    """The name of the number of layers in this kind of config."""
+    return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+
+
+def config_of_layers(config: PreTrainedConfig, kept: Sequence[int], **changes: Any) -> PreTrainedConfig:
+    """Returns the config of a model that consists of the ``kept`` layers, with further ``changes``."""
+    depth, values = config.num_hidden_layers, config.to_dict()
+    chosen = {name: _of_layers(name, value, kept, depth) for name, value in values.items()}
+    chosen |= _sparse_steps(values, kept) | _kinds_of_attention(chosen) | {_depth_name(config): len(kept)} | changes
+    if _FURTHER in chosen:
+        chosen[_FURTHER] = 0
+    try:
+        found = type(config).from_dict(chosen)
+    except _REFUSALS as error:
+        raise _no_such_config(config, error) from error
+    found._attn_implementation = config._attn_implementation
+    return found
+
+
+def _no_such_config(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
+    """The error to raise where transformers refuses the config with fewer layers, or a model of it."""
+    return UnsupportedModelError(
+        f"no model of some of its layers can be made from the config of a {config.model_type} ({brief(error)}). Update "
+        "transformers, or use the draft with generate(assistant=...)."
+    )
+
+
+def _of_layers(name: str, value: Any, kept: Sequence[int], depth: int) -> Any:
+    if name in _LAYER_NUMBERS and value is not None:
+        return [place for place, layer in enumerate(kept) if layer in value]
+    if name in _LEADING and value is not None:
+        return sum(layer < value for layer in kept)
+    if isinstance(value, (list, tuple)) and len(value) == depth and name not in _NO_LAYERS:
+        return [value[layer] for layer in kept]
+    return value
+
+
+def _sparse_steps(values: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """Experts in every n-th layer (Qwen's MoE) as a list of the layers without them."""
+    step = values.get("decoder_sparse_step")
+    if step is None:
+        return {}
+    dense = values.get("mlp_only_layers") or ()
+    named = [place for place, layer in enumerate(kept) if layer in dense or (layer + 1) % step]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": named}
+
+
+def _kinds_of_attention(chosen: dict[str, Any]) -> dict[str, Any]:
+    """GPT-Neo's kinds of attention, which its config holds twice."""
+    if "attention_types" not in chosen:
+        return {}
+    return {"attention_types": [[list(chosen["attention_layers"]), 1]]}
 
 
 def kept_layers(plan: LayerPlan) -> list[int]:
@@ -35,20 +100,8 @@ def layers_name(model: nn.Module, anatomy: Anatomy) -> str:
     return next(name for name, module in model.named_modules() if module is anatomy.layers[0]).removesuffix("0")
 
 
-def silenced(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
-    """Zeros for the last projections of blocks that are left out of a layer whose other block stays.
-
-    Args:
-        plan: the blocks that run.
-        anatomy: the whole model's anatomy.
-        prefix: name of the list of layers, with a trailing dot.
-
-    Returns:
-        The zero tensors by their names in the new model.
-
-    Raises:
-        UnsupportedModelError: a block or its last projection was not found.
-    """
+def zeroed_projections(plan: LayerPlan, anatomy: Anatomy, prefix: str) -> dict[str, torch.Tensor]:
+    """Zeros, by names in the new model, for the last projections of blocks that are left out of a layer that stays."""
     check_plan(plan, anatomy)
     found: dict[str, torch.Tensor] = {}
     for place, layer in enumerate(kept_layers(plan)):
@@ -87,17 +140,10 @@ def model_of_layers(
     prefix: str,
     replaced: Mapping[str, torch.Tensor],
 ) -> PreTrainedModel:
-    """Returns a model of the given config with the tensors of another model; nothing is copied.
+    """Returns a model of the given config with the tensors of another model's ``kept`` layers; nothing is copied.
 
-    Args:
-        model: the model whose tensors are used.
-        config: the new model's config.
-        kept: for each layer of the new model, the layer whose tensors it uses.
-        prefix: name of the list of layers, with a trailing dot.
-        replaced: tensors to use instead, by their names in the new model.
-
-    Raises:
-        UnsupportedModelError: the two models differ in more than their layers.
+    ``prefix`` is the name of the list of layers, with a trailing dot; tensors that are ``replaced`` have their names in
+    the new model.
     """
     draft = _empty(model, config)
     source = _Source(model, kept, prefix)
@@ -126,8 +172,8 @@ def _empty(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return type(model)(config)
-    except REFUSALS as error:
-        raise no_such_config(model.config, error) from error
+    except _REFUSALS as error:
+        raise _no_such_config(model.config, error) from error
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
@@ -190,17 +236,7 @@ def _fill_attributes(draft: nn.Module, source: _Source) -> None:
 def check_same_layers(
     model: PreTrainedModel, draft: PreTrainedModel, kept: Sequence[int], prefix: str, but: Sequence[str] = ()
 ) -> None:
-    """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index.
-
-    Args:
-        model: the whole model.
-        draft: the new model with some of its layers.
-        kept, prefix: see :func:`model_of_layers`.
-        but: attributes that may differ.
-
-    Raises:
-        UnsupportedModelError: a layer differs.
-    """
+    """Checks that the layers are of the same kind: windows, positions, experts and all that depends on their index."""
     for place, layer in enumerate(kept):
         old, new = model.get_submodule(f"{prefix}{layer}"), draft.get_submodule(f"{prefix}{place}")
         numbers = (layer, place)

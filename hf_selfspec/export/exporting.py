@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,20 +11,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..draft.blocks import DraftBlocks
+from ..draft.source import DraftBlocks
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
-from ..model.fingerprint import Fingerprint
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
+from ..model.partial import ForwardPass, obeying, partial_forwards
+from ..model.patching import evaluating
+from ..model.plan import LayerPlan
 from ..search.choice import Choice, choice_of_state
 from .adapter_layer import AdapterLayer, adapter_layer
-from .agreement import check_agreement
-from .checkpoint import check_same_layers, kept_layers, layers_name, model_of_layers, silenced
-from .config import config_of_layers
-from .engines import TAG, USUAL_TOKENS, Card
+from .card import TAG, card_of
+from .checkpoint import (
+    check_same_layers,
+    config_of_layers,
+    kept_layers,
+    layers_name,
+    model_of_layers,
+    zeroed_projections,
+)
 
 if TYPE_CHECKING:
     from ..selfspec import SelfSpec
@@ -37,6 +43,12 @@ _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")
 _WEIGHTS = "model*.safetensors*"
 # An attribute that only PEFT's layers have.
 _ADAPTED = "_disable_adapters"
+
+# Tokens of the text on which the two are compared.
+_TOKENS = 16
+# How far apart logits may be, as a share of the largest one: other kernels round differently. The models of the tests
+# agree within 1e-5; a wrong or incomplete layer changes logits by a tenth or more.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def export_draft(
@@ -70,34 +82,32 @@ def export_draft(
     _check_place(name, folder, at)
     _check_model(name, inner)
     anatomy = Anatomy.of(inner)
-    _check_anatomy(name, anatomy)
+    if anatomy.is_recurrent:
+        raise UnsupportedModelError(
+            f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
+            "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
+        )
     known = KnowledgeOfCall(spec, inner)
     blocks = spec._source.blocks(anatomy, partial(_choice, known))
     if blocks.adapter is not None:
         blocks.adapter.check(known.fingerprint)
     draft = draft_model(inner, anatomy, blocks)
-    check_agreement(inner, anatomy, blocks, draft)
-    card = _card(spec, at, inner, blocks, draft, known.fingerprint())
+    _check_agreement(inner, anatomy, blocks, draft)
+    card = card_of(spec, at, inner, blocks, draft, known.fingerprint().name)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:
             tokenizer.save_pretrained(inside)
-        (inside / _README).write_text(card.text(), encoding="utf-8")
+        (inside / _README).write_text(card, encoding="utf-8")
         fresh = {file.name for file in inside.iterdir()}
-    _remove(file for file in at.glob(_WEIGHTS) if file.name not in fresh)
+    # Loaders would take shards of an earlier draft for parts of this one.
+    for file in [file for file in at.glob(_WEIGHTS) if file.name not in fresh]:
+        with reported(file):
+            file.unlink()
 
 
 def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -> PreTrainedModel:
-    """Returns the blocks as an ordinary model with the same tensors.
-
-    Args:
-        model: the whole model, which stays as it is.
-        anatomy: the model's anatomy.
-        blocks: the blocks that draft.
-
-    Raises:
-        SelfSpecError: the blocks cannot be an ordinary model.
-    """
+    """Returns the blocks as an ordinary model with the same tensors; the whole model stays as it is."""
     kept, prefix = kept_layers(blocks.plan), layers_name(model, anatomy)
     if anatomy.kv_sources and len(kept) < anatomy.num_layers:
         raise UnsupportedModelError(
@@ -109,13 +119,58 @@ def draft_model(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks) -
         more = adapter_layer(model, anatomy, blocks.adapter, prefix)
         kept = [*kept, more.twin]
     config = config_of_layers(model.config, kept, **more.settings)
-    replaced = {**silenced(blocks.plan, anatomy, prefix), **more.replaced}
+    replaced = {**zeroed_projections(blocks.plan, anatomy, prefix), **more.replaced}
     draft = model_of_layers(model, config, kept, prefix, replaced)
     check_same_layers(model, draft, kept, prefix, more.may_differ)
     draft.generation_config = copy.deepcopy(model.generation_config)
     if hasattr(draft.generation_config, "assistant"):
         del draft.generation_config.assistant
     return draft
+
+
+def _check_agreement(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, draft: PreTrainedModel) -> None:
+    """Compares the logits of the draft with those of the model's blocks on a text of a few tokens."""
+    ids = _probe_text(model)
+    with torch.no_grad(), evaluating(model):
+        expected = partial_logits(model, anatomy, blocks, ids).float()
+        found = draft(input_ids=ids, use_cache=False).logits.float()
+    apart = (found - expected).abs().max().item()
+    allowed = _TOLERANCE.get(model.dtype, 0.0) * max(1.0, expected.abs().max().item())
+    if not apart <= allowed:
+        raise UnsupportedModelError(
+            f"the checkpoint would not predict what this part of {anatomy.model_name} predicts (logits differ by "
+            f"{apart:.2g}, at most {allowed:.2g} is rounding): the model treats positions, residuals or the number of "
+            "its layers in a way of its own. Nothing was written. Export another part, or use this one with "
+            "generate(assistant=...)."
+        )
+
+
+def _probe_text(model: PreTrainedModel) -> torch.Tensor:
+    """``[1, s]`` ids spread over the vocabulary."""
+    embeddings = model.get_input_embeddings()
+    places = torch.arange(1, _TOKENS + 1, device=embeddings.weight.device)
+    return (places * 7919 % embeddings.weight.shape[0])[None]
+
+
+def partial_logits(model: PreTrainedModel, anatomy: Anatomy, blocks: DraftBlocks, ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[1, s, v]`` of the blocks when they run inside the whole model."""
+    adapter = blocks.adapter
+    current = ForwardPass(blocks.plan)
+    if adapter is not None and adapter.head is None:
+        current.head_input_fn = lambda states: adapter.on(states.device)(states).to(states.dtype)
+    with partial_forwards(model, anatomy):
+        if blocks.plan.skipped_attention != blocks.plan.skipped_mlp:
+            with obeying(ForwardPass(LayerPlan(anatomy.num_layers))):  # records what blocks return besides states
+                model(input_ids=ids, use_cache=False)
+        with obeying(current):
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    if adapter is None or adapter.head is None:
+        return logits
+    assert current.exit_state is not None
+    part = adapter.on(logits.device)
+    assert part.head is not None
+    found: torch.Tensor = part.head(part(current.exit_state))
+    return found
 
 
 def _choice(known: KnowledgeOfCall, kind: type[_C]) -> _C | None:
@@ -141,19 +196,8 @@ def _check_place(name: str, folder: str | os.PathLike[str], at: Path) -> None:
         )
 
 
-def _remove(files: Iterable[Path]) -> None:
-    """Removes shards of an earlier draft, which loaders would take for parts of this one."""
-    for file in list(files):
-        with reported(file):
-            file.unlink()
-
-
 def _check_model(name: str, model: PreTrainedModel) -> None:
-    """Refuses models whose tensors are not those of an ordinary checkpoint.
-
-    Raises:
-        UnsupportedModelError: the model cannot be exported; the message gives the reason.
-    """
+    """Refuses models whose tensors are not those of an ordinary checkpoint."""
     which = type(model).__name__
     tensors = [*model.parameters(), *model.buffers()]
     devices = {str(tensor.device) for tensor in tensors}
@@ -173,47 +217,3 @@ def _check_model(name: str, model: PreTrainedModel) -> None:
     else:
         return
     raise UnsupportedModelError(f"{name}: {which} cannot be exported, since {why}. {what}.")
-
-
-def _check_anatomy(name: str, anatomy: Anatomy) -> None:
-    if anatomy.is_recurrent:
-        raise UnsupportedModelError(
-            f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
-            "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
-        )
-
-
-def _card(
-    spec: SelfSpec,
-    at: Path,
-    model: PreTrainedModel,
-    blocks: DraftBlocks,
-    draft: PreTrainedModel,
-    fingerprint: Fingerprint,
-) -> Card:
-    notes = []
-    alone = blocks.plan.skipped_attention ^ blocks.plan.skipped_mlp
-    if alone:
-        notes.append(
-            f"in layers {sorted(alone)} of the model, one block is left out by a projection of zeros, which engines "
-            "still compute: leave out whole layers where that costs too much"
-        )
-    if blocks.adapter is not None:
-        notes.append(f"layer {draft.config.num_hidden_layers - 1} is an adapter (Kangaroo), with an MLP of zeros")
-    kinds = getattr(draft.config, "layer_types", None) or []
-    if len(set(kinds)) > 1:
-        notes.append(
-            "kinds of attention are in the config's `layer_types`; an engine that computes them from a layer's number "
-            "(llama.cpp for some families) can use this draft only where that gives the same kinds"
-        )
-    return Card(
-        model=model.config.name_or_path or type(model).__name__,
-        folder=str(at),
-        draft=repr(spec.draft),
-        picture=blocks.plan.picture(),
-        num_layers=draft.config.num_hidden_layers,
-        parameters=draft.num_parameters(),
-        fingerprint=fingerprint.name,
-        tokens=min(getattr(spec.stop, "max_draft", USUAL_TOKENS), spec.max_draft),
-        notes=tuple(notes),
-    )

@@ -166,14 +166,7 @@ class GrammarMask:
 
 @dataclass(frozen=True)
 class Spot:
-    """The end of a row's text, from which drafts begin.
-
-    Attributes:
-        masks: the grammars.
-        row: index of the row.
-        text: the row's new tokens.
-        ends: tokens that end a row.
-    """
+    """The end of a row's text, its new tokens, from which drafts begin; ``ends`` are tokens that end a row."""
 
     masks: Sequence[GrammarMask]
     row: int

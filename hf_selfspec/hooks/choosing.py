@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,34 +24,11 @@ CONFIG_NAMES = ("custom_generate", "assistant")
 _RESTORED = 64
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What serves a call.
-
-    Attributes:
-        spec: the settings.
-        default_of: where ``spec`` was set, if not in the call itself; plain ``generate`` then serves the calls that
-            ``spec`` cannot serve. Empty where such a call is an error.
-    """
-
-    spec: SelfSpec
-    default_of: str = ""
-
-
-def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None:
+def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:
     """Chooses what serves a call: its arguments, its generation config, the model's, or the attached, in this order.
 
-    Args:
-        model: the model whose ``generate`` is called.
-        assistant: the argument of that name.
-        call: the other arguments of the call by name.
-
-    Returns:
-        The choice, ``None`` for transformers' own decoding.
-
-    Raises:
-        SettingTypeError: ``assistant`` is not a ``SelfSpec``.
-        UnsupportedOptionError: the call also chooses another way of drafting.
+    Returns it with where it was set, if not in the call itself: plain ``generate`` then serves the calls that it cannot
+    serve. ``None`` is for transformers' own decoding.
     """
     passed, own = call.get("generation_config"), getattr(model, "generation_config", None)
     if assistant is not None or isinstance(call.get("custom_generate"), SelfSpec):
@@ -64,16 +40,16 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> Chosen | None
     default_of = f"in the generation config of this {type(model).__name__}"
     if in_passed is not None:
         # Pipelines and servers pass a copy of the model's config, so the caller did not choose the SelfSpec in it.
-        return Chosen(in_passed, default_of if in_passed == in_own else "") if in_passed else None
+        return (in_passed, default_of if in_passed == in_own else "") if in_passed else None
     if isinstance(passed, GenerationConfig) and _has_other_way(vars(passed)):
         return None
     if in_own is not None:
-        return Chosen(in_own, default_of) if in_own else None
+        return (in_own, default_of) if in_own else None
     spec = attached(model)
-    return None if spec is None else Chosen(spec, f"attached to this {type(model).__name__}")
+    return None if spec is None else (spec, f"attached to this {type(model).__name__}")
 
 
-def _of_call(assistant: Any, call: Mapping[str, Any]) -> Chosen | None:
+def _of_call(assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:
     custom = call.get("custom_generate")
     if assistant is False and isinstance(custom, SelfSpec):
         raise UnsupportedOptionError(
@@ -96,7 +72,7 @@ def _of_call(assistant: Any, call: Mapping[str, Any]) -> Chosen | None:
         raise UnsupportedOptionError(
             "generate(assistant_model=...) is another way of drafting than `assistant`: give one of the two."
         )
-    return None if spec is None else Chosen(spec)
+    return None if spec is None else (spec, "")
 
 
 def _has_other_way(options: Mapping[str, Any]) -> bool:
@@ -104,11 +80,7 @@ def _has_other_way(options: Mapping[str, Any]) -> bool:
 
 
 def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
-    """The ``assistant`` of a generation config, ``False`` where it is switched off.
-
-    Raises:
-        SettingTypeError, SettingError: it is neither a ``SelfSpec`` nor ``False``.
-    """
+    """The ``assistant`` of a generation config, ``False`` where it is switched off."""
     custom, assistant = (getattr(config, name, None) for name in CONFIG_NAMES)
     if assistant is None and isinstance(custom, SelfSpec):
         return custom
@@ -122,14 +94,7 @@ def _in_config(config: Any) -> SelfSpec | Literal[False] | None:
 
 @lru_cache(maxsize=_RESTORED)
 def _restored(settings: str) -> SelfSpec:
-    """The ``SelfSpec`` of a saved config, one object for equal settings, so that what it learns carries over to calls.
-
-    Args:
-        settings: JSON, see ``SelfSpec.to_dict``.
-
-    Raises:
-        SettingError: they are not settings of this version, or could not be saved.
-    """
+    """The ``SelfSpec`` of a saved config, one for equal settings (JSON of ``to_dict``), so that it keeps learning."""
     encoded = json.loads(settings)
     if isinstance(encoded, str):
         raise SettingError(
@@ -150,11 +115,7 @@ def _restored(settings: str) -> SelfSpec:
 
 
 def _check_parts(settings: Any) -> None:
-    """Checks that a config names adapters and heads by existing folders, since a config must not start downloads.
-
-    Raises:
-        SettingError: it names something else.
-    """
+    """Checks that a config names adapters and heads by existing folders, since a config must not start downloads."""
     if isinstance(settings, list):
         for one in settings:
             _check_parts(one)

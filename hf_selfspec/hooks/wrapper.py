@@ -6,35 +6,33 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import (
+    AnyToAnyPipeline,
     CompileConfig,
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessorList,
+    ImageTextToTextPipeline,
     StoppingCriteriaList,
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
-from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..call import Request, decode_plainly
-from ..errors import SelfSpecError, UnsupportedOptionError, warn_once_ignoring_numbers
+from ..call import Call, cannot_serve, leave
+from ..errors import SelfSpecError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
 from ..refusals import check_options
 from ..selfspec import SelfSpec
-from ..stats import GenerationStats
-from .choosing import CONFIG_NAMES, Chosen, choose
-from .pipelines import PIPELINES, with_assistant
+from .choosing import CONFIG_NAMES, choose
 from .seams import add_seam
 
-# The parameters of generate itself; other arguments are for its config or the model.
-_OWN_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameters)
+# Their arguments for generate have to be in ``generate_kwargs``: others go to the processor, which ignores them.
+_PIPELINES = (ImageTextToTextPipeline, AnyToAnyPipeline)
 # Of what decodes a call: ``generate`` looks at it twice, and working it out takes longer than all checks.
 _SIGNATURE = inspect.signature(SelfSpec.__call__)
 
@@ -51,46 +49,41 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         chosen = choose(self, assistant, named)
         if chosen is None:
             return original(self, *args, **kwargs)
+        spec, default_of = chosen
         try:
-            served = _served(self, chosen, named)
+            served = _served(self, spec, default_of, named)
         except SelfSpecError as error:
-            if not chosen.default_of:
+            if not default_of:
                 raise
-            why, begun = _warn_of_plain(chosen, error), perf_counter()
-            output = original(self, *args, **kwargs)
-            seconds = perf_counter() - begun
-            chosen.spec._knowledge.add_call(GenerationStats(total_seconds=seconds, drafts=False, left_to_generate=why))
-            return output
+            return leave(spec._knowledge, cannot_serve(default_of, error), partial(original, self, *args, **kwargs))
         return original(self, **served)
 
     return generate
 
 
-def _served(model: Any, chosen: Chosen, named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that make ``generate`` decode with a ``SelfSpec``.
-
-    Raises:
-        SelfSpecError: the ``SelfSpec`` cannot serve this call.
-    """
+def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that make ``generate`` decode with a ``SelfSpec``; raises if it cannot serve this call."""
     Anatomy.of(model)
     named = {**named, "generation_config": _without_assistant(named.get("generation_config"))}
     effective = _Options(model, named)
     check_options(model, effective)
+    check_inputs(model, named.get("inputs"))
     if effective.cache_implementation == "static":
         # Ours is one, if need be.
         compile_config = effective.compile_config or CompileConfig()
         named |= {"cache_implementation": "dynamic", "compile_config": compile_config}
-    for_model = {k: v for k, v in named.items() if k not in _OWN_ARGUMENTS and not hasattr(model.generation_config, k)}
-    check_inputs(model, named.get("inputs"), for_model)
-    decode = chosen.spec if not chosen.default_of else functools.partial(_decode_or_plain, chosen)
-    decode = functools.partial(
-        decode, streamer=named.get("streamer"), synced_gpus=_is_synced(model, named.get("synced_gpus"))
-    )
-    vars(decode)["__signature__"] = _SIGNATURE
-    named["custom_generate"] = decode
     if effective.stop_strings is not None:
         _serve_stop_strings(named, effective.stop_strings)
-    return named
+    streamer, synced_gpus = named.get("streamer"), _is_synced(model, named.get("synced_gpus"))
+
+    def decode(
+        model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
+    ) -> Any:
+        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        return spec._serve(Call(*prepared, synced_gpus, streamer, rest), default_of)
+
+    vars(decode)["__signature__"] = _SIGNATURE
+    return named | {"custom_generate": decode}
 
 
 class _Options:
@@ -110,47 +103,6 @@ class _Options:
         # Unset by transformers, too: models of the Hub have this default for sliding windows.
         found = default if passed is None else passed
         return None if name == "cache_implementation" and found == "hybrid" else found
-
-
-def _decode_or_plain(
-    chosen: Chosen,
-    model: Any,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    streamer: BaseStreamer | None,
-    **model_kwargs: Any,
-) -> Any:
-    """Decodes with the ``SelfSpec``, and with transformers' own loop where it cannot serve the call.
-
-    The caller did not request the ``SelfSpec``, so invalid logits are not an error either.
-    """
-    prepared: dict[str, Any] = {
-        "logits_processor": logits_processor,
-        "stopping_criteria": stopping_criteria,
-        "generation_config": generation_config,
-        "synced_gpus": synced_gpus,
-        "streamer": streamer,
-    }
-    request = Request(model, input_ids, **prepared, model_kwargs=model_kwargs)
-    try:
-        decode = chosen.spec.generation(request, checks_logits=False).ready(request)
-    except SelfSpecError as error:
-        output, stats = decode_plainly(model, input_ids, prepared | model_kwargs, _warn_of_plain(chosen, error))
-        chosen.spec._knowledge.add_call(stats)
-        return output
-    return decode()
-
-
-def _warn_of_plain(chosen: Chosen, error: SelfSpecError) -> str:
-    """Warns that plain generate serves a call, and returns why, for the statistics."""
-    warn_once_ignoring_numbers(
-        f"the SelfSpec {chosen.default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
-        "generate(assistant=False) does without it and without this warning.)"
-    )
-    return f"this SelfSpec cannot serve it ({error})"
 
 
 def _without_assistant(config: Any) -> Any:
@@ -187,6 +139,23 @@ def _serve_stop_strings(named: dict[str, Any], stop_strings: str | list[str]) ->
     named["stop_strings"] = None
 
 
+def _passing_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a pipeline's ``_sanitize_parameters``; an ``assistant`` of its constructor holds for all calls."""
+
+    @functools.wraps(original)
+    def sanitize(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+        preprocess, forward, postprocess = original(self, *args, **kwargs)
+        before = getattr(self, "_forward_params", {}).get("generate_kwargs") or {}
+        now = forward.get("generate_kwargs") or before
+        for given in (now, before):
+            assistant = given.get("assistant") if assistant is None else assistant
+        if assistant is not None:
+            forward["generate_kwargs"] = {**now, "assistant": assistant}
+        return preprocess, forward, postprocess
+
+    return sanitize
+
+
 add_seam(GenerationMixin, "generate", _with_assistant)
-for _pipeline in PIPELINES:
-    add_seam(_pipeline, "_sanitize_parameters", with_assistant)
+for _pipeline in _PIPELINES:
+    add_seam(_pipeline, "_sanitize_parameters", _passing_assistant)

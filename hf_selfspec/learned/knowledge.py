@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..control.arms import Measurements
 from ..errors import SettingError, warn_once
 from ..model.fingerprint import Fingerprint
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..stats import GenerationStats
 from ..stop.rules import Memory
 from . import saving
@@ -44,42 +44,26 @@ def begun_anew(spec: SelfSpec) -> SelfSpec:
 
 @dataclass
 class ModelRecord:
-    """All that is known of one model.
+    """All that is known of one model."""
 
-    Attributes:
-        findings: by kind of call and source, the most recently used ones last.
-        memories: what stop rules keep, by kind of call.
-        measurements: what rounds have cost and sources have brought, by kind of call; found again in each process.
-        fingerprint: the one that the model had at its first use; a model that is being trained keeps it.
-        read: what the file of ``cache_dir`` held, also for kinds of calls that were not made since.
-        news: set where findings have changed since that file was written. A search has something new with each trial.
-    """
-
-    findings: dict[Key, Any] = field(default_factory=dict)
-    memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))
-    measurements: dict[Kind, Measurements] = field(default_factory=dict)
-    fingerprint: Fingerprint | None = None
-    read: Saved | None = None
+    findings: dict[Key, Any] = field(default_factory=dict)  # the most recently used ones last
+    memories: dict[Kind, Memory] = field(default_factory=lambda: defaultdict(Memory))  # of stop rules
+    measurements: dict[Kind, Measurements] = field(default_factory=dict)  # found again in each process
+    fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
+    read: Saved | None = None  # what the file of cache_dir held, also for kinds of calls that were not made since
+    # Whether that file has to be written at the end of the call: a search has something new with each trial.
     news: threading.Event = field(default_factory=threading.Event)
 
 
 class Knowledge:
-    """What changes from call to call, shared by threads and copies; a pickle restarts from what was read from a file.
-
-    Attributes:
-        stats: statistics of the last call.
-        calls: statistics of the last calls, in order, without the lists that have an entry for each token.
-        saved: what was read from a file, for the model that has its fingerprint.
-        text_paths: files with texts that this process has used, including those of models that no longer exist.
-        lock: held while anything here is read or changed.
-    """
+    """What changes from call to call, shared by threads and copies; a pickle restarts from what a file held."""
 
     def __init__(self, saved: Saved | None = None) -> None:
-        self.stats: GenerationStats | None = None
-        self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)
-        self.saved = saved
-        self.text_paths: set[Path] = set()
-        self.lock = threading.RLock()
+        self.stats: GenerationStats | None = None  # of the last call
+        self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)  # without lists that have an entry for each token
+        self.saved = saved  # what was read from a file, for the model that has its fingerprint
+        self.text_paths: set[Path] = set()  # used by this process, also for models that no longer exist
+        self.lock = threading.RLock()  # held while anything here is read or changed
         self._records: weakref.WeakKeyDictionary[PreTrainedModel, ModelRecord] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -121,11 +105,10 @@ class Knowledge:
         found = self.latest(model, lambda one: hasattr(one, "choice") and isinstance(one.choice, kind))
         return None if found is None else found.choice
 
-    def load(self, path: Path, model: PreTrainedModel | None = None) -> None:
-        """Starts from what a file holds, which must be for ``model`` if it is given."""
+    def load(self, path: Path, model: PreTrainedModel) -> None:
+        """Starts from what a file holds, which must be for ``model``."""
         self.saved = saving.read(path)
-        if model is not None:
-            self.check(model)
+        self.check(model)
 
     def check(self, model: PreTrainedModel) -> None:
         """Checks that what was read from a file belongs to ``model``."""
@@ -207,7 +190,7 @@ class KnowledgeOfCall:
         return self.knowledge.record(self.model)
 
     def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Returns findings for this kind of call, see :class:`Findings`.
+        """Returns a source's :class:`Findings` for this kind of call, of which the session of a drafter has one.
 
         Args:
             name: name of the source that keeps them.
@@ -239,22 +222,18 @@ class KnowledgeOfCall:
         """The model's fingerprint."""
         return self.knowledge.fingerprint(self.model)
 
-    @property
-    def file(self) -> Path | None:
-        """The file with the findings for single kinds of calls, ``None`` if there is none."""
-        return self._file(Key(self.kind, ""))
-
     def read(self) -> Saved | None:
         """What was read from a file for this model, or another process has written; ``None`` if there is nothing."""
         if self.knowledge.saved is not None:
             self.knowledge.check(self.model)
             return self.knowledge.saved
-        return None if self.file is None else saving.read_if_there(self.file)
+        path = self._file(Key(self.kind, ""))
+        return None if path is None else saving.read_if_there(path)
 
     def write(self) -> None:
         """Writes what calls have found since the last time, where it is kept on disk."""
         news = self._record.news
-        if news.is_set() and (path := self.file) is not None:
+        if news.is_set() and (path := self._file(Key(self.kind, ""))) is not None:
             news.clear()
             self._cache(path)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..data.hub import is_name
 from ..errors import SelfSpecError, SettingError
@@ -27,36 +27,22 @@ PARTS = {"adapter": False, "head": True, "heads": False, "lora": False}
 Kind = tuple[bool, bool]
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """What findings are about.
+class Key(NamedTuple):
+    """What findings are about: a kind of calls, and the draft source that keeps them."""
 
-    Attributes:
-        kind: kind of calls, ``None`` for all.
-        source: name of the draft source that keeps them; empty in files of earlier versions.
-    """
-
-    kind: Kind | None
-    source: str
+    kind: Kind | None  # None for all
+    source: str  # empty in files of earlier versions
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """The content of a file.
-
-    Attributes:
-        settings: arguments of ``SelfSpec``.
-        fingerprint: fingerprint of the model that findings and settings belong to; ``None`` for any model.
-        findings: states of searches, probes and tables.
-        path: the file.
-        text_id: id of a file with texts, see :class:`.text_file.TextFile`.
-    """
+    """The content of a file."""
 
     settings: dict[str, Any]
-    fingerprint: Fingerprint | None
-    findings: dict[Key, dict[str, Any]]
+    fingerprint: Fingerprint | None  # of the model to which all this belongs, None for any
+    findings: dict[Key, dict[str, Any]]  # states, see Findings.state
     path: Path
-    text_id: str = ""
+    text_id: str = ""  # see TextFile
 
     def states(self, source: str) -> dict[Kind | None, dict[str, Any]]:
         """The states of one source by kind of call."""
@@ -64,7 +50,7 @@ class Saved:
 
 
 def encode(value: Any, name: str) -> Any:
-    """Returns settings as JSON values; raises an error for objects of classes that are not registered."""
+    """Returns settings as JSON values; only objects of registered classes can be among them."""
     if dataclasses.is_dataclass(value) and is_registered(type(value)):
         fields = {f.name: encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
         return {"class": type(value).__name__, **fields}

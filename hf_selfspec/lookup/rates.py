@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 # What was offered at one place: the token, the kind of evidence for it, its probability there.
@@ -73,7 +74,8 @@ def successor_keys(is_pair: bool, is_fresh: bool) -> tuple[int, tuple[float, ...
     return _SUCCESSOR + (2 * is_pair + is_fresh) * _NUM_GRADES, _EDGES if is_pair else _EDGES_OF_SINGLE
 
 
-def _first_guesses() -> list[float]:
+@cache
+def _first_guesses() -> tuple[float, ...]:
     guesses = [0.0] * _NUM_KEYS
     for length in (1, 2, 3, 4, 5, 7, 10, 16, 32):
         at = _CLASSES[length]
@@ -85,7 +87,7 @@ def _first_guesses() -> list[float]:
     for source, rates in enumerate(_OF_SUCCESSOR):
         for grade, rate in enumerate(rates):
             guesses[_SUCCESSOR + source * _NUM_GRADES + grade] = rate
-    return guesses
+    return tuple(guesses)
 
 
 def _shifted(probability: float, by: float) -> float:
@@ -100,7 +102,7 @@ class Rates:
     """
 
     def __init__(self) -> None:
-        self.rates = _first_guesses()
+        self.rates = list(_first_guesses())
         self._seen = [_PRIOR] * _NUM_KEYS
 
     def see(self, offers: Sequence[Offer], token: int) -> None:

@@ -44,12 +44,13 @@ class LookupRow:
         guide: Spot | None = None,
     ) -> TokenTree:
         """Returns the draft for the next round; see :func:`grow`."""
-        return grow(self._sources, costs, pace, deepest, branching, seed, guide, self._acceptance_ratio)
+        return grow(self._sources, costs, pace, deepest, branching, seed, guide)
 
     @property
     def _sources(self) -> Sources:
         found = self.findings
-        return Sources(self.own, found.store, found.successors, self._rates, self._text)
+        ratio = self._acceptance_ratio
+        return Sources(self.own, found.store, found.successors, self._rates, self._text, ratio)
 
     @property
     def _acceptance_ratio(self) -> float:
@@ -58,8 +59,7 @@ class LookupRow:
 
     def likelihood(self) -> float:
         """How likely the token that followed an earlier occurrence of the last ones is next; 0 for short matches."""
-        found = matched(self._sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE)
-        rates = self._rates.rates
+        found, rates = matched(self._sources, self.own.tokens[-LONGEST_MATCH:], None, _SURE), self._rates.rates
         self._predicted = [(token, key, rates[key]) for token, key, _ in found]
         return self._acceptance_ratio * max((offer[2] for offer in self._predicted), default=0.0)
 
@@ -70,13 +70,9 @@ class LookupRow:
         self.own.extend(emitted)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tops: Sequence[Top]) -> None:
-        """Learns from a round and appends the tokens that it emitted.
+        """Learns from a round and appends the tokens that it emitted, accepted ones and the one after them.
 
-        Args:
-            tree: the draft.
-            emitted: the tokens of the round, accepted ones and the one after them.
-            tops: for each of the nodes ``0..n``, accepted or not, the model's likeliest next tokens; two empty lists
-                where they are not known.
+        ``tops`` are the model's likeliest tokens after the nodes ``0..n``; two empty lists where they are not known.
         """
         visited = set()
         for node, token in tree.walk(emitted):

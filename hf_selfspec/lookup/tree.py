@@ -77,13 +77,17 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where free tokens come from; ``text`` is the number of the row's own text."""
+    """Where free tokens come from; ``text`` is the number of the row's own text.
+
+    ``acceptance_ratio`` is how often drafts of this text are right, divided by how often they were expected to be.
+    """
 
     own: SuffixIndex
     store: SuffixIndex
     successors: Successors
     rates: Rates
     text: int = 0
+    acceptance_ratio: float = 1.0
 
 
 def grow(
@@ -94,24 +98,17 @@ def grow(
     branching: bool = True,
     seed: TokenTree | None = None,
     guide: Spot | None = None,
-    acceptance_ratio: float = 1.0,
 ) -> TokenTree:
     """Grows the tree that is expected to bring the most tokens for its time.
 
     Nodes are taken in order of descending probability that they are accepted; their number maximises
     ``expected tokens - pace * seconds``.
 
-    Args:
-        sources: where tokens come from.
-        costs: seconds of a round for each number of drafted tokens; the tree is no larger than these.
-        pace: tokens per second at present, which is what a second is worth; 0 where that is not known yet.
-        deepest: the length of the longest path, in tokens.
-        branching: whether a node may have several children.
-        seed: nodes that are drafted already. They come first and stay; free tokens are added.
-        guide: forbids tokens, and names those that have to come next.
-        acceptance_ratio: how often drafts of this text are right, divided by how often they were expected to be.
+    The tree is no larger and no deeper than ``costs`` and ``deepest``. ``pace`` are tokens per second at present, which
+    is what a second is worth; 0 where that is not known yet. Nodes of ``seed`` are drafted already: they come first and
+    stay. ``guide`` forbids tokens, and names those that have to come next.
     """
-    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide, acceptance_ratio)
+    growth = _Growth(sources, deepest, branching, seed or TokenTree(), guide)
     heap = growth.heap
     pace = max(pace, 1.0 / costs.seconds[0])  # a plain round brings one token
     prices = [pace * seconds for seconds in costs.seconds]
@@ -139,17 +136,8 @@ class _Growth:
     Entries of the heap: minus the probability that the node is accepted, a running number, parent, token.
     """
 
-    def __init__(
-        self,
-        sources: Sources,
-        deepest: int,
-        branching: bool,
-        seed: TokenTree,
-        guide: Spot | None,
-        acceptance_ratio: float,
-    ) -> None:
+    def __init__(self, sources: Sources, deepest: int, branching: bool, seed: TokenTree, guide: Spot | None) -> None:
         self.sources, self.deepest, self.branching, self.guide = sources, deepest, branching, guide
-        self.acceptance_ratio = acceptance_ratio
         self.text_tail = sources.own.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
@@ -183,7 +171,7 @@ class _Growth:
         likely = self.guide.likely(path) if self.guide is not None and not drafted else None
         if likely is not None and likely[1] == 1.0:
             return self.push(reach, node, likely[0])
-        reach *= 1.0 if node else self.acceptance_ratio
+        reach *= 1.0 if node else self.sources.acceptance_ratio
         offers = self.offers[node] = self.allowed(path, self.offered(path, LEAST_REACH / max(reach, LEAST_REACH)))
         if drafted:
             # Free tokens share the probability that the drafted ones leave.

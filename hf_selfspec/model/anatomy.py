@@ -156,6 +156,7 @@ class Anatomy:
         text_config = config.get_text_config(decoder=True)
         kv_sources = _kv_sources(text_config)
         limit = max_positions(text_config)
+        is_rotary = getattr(text_config, "rope_parameters", None) is not None
         alibi = bool(getattr(text_config, "alibi", False))
         takes_positions = "position_ids" in forward_parameters(model)
         has_places = alibi or architecture.tree is False or takes_positions
@@ -171,7 +172,7 @@ class Anatomy:
             stack=_find_stack(model, layers),
             kv_sources=kv_sources,
             max_positions=limit,
-            position_limit=None if architecture.endless or _is_rotary(text_config) else limit,
+            position_limit=None if architecture.endless or is_rotary else limit,
             takes_positions=takes_positions,
             tree=architecture.tree and not alibi and has_places,
             ragged=architecture.ragged and has_places,
@@ -198,10 +199,6 @@ def max_positions(text_config: Any) -> int | None:
         if isinstance(limit, int) and limit > 0:
             return limit
     return None
-
-
-def _is_rotary(text_config: Any) -> bool:
-    return getattr(text_config, "rope_parameters", None) is not None
 
 
 def _find_layers(model: PreTrainedModel, architecture: Architecture) -> tuple[nn.Module, ...]:

@@ -1,19 +1,197 @@
-"""Scaled dot-product attention for a few queries against a long cache, without copying keys or values."""
+"""Attention for a few tokens at arbitrary positions: ragged rows, windows and token trees in one rule.
+
+Transformers describes each mask (causal, sliding window, chunks) as a function of a query's and a key's position and
+expands it over a rectangle of consecutive ones. While a :class:`MaskSpec` is active in the current thread, the same
+function is expanded over the real positions instead, and tokens of a draft tree see their ancestors only. Keys and
+values are not copied for the query heads that share them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .patching import InstanceForwards, SharedChange
+from .layout import TreeLayout
+from .patching import InstanceForwards, PerThread, SharedChange
+from .prompt import Holes
+from .transfer import RowNumbers
 
+# sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
+_ALIGNED = 8
 # The number of queries up to which all heads of a group share one call.
 _FEW = 64
+_OURS = "_is_speculative"  # marks the functions that replace transformers'
+
+
+@dataclass
+class MaskSpec:
+    """What the masks of one forward follow from: the positions of its tokens."""
+
+    query_positions: torch.Tensor  # [b, s] position of each token that runs
+    length: int  # n, number of cache slots
+    key_positions: torch.Tensor | None = None  # [b, n] of the token in each slot, None where it is the slot's number
+    visible: torch.Tensor | None = None  # [b, s, n] what a token may see at most, or None where positions alone decide
+    is_even: bool = False  # whether all rows are at the same positions
+    is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
+    # Masks, each with its layout for grouped query heads once that was made.
+    grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        positions: torch.Tensor,
+        cursors: RowNumbers,
+        nodes: TreeLayout | None,
+        first_node: int,
+        holes: Holes | None,
+    ) -> MaskSpec:
+        """The spec of tokens at positions ``[b, s]``, which may be nodes of a tree; see :meth:`Target.step`."""
+        device = positions.device
+        length = max(cursors) + positions.shape[1]
+        keys: torch.Tensor | None = None
+        visible: torch.Tensor | None = None
+        if nodes is not None:
+            # The slots of the tree: from each row's first node on, one per node, in order.
+            slots = cursors.on(device) - first_node + torch.arange(nodes.size, device=device)
+            keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, first_node)
+        if holes is not None:
+            keys = torch.arange(length, device=device)[None] if keys is None else keys
+            positions, keys = holes.at(positions), holes.at(keys)
+        return cls(positions, length, keys, visible, cursors.are_equal and holes is None)
+
+    def mask(
+        self,
+        additive: bool,
+        mask_function: Callable[..., torch.Tensor],
+        allow_is_causal_skip: bool = True,
+        local_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **_: Any,
+    ) -> torch.Tensor | None:
+        """Expands a function of positions to the mask ``[b, 1, s, n]``, ``None`` where every token sees everything."""
+        (b, s), n = self.query_positions.shape, self.length
+        last = s == 1 and (b == 1 or self.is_even) and self.visible is None
+        everything = last and (local_size is None or n <= local_size)
+        if everything and allow_is_causal_skip and not additive and not self.is_fixed:
+            return None
+        keys, device = self.key_positions, self.query_positions.device
+        if keys is None:
+            keys = torch.arange(n, device=device)[None]
+        batch = torch.arange(b, device=device)[:, None, None, None]
+        # Masks are the same for all heads, so the row indices can be passed as head indices.
+        allowed = mask_function(
+            batch, batch[0, 0, 0, 0], self.query_positions[:, None, :, None], keys[:, None, None, :]
+        ).expand(b, 1, s, n)
+        if self.visible is not None:
+            allowed = allowed & self.visible[:, None]
+        if not additive:
+            return allowed
+        zero = torch.zeros((), dtype=dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(dtype).min)
+
+    def for_groups(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+        """Lays out ``mask`` ``[b, 1, s, n]`` as ``[b, 1, group * s, n]`` for query heads one after another, additive.
+
+        Done once per forward, with rows aligned as GPUs need them: sdpa would convert a boolean mask, and pad one of
+        another width, in each layer.
+        """
+        key = (id(mask), group, dtype)
+        if key not in self.grouped:
+            b, _, s, n = mask.shape
+            wide = mask.new_zeros((b, 1, group, s, -(-n // _ALIGNED) * _ALIGNED), dtype=dtype)
+            if mask.dtype is torch.bool:
+                wide[..., :n].masked_fill_(~mask[:, :, None], -torch.inf)
+            else:
+                wide[..., :n] = mask[:, :, None]
+            laid_out = wide.view(b, 1, group * s, -1)[..., :n]
+            if mask.device != self.query_positions.device:
+                return laid_out  # a model over several devices copies the mask for each layer
+            # The mask itself is kept too: once it is freed, another one could get its id.
+            self.grouped[key] = mask, laid_out
+        return self.grouped[key][1]
+
+
+def padded_mask(padding: torch.Tensor, length: int) -> torch.Tensor:
+    """Returns the attention mask ``[b, length]`` of left-padded prompts ``[b, m]`` and all tokens after them."""
+    missing = length - padding.shape[1]
+    if missing <= 0:
+        return padding[:, :length]
+    return torch.cat([padding, padding.new_ones(padding.shape[0], missing)], dim=1)
+
+
+_current = PerThread[MaskSpec]()
+
+
+def at_positions(spec: MaskSpec | None) -> AbstractContextManager[None]:
+    """Builds masks from ``spec`` in this thread (``None``: as transformers builds them)."""
+    return _current.during(spec)
+
+
+def _speculative_mask(original: Callable[..., Any], additive: bool) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        spec = _current.now
+        return original(*args, **kwargs) if spec is None else spec.mask(additive, **kwargs)
+
+    return mask
+
+
+def _speculative_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        spec = _current.now
+        if spec is None:
+            return original(module, query, key, value, *args, **kwargs)
+        return grouped_attention(spec.for_groups, module, query, key, value, *args, **kwargs)
+
+    return attention
+
+
+_served = SharedChange()
+
+
+def served_attention() -> list[str]:
+    """Returns the names of the attention implementations that are served, all flash kernels among them.
+
+    Those of the kernels hub are registered by the names of their repositories once a model uses them.
+    """
+    names = list(ALL_MASK_ATTENTION_FUNCTIONS)
+    # "paged|..." needs a paged cache.
+    return [
+        name for name in names if name in ("eager", "sdpa", "flex_attention") or ("flash" in name and "|" not in name)
+    ]
+
+
+def speculative_attention() -> AbstractContextManager[None]:
+    """Lets transformers' attention obey the :class:`MaskSpec` of the thread; threads without one are not affected.
+
+    Every fused implementation (sdpa, flash, flex) is replaced by sdpa while a spec is active, since the others take
+    no mask of this kind; eager attention keeps its own code and gets the additive mask that it expects.
+    """
+    return _served.of(masking_utils, add=_replace)
+
+
+def _replace(forwards: InstanceForwards) -> None:
+    """Replaces what was not yet: a kernel may have been registered since another thread's generation began."""
+    for name in served_attention():
+        for interface, wrapped in (
+            (ALL_MASK_ATTENTION_FUNCTIONS, partial(_speculative_mask, additive=name == "eager")),
+            (ALL_ATTENTION_FUNCTIONS, _speculative_attention),
+        ):
+            if name in interface and not hasattr(interface[name], _OURS):
+                replaced = wrapped(interface[name])
+                setattr(replaced, _OURS, True)
+                forwards.put(interface._local_mapping, name, replaced)
 
 
 _without_cudnn = SharedChange()

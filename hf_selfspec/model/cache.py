@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .buffers import Place
 from .layout import TreeLayout
 from .recurrences.recurrence import Recurrence
 from .recurrences.state_log import StateLog
 from .recurrences.states import StateLayer, StateUpdate
-from .tracing import ChangingNumber, size_for, step_above
+from .traceable import ChangingNumber, Place, size_for, step_above
 from .transfer import RowNumbers, upload
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
@@ -54,22 +53,22 @@ class _SpeculativeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, length = self._cache, key_states.shape[2]
-        end, places = cache.max_cursor + length, cache.places(length, key_states.device)
+        start, end, places = cache.max_cursor, cache.max_cursor + length, cache.places(length, key_states.device)
         if cache.fixed_slots is not None:
             end = self.keys.shape[2]
-        elif places is None and cache.max_cursor <= self.filled:
+        elif places is None and start <= self.filled:
             self.grow()
             self.filled = max(self.filled, end)
         else:
             self.fill(-(-end // _GRAIN) * _GRAIN)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             if places is None:
-                buffer[:, :, cache.max_cursor : end] = states
+                buffer.narrow(2, start, length).copy_(states)  # half the host time of slices
             else:
                 # Torch's compiler does this in place; with `scatter_` it would copy the whole buffer twice.
                 rows, slots = places
                 buffer[rows, :, slots] = states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
     def fill(self, end: int) -> None:
         """Fills slots up to ``end``: a NaN in a masked value still reaches the output through 0 * NaN."""

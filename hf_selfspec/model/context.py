@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -12,11 +13,11 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy
+from .attention import MaskSpec, at_positions, padded_mask
 from .cache import SpeculativeCache
 from .given_cache import cache_name
 from .inputs import DecodeInputs
 from .layout import TreeLayout
-from .masks import MaskSpec, at_positions, padded_mask
 from .modules import forward_parameters
 from .partial import ForwardPass, obeying
 from .patching import Autocast, within
@@ -119,8 +120,9 @@ def run_eagerly(context: Context, feed: Feed, run: ForwardPass) -> torch.Tensor 
         kwargs["logits_to_keep"] = run.keep
     kwargs.update(context.following.extra)
     kwargs.update(context.following.marks_of(s))
+    states = turns() if context.anatomy.is_recurrent else nullcontext()
     begun = perf_counter()
-    with within(context.autocast), obeying(run), at_positions(spec), turns():
+    with within(context.autocast), obeying(run), at_positions(spec), states:
         logits: torch.Tensor | None = getattr(module(**kwargs), "logits", None)
     context.forward_seconds += perf_counter() - begun
     return logits

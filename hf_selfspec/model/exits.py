@@ -21,15 +21,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
 from .head import OwnHead
+from .patching import does_checkpoint
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
 # Logits of exits that may be in memory at a time: 128 MiB in float32.
 LOGIT_ELEMENTS = 2**25
-
-
-def _checkpoints(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False)) and module.training
 
 
 def _then(module: nn.Module, original: Any, hook: Any) -> Any:
@@ -82,7 +79,7 @@ class Exits:
         self._thread = threading.get_ident()
         for layer, module in enumerate(self.anatomy.layers, start=1):
             hook = self._layer_hook(layer)
-            if "__call__" in GradientCheckpointingLayer.__dict__ and _checkpoints(module):
+            if "__call__" in GradientCheckpointingLayer.__dict__ and does_checkpoint(module):
                 # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
                 self._checkpointing.append((module, module._gradient_checkpointing_func))
                 module._gradient_checkpointing_func = _then(module, module._gradient_checkpointing_func, hook)

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from .patching import InstanceForwards, SharedChange
-from .tracing import NoGraphError, is_tracing
+from .traceable import NoGraphError, is_tracing
 
 # Devices on which ``grouped_mm`` is the faster one for few tokens, too.
 GROUPED_ALWAYS = ("cpu",)

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from ..errors import UnsupportedModelError, UnsupportedOptionError
 from .cache import SpeculativeCache
@@ -15,16 +22,6 @@ from .recurrences import SERVED
 
 # In newer versions' caches, layers that read another layer's keys and values have an empty entry.
 _ROLLS_BACK = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
-# Cache layers with recurrent states, which can be rolled back for the models for which this is proven.
-_RECURRENT = tuple(
-    getattr(cache_utils, name)
-    for name in (
-        "LinearAttentionLayer",
-        "LinearAttentionAndFullAttentionLayer",
-        "LinearAttentionAndSlidingWindowAttentionLayer",
-    )
-    if hasattr(cache_utils, name)
-)
 
 
 def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
@@ -72,9 +69,10 @@ def check_cache(cache: Any, model: PreTrainedModel) -> None:
             f"a KV cache of type {kind} cannot be used with self-speculative decoding. Leave out `past_key_values` and "
             "`cache_implementation`, or pass a DynamicCache."
         )
-    known = _ROLLS_BACK + (_RECURRENT if model.config.model_type in SERVED else ())
+    # Recurrent states can be rolled back for the models for which this is proven.
+    recurrent = LinearAttentionCacheLayerMixin if model.config.model_type in SERVED else ()
     for layer in cache.layers:
-        if type(layer) not in known:
+        if type(layer) not in _ROLLS_BACK and not isinstance(layer, recurrent):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a {type(layer).__name__} in its cache, whose state cannot be rolled "
                 "back when a draft is rejected. Call generate without `assistant`."

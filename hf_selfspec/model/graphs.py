@@ -25,8 +25,7 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, warn_once
-from .buffers import Places
-from .tracing import NoGraphError, NotTraceableError, tracing
+from .traceable import NoGraphError, NotTraceableError, Places, tracing
 from .transfer import wait_for
 
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
@@ -83,44 +82,31 @@ class _ReadWriteLock:
 _turns = _ReadWriteLock()
 
 
-class Faster:
-    """Alternates between two ways until their times show which is faster, then always uses that one.
-
-    The choice is final, so that equal calls have equal results as long as the process lives.
-    """
-
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
-        self.seconds: tuple[list[float], list[float]] = ([], [])
-        self.is_first: bool | None = None
-
-    def run(self, first: Callable[[], Result], second: Callable[[], Result]) -> Result:
-        """Returns the result of one of the ways; if both take equally long, that of the first."""
-        if self.is_first is not None:
-            return first() if self.is_first else second()
-        mine, other = self.seconds
-        turn = first if len(mine) <= len(other) else second
-        begun = self._clock()
-        result = turn()
-        (mine if turn is first else other).append(self._clock() - begun)
-        if len(other) >= _TIMES:
-            self.is_first = min(mine) <= min(other)
-        return result
-
-
 @dataclass
 class Graph:
-    """One graph, and the choice of whether to use it."""
+    """One graph, and whether it is faster than the model's own code, for each number of tokens that it is padded from.
+
+    That is final once it is known, so that equal calls have equal results as long as the process lives.
+    """
 
     run: Run  # maps the inputs to the results
     what: str  # what it is a graph of, for messages
     clock: Callable[[], float]  # returns seconds, after all that its device was given is done
-    # For each number of tokens that it is padded from whether it is faster than the model's own code.
-    choices: dict[int, Faster] = field(default_factory=dict)
+    seconds: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+    is_faster: dict[int, bool] = field(default_factory=dict)
 
     def faster_of(self, count: int, by_graph: Callable[[], Result], eager: Callable[[], Result]) -> Result:
-        """Returns the result for ``count`` tokens, by the graph or without it, whichever is faster."""
-        return self.choices.setdefault(count, Faster(self.clock)).run(by_graph, eager)
+        """Returns the result for ``count`` tokens, by the graph or without it, in turn until times have decided."""
+        if count in self.is_faster:
+            return by_graph() if self.is_faster[count] else eager()
+        mine, other = self.seconds.setdefault(count, ([], []))
+        turn, times = (by_graph, mine) if len(mine) <= len(other) else (eager, other)
+        begun = self.clock()
+        result = turn()
+        times.append(self.clock() - begun)
+        if len(other) >= _TIMES:
+            self.is_faster[count] = min(mine) <= min(other)
+        return result
 
 
 @dataclass
@@ -203,17 +189,12 @@ class Graphs:
 
     def _are_slower(self) -> bool:
         """Whether graphs have turned out to be slower than the model's own code, so that no more are made."""
-        choices = [
-            (graph.what, choice)
-            for graph in self._graphs.values()
-            if graph is not None
-            for choice in list(graph.choices.values())  # other threads add to it
-            if choice.is_first is not None
-        ]
-        if self.refused or len(choices) < _LOST or any(choice.is_first for _, choice in choices):
+        made = [graph for graph in self._graphs.values() if graph is not None]
+        choices = [(graph, count) for graph in made for count in list(graph.is_faster)]  # other threads add to it
+        if self.refused or len(choices) < _LOST or any(graph.is_faster[count] for graph, count in choices):
             return False
-        what, choice = choices[-1]
-        mine, other = map(min, choice.seconds)
+        graph, count = choices[-1]
+        what, (mine, other) = graph.what, map(min, graph.seconds[count])
         self.refused = f"they are slower than its own code on this machine ({what}: {mine:.2g} s to {other:.2g} s)."
         _logger.warning(f"{self.whose}: no more graphs are made, since {self.refused}")
         return True

@@ -43,11 +43,10 @@ def extra_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dic
     return extra
 
 
-def check_inputs(model: PreTrainedModel, inputs: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks that a text-only model gets nothing but text, as first argument of ``generate`` or by name."""
+def check_inputs(model: PreTrainedModel, inputs: Any) -> None:
+    """Checks that a text-only model gets nothing but text as first argument of ``generate``."""
     if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
-        arguments = {**arguments, model.main_input_name: inputs, "inputs": inputs}
-    extra_arguments(model, arguments)
+        extra_arguments(model, {model.main_input_name: inputs, "inputs": inputs})
 
 
 def takes_text_only(model: PreTrainedModel) -> bool:
@@ -134,9 +133,12 @@ class DecodeInputs:
                     f"{type(model).__name__} takes a `{name}` of its own with every generated token, so that tokens "
                     "cannot be drafted after such a prompt. Call generate without `assistant`."
                 )
-        positions = prepared.get("position_ids")
+        positions, offsets = prepared.get("position_ids"), None
+        if positions is not None:
+            offsets = positions[..., -1:] - torch.tensor(slots, device=positions.device)[:, None]
+            offsets = offsets if offsets.any() else None
         has_positions = positions is not None or arguments.get("position_ids") is None
-        return cls(None if positions is None else _offsets(positions, slots), marks, extra, has_positions)
+        return cls(offsets, marks, extra, has_positions)
 
     def positions(self, slots: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
         """Returns positions ``[*n, b, s]`` of the tokens in slots ``[b, s]`` of all rows, or of ``rows``."""
@@ -157,11 +159,6 @@ class _NoOutput(dict[str, Any]):
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def _offsets(positions: torch.Tensor, slots: Sequence[int]) -> torch.Tensor | None:
-    offsets = positions[..., -1:] - torch.tensor(slots, device=positions.device)[:, None]
-    return offsets if offsets.any() else None
 
 
 def _is_same(value: Any, given: Any) -> bool:

@@ -36,7 +36,7 @@ from torch.nn.functional import linear as blas
 
 from .modules import all_modules
 from .patching import Forward, InstanceForwards, SharedChange
-from .tracing import is_tracing
+from .traceable import is_tracing
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
 # than the choice costs; of a 192 x 576 one (46 µs) it saves a third.

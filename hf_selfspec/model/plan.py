@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -50,7 +51,7 @@ class LayerPlan:
         attention = frozenset(index for index, mark in enumerate(picture) if mark in "m.")
         return cls(len(picture), attention, frozenset(index for index, mark in enumerate(picture) if mark in "a."))
 
-    @property
+    @cached_property
     def skipped_layers(self) -> frozenset[int]:
         """The layers of which nothing runs."""
         return self.skipped_attention & self.skipped_mlp

@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 
 from ..errors import UnsupportedOptionError
+from .attention import at_positions
 from .given_cache import tokens_in
 from .inputs import DecodeInputs, Inputs
-from .masks import at_positions
 from .partial import ForwardPass, obeying
 from .prompt import Prompt
 from .target import Target

@@ -13,17 +13,15 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import warn_once
 from .anatomy import Anatomy
-from .buffers import Place
+from .attention import MaskSpec, at_positions
 from .context import Context, Feed, run_eagerly
 from .experts import experts_by_size
 from .graphs import Graphs, graphs_of
 from .layout import TreeLayout
-from .masks import MaskSpec, at_positions
-from .modules import has_hooks, is_compiled
-from .parallel import is_tensor_parallel
+from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
-from .tracing import size_for
+from .traceable import Place, size_for
 
 # The attribute that all modules with PEFT adapters have.
 _ADAPTED = "_disable_adapters"
@@ -41,7 +39,10 @@ class GraphRunner:
     @classmethod
     def of(cls, context: Context, config: CompileConfig) -> GraphRunner | None:
         """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
-        if why := _cannot(context):
+        why = why_no_graphs(context.model, context.anatomy)
+        if not context.takes_any_rows or context.following.offsets is not None:
+            why = why or "its prompts have masked columns, images or other inputs that forwards need"
+        if why:
             warn_once(
                 f"{context.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
             )
@@ -100,7 +101,7 @@ class GraphRunner:
             run.stop,
             run.capture,
             run.chooses,
-            _shapes(inputs),
+            *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
         )
 
         def function(*given: torch.Tensor) -> list[torch.Tensor]:
@@ -162,15 +163,6 @@ class GraphRunner:
         return found
 
 
-def _cannot(context: Context) -> str:
-    """Why the forwards of this call cannot be graphs, empty where they can."""
-    if why := why_no_graphs(context.model, context.anatomy):
-        return why
-    if not context.takes_any_rows or context.following.offsets is not None:
-        return "its prompts have masked columns, images or other inputs that forwards need"
-    return ""
-
-
 def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
     if anatomy.is_recurrent:
@@ -212,10 +204,6 @@ def _matmul_precision() -> Hashable:
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         return torch.get_float32_matmul_precision()  # torch before 2.9
     return tuple(getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn"))
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
-    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,20 +53,11 @@ def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies tensors of one device to the host, in one transfer."""
-    of_kinds = len({tensor.dtype for tensor in tensors}) > 1
-    flat = torch.cat([(_as_integers(tensor) if of_kinds else tensor).flatten() for tensor in tensors]).cpu()
-    pieces = zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
-    return [(_as_before(piece, like) if of_kinds else piece).view(like.shape) for piece, like in pieces]
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Each number as a 64-bit integer; floats by their bits."""
-    return (tensor.view(torch.int32) if tensor.is_floating_point() else tensor).to(torch.long)
-
-
-def _as_before(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return found.to(torch.int32).view(like.dtype) if like.is_floating_point() else found.to(like.dtype)
+    """Copies tensors of one device to the host as bytes, in one transfer."""
+    in_bytes = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    pieces = torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes])
+    # A number starts at a multiple of its size.
+    return [piece.clone().view(like.dtype).view(like.shape) for piece, like in zip(pieces, tensors, strict=True)]
 
 
 class RowNumbers(tuple[int, ...]):
@@ -85,7 +77,7 @@ class RowNumbers(tuple[int, ...]):
         found._make = make
         return found
 
-    @property
+    @cached_property
     def are_equal(self) -> bool:
         """Whether all rows have the same number."""
         return min(self) == max(self)

@@ -147,39 +147,20 @@ def exit_report(
 def _text_sums(
     head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, targets: torch.Tensor, chunk: int
 ) -> torch.Tensor:
-    """Returns sums over a text's predictions.
-
-    Args:
-        head: maps states ``[n, d]`` to logits ``[n, v]``.
-        states: ``[L, n, d]``.
-        targets: ``[n]`` the tokens that come next.
-        chunk: predictions whose logits may be in memory together.
-
-    Returns:
-        ``[L, 3]`` on the CPU: cross entropy in nats, number of tokens that are the exit's first choice, and number of
-        tokens for which the exit and the last layer have the same first choice.
-    """
+    """Sums ``[L, 3]`` of loss, right choices and choices of the last layer over states ``[L, n, d]``, in chunks."""
     sums = torch.zeros(len(states), 3, dtype=torch.float64, device="cpu")
     for start in range(0, len(targets), chunk):
         piece = slice(start, start + chunk)
-        right = targets[piece]
-        last_loss, last_choice = _predict(head, states[-1, piece], right)
-        right = right.to(last_choice.device)
-        sums[-1] += sums.new_tensor([last_loss, int((last_choice == right).sum()), len(right)])
-        for layer in range(len(states) - 1):
-            loss, choice = _predict(head, states[layer, piece], right)
-            hits, agreed = int((choice == right).sum()), int((choice == last_choice).sum())
+        last_choice = None
+        for layer in (len(states) - 1, *range(len(states) - 1)):
+            logits = head(states[layer, piece])
+            correct, choice = targets[piece].to(logits.device), logits.argmax(-1)
+            last_choice = choice if last_choice is None else last_choice
+            loss = F.cross_entropy(logits.float(), correct, reduction="sum").item()
+            del logits  # before the next ones
+            hits, agreed = int((choice == correct).sum()), int((choice == last_choice).sum())
             sums[layer] += sums.new_tensor([loss, hits, agreed])
     return sums
-
-
-def _predict(
-    head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, targets: torch.Tensor
-) -> tuple[float, torch.Tensor]:
-    """Summed cross entropy in nats and the first choices ``[n]``; the logits are gone afterwards."""
-    logits = head(states)
-    losses = F.cross_entropy(logits.float(), targets.to(logits.device), reduction="none")
-    return losses.sum().item(), logits.argmax(-1)
 
 
 @contextmanager
@@ -223,7 +204,7 @@ def _length(max_length: int | None, positions: int | None) -> int:
 
 def _token_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> list[list[int]]:
     """The first ``length`` token ids of each text."""
-    given = checked_texts("exit_report", texts)
+    given = checked_texts("exit_report", texts, empty=True)
     # Cut here and not in the tokenizer, which would cut on its own side and add an end-of-text token.
     rows = [token_ids(tokenizer, text)[:length] for text in given]
     for index, row in enumerate(rows):

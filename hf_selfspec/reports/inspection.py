@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -110,7 +111,6 @@ class Inspection:
         ]
 
     def _skips(self) -> str:
-        """The layers that can be skipped whole, then those of which single blocks can."""
         blocks = sum(map(len, self.skippable))
         layers = [index for index, names in enumerate(self.skippable) if names]
         return f"{blocks} in layers {_ranges(layers)} (counted from 0)" if layers else "none"
@@ -239,10 +239,6 @@ def _cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
 
 def _ranges(numbers: list[int]) -> str:
     """Numbers as ranges: ``1-3, 5`` for 1, 2, 3, 5."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in found)
+    groups = (list(group) for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
+    ends = ((group[0][1], group[-1][1]) for group in groups)
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -25,11 +25,7 @@ _DPI = 120
 
 
 def new_figure(what: str, width: float, height: float) -> Figure:
-    """Returns a figure that no window shows and that is not registered with pyplot.
-
-    Raises:
-        SettingError: matplotlib is not installed.
-    """
+    """Returns a figure that no window shows and that is not registered with pyplot."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -41,11 +37,7 @@ def new_figure(what: str, width: float, height: float) -> Figure:
 
 
 def save(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Saves a figure in the format that the suffix of ``path`` names, PNG where it has none.
-
-    Raises:
-        SettingError, SettingTypeError: there is no such format, ``path`` is not a path, or it cannot be written.
-    """
+    """Saves a figure in the format that the suffix of ``path`` names, PNG where it has none."""
     if not isinstance(path, (str, os.PathLike)):
         raise SettingTypeError(f"{what}(path) must be a path or None, got {path!r}.")
     formats, suffix = figure.canvas.get_supported_filetypes(), Path(path).suffix
@@ -62,18 +54,7 @@ def plot(
     calls: Sequence[GenerationStats], search: SkipSearch | None, path: str | os.PathLike[str] | None = None
 ) -> Figure:
     """Draws the set of skipped blocks over the steps of its search (SWIFT, Figure 12), matchness and tokens per second
-    over generated tokens (Figure 6), and the share of time by module (Figure 8).
-
-    Args:
-        calls: statistics of calls of ``generate``, in order.
-        search: the search for blocks to skip; without one there are two panels.
-        path: where to save the picture, in the format that its suffix names.
-
-    Returns:
-        The figure.
-
-    Raises:
-        SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
+    over generated tokens (Figure 6), and the share of time by module (Figure 8); without a search two panels.
     """
     figure = new_figure("SelfSpec.plot", 13 if search else 9, 3.6)
     panels = list(figure.subplots(1, 3 if search else 2, width_ratios=[4, 4, 2] if search else [4, 2]))

@@ -64,13 +64,9 @@ class _BestExchange(UpperConfidenceBound):
 def suggest(
     space: SkipSpace, scores: Mapping[LayerPlan, float], rng: np.random.Generator, resize: bool = False
 ) -> LayerPlan:
-    """Returns the set with the highest upper confidence bound that hill climbing from the best set finds.
+    """The set with the highest upper confidence bound that hill climbing from the best of the scored sets finds.
 
-    Args:
-        space: blocks to choose from.
-        scores: scores of the sets that were tried, oldest first; at least one. The best and the latest of them count.
-        rng: random generator for the exchanges that are considered.
-        resize: whether the set may have a size that was not tried.
+    With ``resize``, it may have a size that was not tried. Of many sets the best and the latest count.
     """
     known = list(scores)
     if len(known) > _HISTORY:

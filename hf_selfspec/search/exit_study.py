@@ -10,9 +10,8 @@ from typing import Any
 from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
-from .budget import Pace
 from .choice import ExitChoice, LayerArm, fastest, replayed_arm
-from .costs import ForwardCosts, Stopwatch, Timings
+from .costs import ForwardCosts, Pace, Stopwatch, Timings
 from .replay import Rule, Trace
 
 # Tokens of text after which a probe stops looking.

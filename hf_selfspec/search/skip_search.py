@@ -14,9 +14,8 @@ from ..learned.files import as_count
 from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
-from .budget import Pace
 from .choice import SkipChoice
-from .costs import ForwardCosts, Stopwatch, Timings
+from .costs import ForwardCosts, Pace, Stopwatch, Timings
 from .feedback import Feedback
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .proposers import ProposeLayers, first_sizes, next_set, next_sizes, other_ratio
@@ -177,7 +176,7 @@ class SkipSearch(Findings):
         if self._finds_closest:
             self._find_closest(propose_layers)
             first = self._closest[min(self._size, len(self._closest)) - 1]
-            self._queue = [first]
+            self._queue = [first, *(one for one in self._queue if isinstance(one, int))]
             self._lead(self._untried(first))
 
     def _find_closest(self, propose_layers: ProposeLayers) -> None:

@@ -21,24 +21,15 @@ class SkipSpace:
     """The attention and MLP blocks among which a search chooses.
 
     The first and the last layer always run (SWIFT §4.1), and so does attention whose keys other layers read.
-
-    Attributes:
-        num_layers: ``L``.
-        blocks: ``(layer, "attention" or "mlp")`` of each block that may be skipped, by layer, and ``(layer, "layer")``
-            for layers of hybrids that do not have both.
     """
 
     num_layers: int
+    # (layer, "attention" or "mlp") by layer, and (layer, "layer") for layers of hybrids that do not have both.
     blocks: tuple[tuple[int, str], ...]
 
     @classmethod
     def of(cls, anatomy: Anatomy) -> SkipSpace:
-        """The blocks of a model.
-
-        Raises:
-            SettingError: the model has fewer than 4 layers.
-            UnsupportedModelError: a block was not found in the model.
-        """
+        """The blocks of a model; raises if it has fewer than 4 layers, or a block was not found in it."""
         if anatomy.num_layers < 4:
             raise SettingError(
                 f"a search for blocks to skip needs a model of at least 4 layers, but {anatomy.model_name} has "
@@ -58,10 +49,7 @@ class SkipSpace:
         return tuple(sorted(attention & mlp | both))
 
     def timed_plans(self) -> tuple[LayerPlan, LayerPlan | None]:
-        """The plans whose times give the costs of blocks: without every second layer, and without MLP blocks.
-
-        The latter is ``None`` where no MLP block can be skipped alone.
-        """
+        """The plans whose times give the costs of blocks: without every second layer, and without MLP blocks if any."""
         some = frozenset(self.whole_layers[::2])
         mlp = frozenset(layer for layer, block in self.blocks if block == "mlp")
         without = LayerPlan(self.num_layers, frozenset(), mlp) if mlp else None

@@ -24,7 +24,7 @@ from ..learned.files import path_of, read_json, reported, write_json
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
-from ..model.parallel import is_tensor_parallel
+from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
@@ -124,31 +124,19 @@ def _rows(
     return [torch.tensor([row], device=device) for row in rows]
 
 
+@dataclasses.dataclass
 class _Runner:
     """Times generation of the same texts."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        rows: list[torch.Tensor],
-        max_new_tokens: int,
-        stop: StopRule | None,
-        tree: Tree | None,
-    ) -> None:
-        self.model = model
-        self.rows = rows
-        self.space = SkipSpace.of(Anatomy.of(model))
-        self.stop = stop
-        self.tree = tree
-        self.options = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
+    model: PreTrainedModel
+    rows: list[torch.Tensor]
+    max_new_tokens: int
+    stop: StopRule | None
+    tree: Tree | None
 
-    def describe(self) -> dict[str, Any]:
-        """What steps must have in common to be comparable."""
-        tokens = hashlib.sha256(repr([row.tolist() for row in self.rows]).encode()).hexdigest()[:32]
-        stop, tree = (
-            saving.encode(value, f"tune({name})") for name, value in (("stop", self.stop), ("tree", self.tree))
-        )
-        return {"texts": tokens, "max_new_tokens": self.options["max_new_tokens"], "stop": stop, "tree": tree}
+    def __post_init__(self) -> None:
+        count = self.max_new_tokens
+        self.options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
 
     def spec(self, plan: LayerPlan, stop: StopRule | None) -> SelfSpec:
         """A ``SelfSpec`` that drafts with one set."""
@@ -163,7 +151,7 @@ class _Runner:
         for ids in texts:
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, **extra)
         wait_for(self.rows[0].device)
-        return (perf_counter() - begun) / (len(texts) * self.options["max_new_tokens"])
+        return (perf_counter() - begun) / (len(texts) * self.max_new_tokens)
 
     def first_sets(self) -> list[LayerPlan]:
         """Sets that a search on the fly tries on these texts, the best one first."""
@@ -178,9 +166,8 @@ class _Tuning:
     """One search, step by step."""
 
     def __init__(self, runner: _Runner, search: OfflineSearch, folder: Path | None) -> None:
-        self.runner = runner
-        self.search = search
-        self.folder = folder
+        self.runner, self.search, self.folder = runner, search, folder
+        self.space = SkipSpace.of(Anatomy.of(runner.model))
         self.speeds: dict[LayerPlan, float] = {}
 
     def run(self) -> SelfSpec:
@@ -219,10 +206,10 @@ class _Tuning:
                 return plan
         drawn = sum(1 for plan in self.speeds if plan.skipped_attention != plan.skipped_mlp)
         if drawn < self.search.random_steps or not self.speeds:
-            return self.runner.space.random(rng, float(rng.uniform(*_RATIOS)))
+            return self.space.random(rng, float(rng.uniform(*_RATIOS)))
         from .bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
 
-        return suggest(self.runner.space, self.speeds, rng, resize=True)
+        return suggest(self.space, self.speeds, rng, resize=True)
 
     def _finish(self) -> SelfSpec:
         """Times the best sets, each with its best rule, in turn with each other and with plain ``generate``."""
@@ -255,7 +242,7 @@ class _Tuning:
         try:
             content = read_json(path)
             steps = {LayerPlan.of_picture(str(picture)): float(speed) for picture, speed in content["steps"]}
-            if any(plan.num_layers != self.runner.space.num_layers for plan in steps):
+            if any(plan.num_layers != self.space.num_layers for plan in steps):
                 raise ValueError("sets for another depth")
             same = content["of"] == self._of()
         except FileNotFoundError:
@@ -270,10 +257,15 @@ class _Tuning:
         self.speeds = steps
 
     def _of(self) -> dict[str, Any]:
-        model = self.runner.model
+        """What steps must have in common to be comparable."""
+        runner = self.runner
+        stop, tree = (saving.encode(getattr(runner, name), f"tune({name})") for name in ("stop", "tree"))
         return {
-            **self.runner.describe(),
-            "model": Fingerprint.of_decoder(model).name,
+            "texts": hashlib.sha256(repr([row.tolist() for row in runner.rows]).encode()).hexdigest()[:32],
+            "max_new_tokens": runner.max_new_tokens,
+            "stop": stop,
+            "tree": tree,
+            "model": Fingerprint.of_decoder(runner.model).name,
             "seed": self.search.seed,
         }
 

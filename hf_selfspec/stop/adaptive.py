@@ -53,7 +53,6 @@ class AdaptiveThreshold:
             check_share(f"AdaptiveThreshold({name})", getattr(self, name), zero=True, one=False)
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-        """See :meth:`RememberingRule.start`."""
         return _Adapting(self, rows, max_draft, memory)
 
 

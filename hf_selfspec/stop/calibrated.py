@@ -40,7 +40,6 @@ class CalibratedEntropy:
         check_share("CalibratedEntropy(epsilon)", self.epsilon, zero=False, one=False)
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-        """See :meth:`RememberingRule.start`."""
         return _Calibrating(self.epsilon, rows, memory)
 
 

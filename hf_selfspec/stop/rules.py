@@ -38,12 +38,14 @@ class RunningRule(Protocol):
 
     def begin(self) -> None:
         """Starts a new draft in each row."""
+        return None
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns ``[b]`` whether each row's draft ends with the token that was just drafted."""
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learns how many tokens of each row's draft were accepted; rows with an empty draft are ignored."""
+        return None
 
 
 class Memory:
@@ -77,6 +79,15 @@ class BoundedRule:
     threshold: float = -math.inf
     confidence: Confidence | None = None
 
+    def _check_threshold(self) -> None:
+        name = type(self).__name__
+        check_share(f"{name}(threshold)", self.threshold, zero=False, one=False)
+        if self.confidence is not None and not callable(self.confidence):
+            raise SettingTypeError(
+                f"{name}(confidence) must be a function of (logits, hidden_states), a LinearProbe or None, got "
+                f"{self.confidence!r}."
+            )
+
     def sure(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The confidence ``[b]`` of a token, finite where the logits are valid."""
         if self.confidence is None:
@@ -108,7 +119,7 @@ class BoundedRule:
         return np.where(is_low.any(0), is_low.argmax(0) + 1, most)
 
 
-class RunningBound:
+class RunningBound(RunningRule):
     """A :class:`BoundedRule` while one generation runs, with a threshold for each row.
 
     Where only logits are needed, a step can read the values of all rows in the same transfer as the tokens, and compare
@@ -134,9 +145,6 @@ class RunningBound:
         values = self.values(logits, hidden_states)
         return values < self._on(values.device)
 
-    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        pass
-
     def _on(self, device: torch.device) -> torch.Tensor:
         """The thresholds ``[b]``, uploaded after each change; equal ones need no upload."""
         known = self._uploaded
@@ -150,20 +158,14 @@ class RunningBound:
         return known[1]
 
 
-class _Function:
-    """A function as a rule."""
+class _Function(RunningRule):
+    """A function as a rule, which remembers nothing."""
 
     def __init__(self, rule: RuleFunction) -> None:
         self._rule = rule
 
-    def begin(self) -> None:
-        pass
-
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return self._rule(input_ids, logits, hidden_states)
-
-    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        pass
 
 
 def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningRule:
@@ -226,7 +228,7 @@ class ConfidenceThreshold(BoundedRule):
     confidence: Confidence | None = None
 
     def __post_init__(self) -> None:
-        _check_threshold(self)
+        self._check_threshold()
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.sure(logits, hidden_states) < self.threshold
@@ -252,26 +254,15 @@ class ProductThreshold(BoundedRule):
     confidence: Confidence | None = None
 
     def __post_init__(self) -> None:
-        _check_threshold(self)
+        self._check_threshold()
 
     def value(self, before: _Values | None, sure: _Values) -> _Values:
         return sure if before is None else before * sure
 
     def start(self, rows: int, max_draft: int, memory: Memory) -> RunningRule:
-        """See :meth:`RememberingRule.start`."""
         return RunningBound(self, [self.threshold] * rows)
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
     """Returns the top-1 probability ``[b]`` of logits ``[b, v]``."""
     return logits.softmax(-1, dtype=torch.float32).amax(-1)
-
-
-def _check_threshold(rule: ConfidenceThreshold | ProductThreshold) -> None:
-    name = type(rule).__name__
-    check_share(f"{name}(threshold)", rule.threshold, zero=False, one=False)
-    if rule.confidence is not None and not callable(rule.confidence):
-        raise SettingTypeError(
-            f"{name}(confidence) must be a function of (logits, hidden_states), a LinearProbe or None, got "
-            f"{rule.confidence!r}."
-        )

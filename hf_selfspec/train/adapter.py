@@ -11,8 +11,8 @@ import torch
 from ..errors import SettingError
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_exit
-from .fit import Option, TrainedFit, as_function, words
+from ..validation import Option, check_count, check_exit
+from .fit import TrainedFit, as_function, words
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import Metric, agreement, cross_entropy, per_token
 
@@ -89,10 +89,8 @@ class AdapterFit(TrainedFit[Adapter]):
         adapter = self._adapter(frozen.model.config.get_text_config(decoder=True), frozen.width)
         if adapter.head is not None:
             frozen.copy_head(adapter.head)
+        frozen.imitate_norm(adapter.norm, adapter.exit_layer)
         return adapter
-
-    def start(self, module: Adapter, frozen: FrozenModel) -> None:
-        frozen.imitate_norm(module.norm, module.exit_layer)
 
     def loss(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         return _per_token(cross_entropy, module, frozen, states).mean()

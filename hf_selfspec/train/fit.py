@@ -10,7 +10,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
@@ -22,30 +21,14 @@ from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
 from ..modules.draft_module import DraftModule, about
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_positive
-from .checkpoints import forget
-from .fit_trainer import FitModule, FitTrainer, resumable_arguments, seeded, training_arguments
+from ..validation import Option, check_count, check_positive
+from .fit_trainer import FitModule, FitTrainer, forget, resumable_arguments, seeded, training_arguments
 from .frozen_model import FrozenModel, HiddenStates
 from .packing import HELD_OUT, PackedDataset
 from .speedup import SpeedupEvaluator, speed_figures
 
 M = TypeVar("M", bound=DraftModule)
 P = ParamSpec("P")
-
-
-@dataclass(frozen=True)
-class Option:
-    """How the command line takes a setting; settings without one are for Python alone.
-
-    Args:
-        help: what the setting is.
-        name: the option's name, by default the setting's.
-        parse: makes the setting of the option's text, where it is not a text or a number.
-    """
-
-    help: str
-    name: str | None = None
-    parse: Callable[[str], Any] | None = None
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -124,18 +107,13 @@ class TrainedFit(Fit[M]):
         int | None, Option("Looks at the speed (every 100 steps, or tenth of a fit) without a gain, then it ends.")
     ] = None
 
-    # What each fit defines --------------------------------------------------------------------------------------------
-
     @abstractmethod
     def exit_layers(self, config: Any) -> Sequence[int]:
         """The exit layers whose states the module reads, for a model with this config."""
 
     @abstractmethod
     def module(self, frozen: FrozenModel) -> M:
-        """Returns a new module."""
-
-    def start(self, module: M, frozen: FrozenModel) -> None:
-        """Copies weights of the frozen model into a new module, as far as it starts with these."""
+        """Returns a new module, with the weights that it starts with."""
 
     @abstractmethod
     def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
@@ -155,8 +133,6 @@ class TrainedFit(Fit[M]):
 
     def finish(self, module: M, frozen: FrozenModel, held_out: torch.Tensor) -> None:
         """Does what is to be done between the training and its figures."""
-
-    # What all fits do -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         name = self.function
@@ -196,7 +172,7 @@ class TrainedFit(Fit[M]):
         rows, held_out = text.split()
         layers = self.exit_layers(model.config.get_text_config(decoder=True))
         frozen = FrozenModel(model, layers, self.cache_dir, self.cache_bytes)
-        with seeded(self.args):
+        with seeded(self.args), frozen.frozen():
             module = self.module(frozen).to(frozen.device, torch.float32)
         speedup = SpeedupEvaluator(model, held_out.rows, self.spec_of(frozen, held_out.rows))
         if self.patience is not None and not speedup.has_text:
@@ -207,10 +183,8 @@ class TrainedFit(Fit[M]):
         # With another default device the Trainer would shuffle on that one.
         with frozen.frozen(), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
             args = self._arguments(frozen.device, folder)
-            self.start(module, frozen)
             recipe = self.recipe(module)
-            loss, metrics = partial(self.loss, module, frozen), partial(self.metrics, module, frozen)
-            trained = FitModule(module, frozen, loss, metrics, recipe)
+            trained = FitModule(module, frozen, self.loss, self.metrics, recipe)
             trainer = FitTrainer(trained, rows, held_out, speedup, args, self.patience, folder)
             begun = perf_counter()
             trainer.train()

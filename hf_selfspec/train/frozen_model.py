@@ -106,8 +106,7 @@ class FrozenModel:
     @property
     def width(self) -> int:
         """``d`` of the states; raises if the head takes states of another width."""
-        with self.frozen():
-            seen = self._forward(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        seen = self._forward(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         width, final = seen[f"states_{self.layers[0]}"].shape[-1], seen["final"].shape[-1]
         if width != final:
             raise UnsupportedModelError(

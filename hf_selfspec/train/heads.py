@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, cast
 
 import torch
@@ -30,8 +30,8 @@ from ..modules.heads import (
     reached,
 )
 from ..selfspec import SelfSpec
-from ..validation import MOST_LAYERS, check_count, check_exit, check_flag, check_share
-from .fit import Option, TrainedFit, as_function, check_length, saved, words
+from ..validation import MOST_LAYERS, Option, check_count, check_exit, check_flag, check_share
+from .fit import TrainedFit, as_function, check_length, saved, words
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import Metric, agreement, per_token
 from .packing import HELD_OUT, MOST_HELD_OUT, PackedDataset
@@ -49,7 +49,7 @@ _USUAL_HEADS = 4
 _Texts = Sequence[tuple[torch.Tensor, int]]
 
 
-def _numbers(text: str) -> list[int]:
+def _whole_numbers(text: str) -> list[int]:
     return [int(word) for word in words(text)]
 
 
@@ -86,7 +86,7 @@ class HeadsFit(TrainedFit[ExitHeads]):
 
     layers: Annotated[
         Sequence[int] | None,
-        Option("Exit layers separated by commas, spread over the depth by default.", parse=_numbers),
+        Option("Exit layers separated by commas, spread over the depth by default.", parse=_whole_numbers),
     ] = None
     num_heads: Annotated[int, Option("Number of heads if no layers are given.", "heads")] = _USUAL_HEADS
     rank: Annotated[int | None, Option("Rank of the heads' linear layers, full by default.")] = None
@@ -136,26 +136,23 @@ class HeadsFit(TrainedFit[ExitHeads]):
         return chosen
 
     def module(self, frozen: FrozenModel) -> ExitHeads:
-        return ExitHeads(frozen.layers, frozen.width, frozen.vocabulary, self.rank)
-
-    def start(self, module: ExitHeads, frozen: FrozenModel) -> None:
+        module = ExitHeads(frozen.layers, frozen.width, frozen.vocabulary, self.rank)
         if self.copied:
             for layer, head in zip(module.layers, module.heads, strict=True):
                 norm, linear = cast(nn.Sequential, head)
                 frozen.copy_head(cast(nn.Linear, linear))
                 frozen.imitate_norm(cast(nn.RMSNorm, norm), layer)
+        return module
 
     def loss(self, module: ExitHeads, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
         losses = []
         for head, layer in enumerate(module.layers):
-            found = torch.zeros((), device=states.final.device, dtype=torch.float32)
             if self.labels < 1:
-                found = (1 - self.labels) * _per_token(_divergence, frozen, module, head, states).mean()
+                losses.append((1 - self.labels) * _per_token(_divergence, frozen, module, head, states).mean())
             if self.labels:
                 predicted = module.logits(head, states.states[layer][:, :-1]).float()
-                found = found + self.labels * F.cross_entropy(predicted.flatten(0, 1), states.ids[:, 1:].flatten())
-            losses.append(found)
-        return torch.stack(losses).mean()
+                losses.append(self.labels * F.cross_entropy(predicted.flatten(0, 1), states.ids[:, 1:].flatten()))
+        return torch.stack(losses).sum() / len(module.layers)
 
     def metrics(self, module: ExitHeads, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
         return {
@@ -164,14 +161,15 @@ class HeadsFit(TrainedFit[ExitHeads]):
         }
 
     def spec_of(self, frozen: FrozenModel, held_out: torch.Tensor) -> Callable[[ExitHeads], SelfSpec | None]:
-        texts: list[tuple[torch.Tensor, int]] = []  # of a frozen model, written once
+        @lru_cache
+        def texts() -> _Texts:  # in training, some of the text is enough
+            return _written(frozen, held_out[:_AT_ONCE])
 
         def spec(module: ExitHeads) -> SelfSpec | None:
             if module.about.get("calibration"):
                 return _dssd(module)
-            if not texts:  # in training, some of the text is enough
-                texts.extend(_written(frozen, held_out[:_AT_ONCE]))
-            heads, predictions = copy.copy(module), _predictions(frozen, module, texts)
+            heads = copy.copy(module)
+            predictions = _predictions(frozen, module, texts())
             heads.about = {"calibration": calibrate(predictions, self.epsilons, self.metric)}
             return _dssd(heads)
 
@@ -248,12 +246,7 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
 
 
 def _calibrate(
-    name: str,
-    heads: ExitHeads,
-    frozen: FrozenModel,
-    rows: torch.Tensor,
-    epsilons: Sequence[float],
-    metric: str | None,
+    name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float], metric: str | None
 ) -> None:
     """Calibrates heads on what the model writes after the beginnings of rows; warns if they reach no accuracy."""
     calibration = calibrate(_predictions(frozen, heads, _written(frozen, rows)), epsilons, metric)
@@ -282,11 +275,9 @@ def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def _per_token(metric: Metric, frozen: FrozenModel, heads: ExitHeads, head: int, states: HiddenStates) -> torch.Tensor:
-    """Applies ``metric`` to a head's logits and the whole model's, see :func:`.fit_trainer.per_token`."""
-    own = partial(heads.logits, head)
-    return per_token(
-        metric, own, states.states[heads.layers[head]].float(), frozen.own_head, states.final, heads.vocabulary
-    )
+    """``[b s]`` the values of a metric, from a head's logits and those of the whole model."""
+    own, read = partial(heads.logits, head), states.states[heads.layers[head]].float()
+    return per_token(metric, own, read, frozen.own_head, states.final, heads.vocabulary)
 
 
 @torch.no_grad()

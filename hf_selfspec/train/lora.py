@@ -14,14 +14,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..draft.lora import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
-from ..model.masks import MaskSpec, at_positions, speculative_attention
+from ..model.attention import MaskSpec, at_positions, speculative_attention
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import states_of
 from ..model.plan import LayerPlan
 from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_exit
-from .fit import Option, TrainedFit, as_function
+from ..validation import Option, check_count, check_exit
+from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import agreement, cross_entropy, per_token
 

@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from ..errors import SettingError
 from ..modules.probe import LinearProbe
 from ..selfspec import SelfSpec
-from ..validation import check_count, check_exit, check_flag, check_positive, check_share
-from .fit import Option, TrainedFit, as_function
+from ..validation import Option, check_count, check_exit, check_flag, check_positive, check_share
+from .fit import TrainedFit, as_function
 from .frozen_model import FrozenModel, HiddenStates
 from .losses import agreement, per_token
 

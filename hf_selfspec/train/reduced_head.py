@@ -11,8 +11,8 @@ from ..errors import SettingError, UnsupportedModelError
 from ..model.head import output_head
 from ..modules.draft_module import about
 from ..modules.reduced_head import ReducedHead
-from ..validation import check_count
-from .fit import Fit, Option, as_function, saved
+from ..validation import Option, check_count
+from .fit import Fit, as_function, saved
 from .packing import HELD_OUT, PackedDataset
 
 

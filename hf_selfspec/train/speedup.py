@@ -62,10 +62,9 @@ class SpeedupEvaluator:
         return bool(self._prompts.numel()) and self._new > 1
 
     def metrics(self, module: DraftModule, in_training: bool = False) -> dict[str, float]:
-        """Returns speeds in times of plain ``generate``'s; none where nothing can be measured.
+        """Speeds in times of plain ``generate``'s, also of and with free drafts; none where nothing can be measured.
 
-        In training only the ``speedup`` with the module, 0 if it cannot draft (yet), and after it those of and with
-        free drafts.
+        In training only the ``speedup`` with the module, 0 if it cannot draft (yet).
         """
         if not self.has_text:
             return {}
@@ -88,7 +87,7 @@ class SpeedupEvaluator:
 
     @torch.no_grad()
     def measured(self, specs: list[SelfSpec]) -> list[float]:
-        """Returns the speed of each, in times of plain ``generate``'s."""
+        """The speed of each, in times of plain ``generate``'s."""
         methods: list[dict[str, Any]] = [{"assistant": spec} for spec in (False, *specs)]  # plain first
         with greedily(self._model, self._new):
             for method in methods:
@@ -119,7 +118,7 @@ def _ready(module: DraftModule) -> Iterator[None]:
 
 
 def speed_figures(module: DraftModule, metrics: dict[str, float]) -> dict[str, float]:
-    """Returns the figures of a module's speed, none if it was not measured; warns if the module does not pay."""
+    """The figures of a module's speed, none if it was not measured; warns if the module does not pay."""
     if "speedup" not in metrics:
         return {}
     names = ("speedup", "speedup_with_free_drafts", "speedup_of_free_drafts")

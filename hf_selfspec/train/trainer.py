@@ -63,7 +63,7 @@ class ModelCallback(TrainerCallback, Generic[R]):
         if not self._served:
             raise UnsupportedOptionError(
                 f"{type(self).__name__} has to be among the callbacks before Trainer.train begins, and Trainer.train "
-                "has to be the one that `import hf_selfspec` wraps."
+                "has to be the one that hf_selfspec wraps, see hf_selfspec.install."
             )
         self.detach()
         self._run = self.make_run(model, args)

@@ -18,15 +18,6 @@ def best_tokens(scores: torch.Tensor) -> torch.Tensor:
 def choose_greedy(
     scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
 ) -> tuple[int, int | None]:
-    """Returns the full model's token at one position, and which drafted token it confirms.
-
-    Args:
-        scores: ``[v]`` processed scores of the full model.
-        drafted: tokens proposed for this position.
-        q, num_drawn: not used; greedy drafts have no distribution.
-
-    Returns:
-        The token, and its index in ``drafted`` or ``None``.
-    """
+    """Returns the full model's token at one position, and the index of the drafted token it confirms, or ``None``."""
     token = int(best_tokens(scores))
     return token, drafted.index(token) if token in drafted else None

@@ -28,15 +28,6 @@ def verify_in_step(
     Processors and criteria are called exactly as plain ``generate`` calls them: once for each emitted token, in order,
     for the whole batch, with the whole text so far. The walk ends with the first token that a row's draft does not
     contain, so every row gets the same number of tokens.
-
-    Args:
-        text, draft, logits, scorer, stopper: see :func:`.walk.verify`; all rows have the same length.
-        done: rows that have ended; they get ``pad_token`` and their verdict is empty.
-        steps: for each token so far the scores ``[b, v]``, if they are recorded; those of new tokens are appended.
-        pad_token: the id that fills rows that have ended, as in ``generate``.
-
-    Returns:
-        A verdict for each row.
     """
     choose = choose_sampled if scorer.do_sample else choose_greedy
     drafted, rows = draft.tokens.tolist(), range(text.batch_size)

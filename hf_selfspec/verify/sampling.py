@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .greedy import best_tokens
+
 
 def choose_sampled(
     scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
@@ -71,7 +73,7 @@ def draw(p: torch.Tensor) -> torch.Tensor:
     Of the exponential variables ``E(x) / p(x)``, which have the rates ``p(x)``, the one of ``x`` is the smallest with
     probability ``p(x) / sum(p)``. Unlike ``torch.multinomial`` this does not make the host wait for a GPU.
     """
-    return (p / torch.empty_like(p).exponential_()).argmax(-1)
+    return best_tokens(p / torch.empty_like(p).exponential_())
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,23 +44,11 @@ _ROW_BLIND = (
 
 
 class Scorer:
-    """Turns logits into the scores from which a token is chosen, as plain ``generate`` would.
-
-    Args:
-        processors: the list that ``generate`` prepared.
-        batch_size: ``b``.
-        do_sample: whether tokens are sampled.
-
-    Attributes:
-        stateful: names of processors that may keep a state; with any, all are called by :meth:`in_step` alone.
-        prefix_free: whether no processor looks at the text, so that any number of positions can be processed at once.
-        repairs: whether a processor replaces NaN and infinite logits.
-        grammars: the processors that are grammars; :meth:`begin` must be called before any scores are computed.
-    """
+    """Turns logits into the scores from which a token is chosen, as plain ``generate`` would."""
 
     def __init__(self, processors: lp.LogitsProcessorList, batch_size: int, do_sample: bool) -> None:
         self.do_sample = do_sample
-        self.stateful = stateful(processors)
+        self.stateful = stateful(processors)  # names; with any, all processors are called by `in_step` alone
         self.prefix_free = all(type(processor) in _PREFIX_FREE for processor in processors)
         self.repairs = any(isinstance(processor, lp.InfNanRemoveLogitsProcessor) for processor in processors)
         self.grammars = [processor for processor in processors if isinstance(processor, GrammarMask)]
@@ -151,15 +139,7 @@ def _of_row(processor: Processor, row: int, batch_size: int) -> Processor:
 
 
 def check_highest(highest: Iterable[float], whose: str) -> None:
-    """Checks that a token can be chosen at each position.
-
-    Args:
-        highest: the highest logit of each position.
-        whose: the model's name, for the message.
-
-    Raises:
-        NumericalError: a NaN, a positive infinity, or nothing but negative infinities in some position.
-    """
+    """Raises a ``NumericalError`` where no token can be chosen by the highest logits of ``whose`` model."""
     if not all(map(math.isfinite, highest)):
         raise NumericalError(
             f"{whose} returned NaN or infinite logits. Check the weights and the dtype (float16 overflows where "

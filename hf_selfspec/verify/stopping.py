@@ -14,19 +14,7 @@ from .stateless import stateful
 
 
 class Stopper:
-    """Tells whether a row ends with its last token.
-
-    Args:
-        criteria: the list that ``generate`` prepared.
-
-    Attributes:
-        criteria: the list that ``generate`` prepared.
-        max_length: the most columns of a text, ``None`` for no limit.
-        eos_tokens: ids that end a row.
-        has_eos: whether a token can end a row; rows that have ended are padded then.
-        reads_text: whether criteria beyond length and end tokens look at the text after each token.
-        stateful: names of criteria that may keep a state; with any, all are called by :meth:`in_step` alone.
-    """
+    """Tells whether a row ends with its last token."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.max_length: int | None = min(
@@ -36,20 +24,13 @@ class Stopper:
             int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.stateful = stateful(criteria)
+        self.stateful = stateful(criteria)  # names; with any, all criteria are called by `in_step` alone
         self.criteria = criteria
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
         self.reads_text = bool(self._others)
 
     def __call__(self, text: Text, row: int, ahead: int, token: int, scores: list[torch.Tensor] | None) -> bool:
-        """Whether ``row`` ends with its ``ahead``-th scratch token.
-
-        Args:
-            text: the batch.
-            row, ahead: the row, and the place of the token after its text.
-            token: its id.
-            scores: the row's scores ``[v]`` of all tokens so far, where ``generate`` was asked to return them.
-        """
+        """Whether ``row`` ends with its ``ahead``-th scratch token."""
         length = text.lengths[row] + ahead
         done = self.max_length is not None and length >= self.max_length
         if self.eos_tokens and not done:
@@ -62,12 +43,7 @@ class Stopper:
         return done
 
     def in_step(self, input_ids: torch.Tensor, scores: list[torch.Tensor] | None) -> list[bool]:
-        """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as in plain ``generate``.
-
-        Args:
-            input_ids: all rows, of the same length.
-            scores: for each token so far the scores ``[b, v]``, where ``generate`` was asked to return them.
-        """
+        """Whether each row ends with the last column of ``input_ids`` ``[b, s]``, as in plain ``generate``."""
         ended: list[bool] = self.criteria(input_ids, None if scores is None else tuple(scores)).tolist()
         return ended
 

@@ -78,9 +78,11 @@ def verify(
     """
     # Scores that do not depend on the prefix are computed for all nodes at once, and greedy ones are moved at once. On
     # a CPU scores to sample from are computed one by one if tokens were drafted: top-p sorts the vocabulary for each,
-    # and none is needed after a rejection.
+    # and none is needed after a rejection. Without a draft there is one node, whose prefix is the text.
     at_once = scorer.prefix_free and not (scorer.do_sample and draft.size and logits.device.type == "cpu")
     scores = scorer.everywhere(logits) if at_once else None
+    if scores is None and not draft.size:
+        scores = scorer.ahead(text, 0, logits[:, 0], [not ended for ended in done])[:, None]
     known = [draft.tokens] if draft.listed is None else []
     highest = [] if whose is None else [logits.amax(-1) if best is None else best.highest]
     if best is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 from transformers import LlamaForCausalLM
 
 from helpers.models import VOCABULARY, character_tokenizer
@@ -16,7 +15,7 @@ from helpers.sampling import SPECS, accepts_everything, exact_joint
 from helpers.sampling import llama as small_vocabulary
 from hf_selfspec import EarlyExit, FixedLength, SampleTest, SelfSpec, SettingError, SettingTypeError, audit
 from hf_selfspec.auditing.differences import difference_at
-from hf_selfspec.auditing.distribution import ChiSquared, Expected
+from hf_selfspec.auditing.distribution import Sampling
 from hf_selfspec.verify import walk
 
 TEXTS = ["def f(x):", "Once upon", "1 + 1 ="]
@@ -34,43 +33,50 @@ def test_equal_ids_pass(llama: LlamaForCausalLM) -> None:
     assert "LlamaForCausalLM, float32, cpu, greedy" in str(found)
 
 
-def test_wrong_tokens_do_not_pass(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def changing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[torch.Tensor], torch.Tensor]], None]:
+    """Has calls with a ``SelfSpec`` return something else."""
     generate = LlamaForCausalLM.generate
 
-    def changed(self: Any, *args: Any, assistant: Any = None, **options: Any) -> Any:
-        ids = generate(self, *args, assistant=assistant, **options)
-        if isinstance(assistant, SelfSpec):
-            ids = ids.clone()
-            ids[0, 12] = (ids[0, 12] + 1) % VOCABULARY
+    def use(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def changed(self: Any, *args: Any, assistant: Any = None, **options: Any) -> Any:
+            ids = generate(self, *args, assistant=assistant, **options)
+            return change(ids.clone()) if isinstance(assistant, SelfSpec) else ids
+
+        monkeypatch.setattr(LlamaForCausalLM, "generate", changed)
+
+    return use
+
+
+def with_token(column: int, token: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        ids[0, column] = (ids[0, column] + 1) % VOCABULARY if token is None else token
         return ids
 
-    monkeypatch.setattr(LlamaForCausalLM, "generate", changed)
+    return change
+
+
+def test_wrong_tokens_do_not_pass(llama: LlamaForCausalLM, changing: Any) -> None:
+    changing(with_token(12))
     found = audit(llama, character_tokenizer(), ["def f(x):", "a"], SPEC, max_new_tokens=14, name="mine")
     assert not found.passed
-    assert [(one.prompt, one.token) for one in found.partings] == [(0, 3), (1, 11)]
-    assert not any(one.difference.is_near_tie for one in found.partings)
+    assert [(one.row, one.column, one.is_near_tie) for one in found.partings] == [(0, 3, False), (1, 11, False)]
     told = str(found)
     assert told.startswith("mine against plain generate")
     assert told.count("DIFFERENT") == 2
     assert "0 of 2 prompts have equal ids; 2 differ where rounding does not explain it: NOT exact" in told
 
 
-def test_a_text_that_ends_early_does_not_pass(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = LlamaForCausalLM.generate
-
-    def cut(self: Any, *args: Any, assistant: Any = None, **options: Any) -> Any:
-        ids = generate(self, *args, assistant=assistant, **options)
-        return ids[:, :-2] if isinstance(assistant, SelfSpec) else ids
-
-    monkeypatch.setattr(LlamaForCausalLM, "generate", cut)
+def test_a_text_that_ends_early_does_not_pass(llama: LlamaForCausalLM, changing: Any) -> None:
+    changing(lambda ids: ids[:, :-2])
     found = audit(llama, character_tokenizer(), ["a"], SPEC, max_new_tokens=8)
     (parting,) = found.partings
-    assert (parting.token, parting.got) == (6, None)
+    assert (parting.column, parting.texts[1]) == (6, None)
     assert not found.passed
     assert "(end)" in str(found)
 
 
-def test_gaps_are_those_behind_processors(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gaps_are_those_behind_processors(llama: LlamaForCausalLM, changing: Any) -> None:
     """A penalty changes which tokens are likeliest; with the bare logits a near tie would be an error."""
     model = copy.deepcopy(llama)
     model.generation_config.repetition_penalty = 3.0
@@ -78,39 +84,27 @@ def test_gaps_are_those_behind_processors(llama: LlamaForCausalLM, monkeypatch: 
     output = model.generate(
         ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_scores=True, assistant=False
     )
-    second = int(output.scores[3][0].topk(2).indices[1])
-    generate = LlamaForCausalLM.generate
-
-    def changed(self: Any, *args: Any, assistant: Any = None, **options: Any) -> Any:
-        found = generate(self, *args, assistant=assistant, **options)
-        if isinstance(assistant, SelfSpec):
-            found = found.clone()
-            found[0, ids.shape[1] + 3] = second
-        return found
-
-    monkeypatch.setattr(LlamaForCausalLM, "generate", changed)
+    top, second = output.scores[3][0].topk(2).values, int(output.scores[3][0].topk(2).indices[1])
+    changing(with_token(ids.shape[1] + 3, second))
     (parting,) = audit(model, character_tokenizer(), ["abcabc"], SPEC, max_new_tokens=6).partings
-    top = output.scores[3][0].topk(2).values
-    assert parting.difference.margin == pytest.approx(float(top[0] - top[1]))
+    assert parting.margin == pytest.approx(float(top[0] - top[1]))
 
 
-def test_near_ties_are_within_rounding_of_the_dtype() -> None:
-    scores = torch.tensor([1.0, 10.0, 9.99, -torch.inf])
-    assert not difference_at(0, 0, 1, 2, scores, torch.float32).is_near_tie
-    assert difference_at(0, 0, 1, 2, scores, torch.bfloat16).is_near_tie
-    assert not difference_at(0, 0, 1, 0, scores, torch.bfloat16).is_near_tie
-
-
-def test_ties_of_three_are_near_ties() -> None:
-    """Of three tokens that are as likely, kernels that round differently choose any two."""
+@pytest.mark.parametrize(
+    ("pair", "dtype", "margin", "is_tie"),
+    [
+        ((1, 2), torch.bfloat16, 0.01, True),  # of three that are as likely, rounding may choose any two
+        ((1, 2), torch.float32, 0.01, False),
+        ((1, 3), torch.bfloat16, 2.0, False),
+        ((1, 4), torch.bfloat16, float("inf"), False),  # a forbidden token
+        ((1, -1), torch.bfloat16, float("inf"), False),  # a text that has ended
+    ],
+)
+def test_near_ties(pair: tuple[int, int], dtype: torch.dtype, margin: float, is_tie: bool) -> None:
     scores = torch.tensor([10.0, 10.0, 9.99, 8.0, -torch.inf])
-    tie = difference_at(0, 0, 1, 2, scores, torch.bfloat16)
-    assert tie.is_near_tie
-    assert tie.margin == pytest.approx(0.01, abs=1e-5)
-    assert not difference_at(0, 0, 1, 2, scores, torch.float32).is_near_tie
-    assert difference_at(0, 0, 1, 3, scores, torch.bfloat16).margin == 2.0
-    for other in (3, 4, -1):  # unlikely, forbidden, and a text that has ended
-        assert not difference_at(0, 0, 1, other, scores, torch.bfloat16).is_near_tie
+    found = difference_at(0, 0, *pair, scores, dtype)
+    assert found.margin == pytest.approx(margin, abs=1e-5)
+    assert found.is_near_tie == is_tie
 
 
 def test_nothing_drafted_is_told(llama: LlamaForCausalLM) -> None:
@@ -145,7 +139,7 @@ def test_the_right_distribution_passes(options: dict[str, float]) -> None:
     found = sampled(**options)
     assert found.passed
     assert [test.draws for test in found.tests] == [1500, 1500]
-    assert found.test.freedom == sum(test.freedom for test in found.tests) > 30
+    assert found.test.degrees_of_freedom == sum(test.degrees_of_freedom for test in found.tests) > 30
     assert 0 < found.accepted < found.drafted
     assert "first 4 tokens: consistent with plain generate's distribution" in str(found)
 
@@ -158,51 +152,42 @@ def test_a_biased_distribution_does_not_pass(monkeypatch: pytest.MonkeyPatch) ->
     assert "NOT plain generate's distribution" in str(found)
 
 
-def test_impossible_tokens_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_tokens_do_not_pass(changing: Any) -> None:
     """However few they are."""
-    generate, done = LlamaForCausalLM.generate, []
+    done: list[int] = []
 
-    def with_one_more(self: Any, *args: Any, assistant: Any = None, **options: Any) -> Any:
-        ids = generate(self, *args, assistant=assistant, **options)
-        if isinstance(assistant, SelfSpec) and not done:
-            last = small_vocabulary()(ids[:1, :1]).logits[0, -1]
-            done.append(int(last.argmin()))
+    def with_one_more(ids: torch.Tensor) -> torch.Tensor:
+        if not done:
+            done.append(int(small_vocabulary()(ids[:1, :1]).logits[0, -1].argmin()))
             ids[0, 1] = done[0]
         return ids
 
-    monkeypatch.setattr(LlamaForCausalLM, "generate", with_one_more)
+    changing(with_one_more)
     torch.manual_seed(0)
-    spec, model = SPECS["early exit"], small_vocabulary()
-    found = audit(model, Numbers(), ["3"], spec, sample=SampleTest(draws=200, top_p=0.5))
-    assert found.test.impossible == 1
-    assert found.test.p_value == 0
+    sample = SampleTest(draws=200, top_p=0.5)
+    found = audit(small_vocabulary(), Numbers(), ["3"], SPECS["early exit"], sample=sample)
+    assert (found.test.impossible, found.test.p_value) == (1, 0)
     assert not found.passed
 
 
+def expected(draws: int, end: int | None) -> dict[tuple[int, ...], float]:
+    model = copy.deepcopy(small_vocabulary())
+    model.generation_config.eos_token_id = end
+    return Sampling(model, torch.tensor([[3]]), 4, draws, {"do_sample": True}).expected().cells
+
+
 def test_expected_shares_are_exact() -> None:
-    model, draws = small_vocabulary(), 10**9
-    ids = torch.tensor([[3]])
-    found = Expected.of(model, ids, 4, draws, frozenset(), {"do_sample": True})
-    joint = exact_joint(model, [])
-    places = {text: int("".join(map(str, text)), 5) for text in found.cells}
-    assert len(places) > 500
-    for text, share in found.cells.items():
-        assert share == pytest.approx(float(joint[places[text]]), rel=1e-3)
+    cells, joint = expected(10**9, None), exact_joint(small_vocabulary(), [])
+    assert len(cells) > 500
+    for text, share in cells.items():
+        assert share == pytest.approx(float(joint[int("".join(map(str, text)), 5)]), rel=1e-3)
 
 
 def test_texts_that_end_are_cells_of_their_own() -> None:
-    model = small_vocabulary()
-    found = Expected.of(model, torch.tensor([[3]]), 4, 10**6, frozenset({2}), {"do_sample": True})
-    assert all(2 not in text[:-1] for text in found.cells)
-    assert any(len(text) < 4 and text[-1] == 2 for text in found.cells)
-    assert sum(found.cells.values()) == pytest.approx(1, abs=1e-3)
-
-
-def test_p_values_are_those_of_scipy() -> None:
-    for statistic, freedom in ((3.2, 4), (40.0, 12), (80.0, 100)):
-        assert ChiSquared(statistic, freedom).p_value == pytest.approx(chi2.sf(statistic, freedom))
-    both = ChiSquared(3.0, 4, 10) + ChiSquared(5.0, 2, 20, 1)
-    assert (both.statistic, both.freedom, both.draws, both.p_value) == (8.0, 6, 30, 0.0)
+    cells = expected(10**6, 2)
+    assert all(2 not in text[:-1] for text in cells)
+    assert any(len(text) < 4 and text[-1] == 2 for text in cells)
+    assert sum(cells.values()) == pytest.approx(1, abs=1e-3)
 
 
 def test_too_few_draws_are_told() -> None:

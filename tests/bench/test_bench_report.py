@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
-import subprocess
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 from transformers import AutoTokenizer
 
 from helpers.models import tiny_llama
@@ -24,7 +21,6 @@ from hf_selfspec.bench.prompts import Prompt
 from hf_selfspec.bench.settings import Settings
 from hf_selfspec.bench.tables import verdict
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # Tags that have no end.
 _VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -142,23 +138,6 @@ def test_texts_that_differ_are_shown_with_their_gaps(compared: Comparison) -> No
     found["conditions"][0]["methods"][2]["equal_ids"] = {"texts": 3, "equal": 2, "share": 2 / 3, "differences": [place]}
     words = Page(report.html(found, {})).words
     assert words[words.index("Texts that differ") :].count("0.012") == 1
-
-
-@pytest.mark.usefixtures("compared")
-def test_page_opens_in_a_browser(folder: Path, tmp_path: Path) -> None:
-    """A browser shows it all, with no network and nothing to complain of."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(
-            f"needs a browser on the path, one of {', '.join(BROWSERS)}: Debian has it as `apt install chromium`"
-        )
-    shot = tmp_path / "page.png"
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += ["--enable-logging=stderr", "--proxy-server=127.0.0.1:9", "--window-size=1100,2400"]
-    page = (folder / "report.html").as_uri()
-    done = subprocess.run([*command, f"--screenshot={shot}", page], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
-    assert imread(shot).shape[:2] == (2400, 1100)
 
 
 def condition(prompts: int = 12, **changed: Any) -> dict[str, Any]:

@@ -48,8 +48,9 @@ from hf_selfspec import (
 from hf_selfspec.cli import app, main
 from hf_selfspec.data.texts import texts
 from hf_selfspec.train import FITS
-from hf_selfspec.train.fit import Fit, Option
+from hf_selfspec.train.fit import Fit
 from hf_selfspec.train.fit_trainer import training_arguments
+from hf_selfspec.validation import Option
 
 TEXT = "def f(x): return x + 1 "
 
@@ -179,29 +180,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 DATA: dict[str, tuple[str, bytes | None, str]] = {
-    "missing": ("missing.jsonl", None, "there is no such file"),
-    "missing text": ("missing.txt", None, "there is no such file"),
-    "binary text": (
-        "a.txt",
-        bytes(range(256)),
-        "cannot be read as text in UTF-8 ('utf-8' codec can't decode",
-    ),
     "zeros": ("a.txt", b"\0" * 100, "cannot be read as text in UTF-8 (it has null bytes)"),
-    "binary lines": ("a.jsonl", b'{"text": "\xff"}', "cannot be read as text in UTF-8"),
     "broken": ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: this is not JSON (Expecting"),
     "deep": ("a.jsonl", b"[" * 100_000, "line 1: this is not JSON (maximum recursion depth"),
     "lists": ("a.jsonl", b'{"text": "a"}\n["b"]', "line 2: ['b'] is not an object with a text"),
-    "a list": ("a.json", b'[{"text": "a"}]', "line 1: [{'text': 'a'}] is not an object with a text"),
-    "numbers": ("a.jsonl", b"3", "line 1: 3 is not an object"),
-    "null": ("a.jsonl", b"null", "line 1: None is not an object"),
-    "another column": (
-        "a.jsonl",
-        b'{"text": "a"}\n{"body": "text"}',
-        "line 2: there is no text in the column 'text'. Name one of the columns ['body'] with --field",
-    ),
-    "no text": ("a.jsonl", b'{"text": 5}', "line 1: there is no text in the column 'text'"),
-    "empty text": ("a.txt", b"", "the dataset is empty"),
-    "empty lines": ("a.jsonl", b"\n\n", "the dataset is empty"),
     "half a character": (
         "a.jsonl",
         b'{"text": "a"}\n{"text": "abc \\ud800"}',
@@ -209,7 +191,6 @@ DATA: dict[str, tuple[str, bytes | None, str]] = {
     ),
     "blank": ("a.jsonl", b'{"text": " "}', "the dataset is empty"),
     "table": ("a.csv", b"text\na", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file"),
-    "no suffix": ("data", b"text", "is a file of another kind (no suffix)"),
     "no name": ("a b", None, "there is no such file, and it is not the name of a dataset"),
 }
 
@@ -313,40 +294,23 @@ def test_datasets_that_cannot_be_used(
 
 OPTIONS: list[tuple[str, dict[str, object], str]] = [
     ("adapter", {"batch": 0}, "--batch must be at least 1, got 0"),
-    ("adapter", {"batch": "many"}, "Invalid value for '--batch': "),
     ("adapter", {"epochs": 0}, "--epochs must be a finite number above 0, got 0.0"),
-    ("adapter", {"learning-rate": -0.1}, "--learning-rate must be a finite number above 0, got -0.1"),
-    ("adapter", {"learning-rate": "nan"}, "--learning-rate must be a finite number above 0, got nan"),
-    ("adapter", {"dtype": "foat32"}, "'foat32' is not one of 'auto', 'bfloat16'"),
     ("adapter", {"exit-layer": 0}, "--exit-layer must be at least 1, got 0"),
     ("adapter", {"exit-layer": 6}, "the model has 6 layers, so the exit layer must be between 1 and 5"),
     ("adapter", {"block-size": 513}, "--block-size 513 is more than the 512 positions of the model"),
     ("heads", {"block-size": 1}, "--block-size 1 leaves the model nothing to write: give at least 2"),
-    ("heads", {"block-size": 64}, "none can be held out to calibrate on: give at least 20 rows"),
     ("heads", {"layers": [3, 3]}, "needs exit layers from 1 on, in increasing order, got [3, 3]"),
-    ("heads", {"heads": 10**9}, "--heads must be at most 4096, got 1000000000"),
-    ("heads", {"rank": 10**9}, "--rank must be at most 4194304, got 1000000000"),
     ("adapter", {"patience": 0}, "--patience must be at least 1, got 0"),
     ("adapter", {"cache-gib": 2}, "--cache-gib 2.0 has no effect without --cache"),
     ("adapter", {"cache-gib": 0, "cache": "states"}, "--cache-gib must be a finite number above 0, got 0.0"),
-    ("adapter", {"heads": 0}, "--heads must be at least 1, got 0"),
-    ("adapter", {"heads": 3}, "hidden_size must be a multiple of 2 * num_heads"),
     ("adapter", {"heads": 4, "blocks": ["mlp"]}, "--heads 4 has no effect with --blocks mlp"),
     ("adapter", {"blocks": ["mixer"]}, "--blocks takes some of ('attention', 'mlp'), got ('mixer',)"),
-    ("adapter", {"speed": 3}, "No such option"),
-    ("adapter", {"model": None}, "Missing option '--model'"),
-    ("heads", {"layers": [2, 9]}, "the model has 6 layers"),
     ("heads", {"layers": ["3", "x"]}, "--layers 3,x: give whole numbers separated by commas"),
-    ("heads", {"layers": [0, 2]}, "--layers must be at least 1, got 0"),
     ("heads", {"layers": [1, 3], "heads": 2}, "--heads 2 has no effect with --layers"),
     ("heads", {"copied": True, "rank": 4}, "--copied --rank 4: the model's own head has full rank"),
-    ("heads", {"rank": 0}, "--rank must be at least 1, got 0"),
     ("heads", {"metric": "luck"}, "--metric must be one of ['entropy', "),
     ("probe", {"temperature": 0.7}, "--temperature 0.7 has no effect without --sample"),
-    ("probe", {"sample": True, "temperature": 0}, "--temperature must be a finite number above 0, got 0.0"),
-    ("probe", {"sample": True, "top-k": -5}, "--top-k must be at least 0, got -5"),
     ("probe", {"sample": True, "top-p": 1.5}, "--top-p must lie between 0 and 1"),
-    ("probe", {"exit-layer": None}, "Missing option '--exit-layer'"),
 ]
 
 
@@ -367,14 +331,9 @@ def test_places_that_are_wrong(files: dict[str, Path], capsys: pytest.CaptureFix
     for name, place, words in (
         ("out", file, f"{file} is a file. Name a folder"),
         ("out", file / "a", "cannot be a folder (Not a directory)"),
-        ("out", file.parent / ("a" * 300), "cannot be a folder (File name too long)"),
         ("out", "", "--out is empty"),
-        ("cache", "", "--cache is empty"),
         ("out", occupied, "config.json is a folder there"),
         ("cache", file, f"{file} is a file. Name a folder"),
-        ("model", file.parent / "none", "there is no such folder, and the Hub has no such model"),
-        ("model", file, "there is no such folder"),
-        ("model", file.parent, "its config cannot be loaded"),
         ("field", "body", "--field body has no effect on --data"),
     ):
         changed = {name: place}

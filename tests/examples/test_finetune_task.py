@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from helpers.models import tiny_llama
 from helpers.processes import EXAMPLES
-from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Lookup
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
 
 sys.path.append(str(EXAMPLES))
 
@@ -72,18 +72,7 @@ def test_every_kind_of_argument_has_its_name() -> None:
     }
 
 
-def test_annotations_and_the_returned_type_are_kept_as_written() -> None:
-    found = signature("def f(a: 'A', *b: int, c: Dict[str, int]=None, **d: T | None) -> Optional['B']:")
-    assert [argument["annotation"] for argument in found["args"]] == ["'A'", "int", "Dict[str, int]", "T | None"]
-    assert found["returns"] == "Optional['B']"
-
-
-def test_async_is_said_only_where_it_is() -> None:
-    assert signature("async def f():") == {"name": "f", "async": True, "args": []}
-    assert signature("def f():") == {"name": "f", "args": []}
-
-
-@pytest.mark.parametrize("default", ["'\"'", '"\'"', r"'\n\\'", "{'a': [\"b'\"]}", "lambda x, y=',': x", "-1.5", "'é'"])
+@pytest.mark.parametrize("default", ['"\'"', r"'\n\\'", "lambda x, y=',': x"])
 def test_a_default_survives_the_json(default: str) -> None:
     found = arguments(f"def f(a, b={default}, *, c={default}):")
     assert "default" not in found[0]
@@ -120,41 +109,12 @@ def test_a_header_is_written_back_as_it_was_read(header: str) -> None:
     assert list(tasks.headers_in(f"class A:\n  {header} pass".encode())) == [header]
 
 
-@pytest.mark.parametrize("source", [b"def f(x): print x\n", b"\xff\xfe", b"def f(): pass\0"])
-def test_sources_that_do_not_parse_have_no_headers(source: bytes) -> None:
-    assert list(tasks.headers_in(source)) == []
-
-
-def test_old_escapes_do_not_warn() -> None:
-    assert list(tasks.headers_in(b"def f(x='\\d'): pass\n")) == [r"def f(x='\\d'):"]
-
-
 def test_no_header_is_in_both_halves(library: Path) -> None:
     headers = tasks.read_headers(library)
     assert headers.held_out
     assert not set(headers.training) & set(headers.held_out)
     assert len(set(headers.training)) == len(headers.training)
     assert not any("installed" in header for header in headers.training + headers.held_out)
-
-
-def test_held_out_headers_are_those_of_held_out_files(library: Path) -> None:
-    headers = tasks.read_headers(library)
-    expected = {
-        header
-        for file in library.glob("*.py")
-        if is_held_out(file.relative_to(library))
-        for header in tasks.headers_in(file.read_bytes())
-    }
-    assert set(headers.held_out) == expected
-    # Some of them are in training files as well, where they must be left out.
-    everywhere = [header for file in library.glob("*.py") for header in tasks.headers_in(file.read_bytes())]
-    assert any(everywhere.count(header) > 1 for header in expected)
-
-
-def test_most_headers_that_take_nothing_are_left_out() -> None:
-    bare = [f"def name{number}(self):" for number in range(400)]
-    assert 60 < sum(map(tasks.is_kept, bare)) < 140
-    assert all(tasks.is_kept(header.replace("self", "self, x")) for header in bare)
 
 
 def test_prompt_and_answer_read_back(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,16 +124,6 @@ def test_prompt_and_answer_read_back(tokenizer: PreTrainedTokenizerBase) -> None
     assert pair.answer[-1] == tokenizer.eos_token_id
     assert pair.answer.count(tokenizer.eos_token_id) == 1
     assert tasks.is_right(tokenizer.decode(pair.answer[:-1]), pair.expected)
-
-
-def test_long_pairs_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
-    headers = ["def f(x):", f"def f({', '.join(f'x{number}' for number in range(40))}):"]
-    prompts = [len(finetune_task.encode(tokenizer, SIGNATURE, header).prompt) for header in headers]
-    pairs = finetune_task.encode_all(tokenizer, SIGNATURE, headers, longest=2 * max(prompts))
-    assert [pair.expected["args"] for pair in pairs] == [[{"name": "x", "kind": "arg"}]]
-    exactly = len(finetune_task.encode(tokenizer, SIGNATURE, headers[0]))
-    assert len(finetune_task.encode_all(tokenizer, SIGNATURE, headers[:1], exactly)) == 1
-    assert not finetune_task.encode_all(tokenizer, SIGNATURE, headers[:1], exactly - 1)
 
 
 def test_batches_are_of_like_length_and_shuffled() -> None:
@@ -206,29 +156,6 @@ def test_only_the_answer_and_its_end_have_labels(tokenizer: PreTrainedTokenizerB
     assert batch["labels"][0].tolist() == [-100] * len(short.prompt) + short.answer + [-100] * padding
     assert batch["attention_mask"][0].tolist() == [1] * len(short) + [0] * padding
     assert batch["labels"][1].tolist() == [-100] * len(pairs[1].prompt) + pairs[1].answer
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ('{"name":"f","args":[]}', True),
-        ('{"args": [], "name": "f"}', True),
-        ('{"name":"g","args":[]}', False),
-        ('{"name":"f","args":[]}}', False),
-        ("", False),
-    ],
-)
-def test_answers_are_compared_as_objects(text: str, right: bool) -> None:
-    assert tasks.is_right(text, {"name": "f", "args": []}) is right
-
-
-def test_other_tokens_are_reported() -> None:
-    plain = Row("plain", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
-    same = Row("same", outputs=[torch.tensor([1, 2]), torch.tensor([3])])
-    early = Row("early exit only", lossless=False, outputs=[torch.tensor([1, 2]), torch.tensor([4])])
-    other = Row("other", outputs=[torch.tensor([1, 2]), torch.tensor([4])])
-    assert "yes" in finetune_task.verdict([plain, same, early])
-    assert "1 outputs" in finetune_task.verdict([plain, same, early, other])
 
 
 def test_too_few_sources_are_refused(library: Path, tmp_path: Path) -> None:
@@ -274,58 +201,6 @@ def test_answers_are_scored(tokenizer: PreTrainedTokenizerBase) -> None:
         generator.score(row, pair)
     assert row.correct == [True, False]
     assert row.outputs[1].tolist() == pairs[1].prompt + pairs[0].answer
-
-
-def test_the_fastest_stop_rule_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time(self: Any, rows: list[Row], pairs: Any) -> None:
-        for place, row in enumerate(rows):
-            row.timings = timed(0.002 if place == 3 else 0.004)
-
-    monkeypatch.setattr(finetune_task.Generator, "time", time)
-    generator = finetune_task.Generator.__new__(finetune_task.Generator)
-    best = finetune_task.best_self_speculation(generator, 2, [])
-    assert best.assistant.stop == finetune_task.STOP_RULES[3]
-    assert best.timings.samples == []
-
-
-def test_what_is_evaluated_on(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Held-out pairs for the table, training pairs for the choice of stop rules."""
-    training, held_out = ([Pair([number], [0], {}) for number in range(first, first + 9)] for first in (0, 100))
-    scored, times = [], []
-
-    def score(self: Any, row: Row, pair: Pair) -> None:
-        scored.append(pair.prompt[0])
-        row.correct.append(True)
-
-    def time(self: Any, rows: list[Row], pairs: list[Pair]) -> None:
-        times.append([pair.prompt[0] for pair in pairs])
-        for row in rows:
-            row.timings = timed(0.002)
-
-    monkeypatch.setattr(finetune_task.Generator, "score", score)
-    monkeypatch.setattr(finetune_task.Generator, "time", time)
-    generator = finetune_task.Generator(tiny_llama(4), tokenizer, SIGNATURE, 64)
-    rows = finetune_task.evaluate(generator, training, held_out, Evaluation(pairs=4, timed=2, tuning=3), 0)
-    assert [row.name.split(",")[0] for row in rows] == [
-        "plain",
-        *["early exit only"] * 3,
-        *["self-speculative"] * 3,
-        "free drafts alone",
-        *["with free drafts"] * 3,
-    ]
-    for alone, beside in zip(rows[4:7], rows[8:], strict=True):
-        assert beside.assistant.draft.sources == (Lookup(), alone.assistant.draft)
-        assert beside.assistant.stop == alone.assistant.stop
-    assert len(set(scored)) == 4
-    assert min(scored) >= 100
-    assert [len(pairs) for pairs in times] == [3, 3, 3, 2]
-    assert max(max(pairs) for pairs in times[:3]) < 100 <= min(times[3])
-
-
-def test_exits_are_an_eighth_and_the_quarters() -> None:
-    assert finetune_task.exit_layers(24) == [3, 6, 12, 18]
-    assert finetune_task.exit_layers(12) == [1, 3, 6, 9]
-    assert finetune_task.exit_layers(4) == [1, 2, 3]
 
 
 @pytest.mark.every_run("True-False")
@@ -379,19 +254,6 @@ def test_two_steps_make_a_model_and_a_table(
     other = replace(recipe, learning_rate=1.0)
     with pytest.raises(SystemExit, match="learning_rate"):
         finetune_task.finetune(other, Evaluation(pairs=2, timed=1, tuning=1), library, *folders)
-
-
-def test_a_folder_of_another_run_is_refused(library: Path, tmp_path: Path) -> None:
-    headers = tasks.read_headers(library)
-    finetune_task.check_same_run(tmp_path, Recipe(), headers)
-    with pytest.raises(SystemExit, match="learning_rate"):
-        finetune_task.check_same_run(tmp_path, Recipe(learning_rate=1.0), headers)
-    with pytest.raises(SystemExit, match="corpus"):
-        finetune_task.check_same_run(tmp_path, Recipe(), replace(headers, digest="another"))
-
-
-def test_a_pair_is_as_long_as_both_its_parts() -> None:
-    assert len(Pair([1, 2], [3], {})) == 3
 
 
 PROBLEMS = [

@@ -47,10 +47,9 @@ from hf_selfspec import (
     UnsupportedOptionError,
     fit_adapter,
 )
-from hf_selfspec.draft.blocks import DraftBlocks
+from hf_selfspec.draft.source import DraftBlocks
 from hf_selfspec.export import exporting
-from hf_selfspec.export.agreement import partial_logits
-from hf_selfspec.export.exporting import draft_model
+from hf_selfspec.export.exporting import draft_model, partial_logits
 from hf_selfspec.learned.knowledge import KnowledgeOfCall
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
@@ -357,7 +356,6 @@ def test_other_sources_with_one_part(draft: DraftSource, llama: LlamaForCausalLM
 
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], type[SelfSpecError], str]] = {
     "lookup": (lambda model: Lookup(), UnsupportedOptionError, "free drafts come from texts"),
-    "free cascade": (lambda model: Cascade([Lookup()]), UnsupportedOptionError, "free drafts come from texts"),
     "two sources": (
         lambda model: Cascade([Lookup(), EarlyExit(2), SkipLayers(search=ClosestLayers())]),
         SettingError,
@@ -418,23 +416,20 @@ def test_models_that_no_draft_is_taken_of(make: Callable[[], Any], message: str,
     assert not (tmp_path / "draft").exists()
 
 
+def test_a_draft_that_predicts_something_else_is_not_written(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "zeroed_projections", lambda plan, anatomy, prefix: {})
+    with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
+        SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
+    assert not (tmp_path / "draft").exists()
+
+
 def test_settings(llama: LlamaForCausalLM, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SettingError, match="is a file"):
-        SelfSpec(EarlyExit(2)).export_draft(tmp_path / "file", llama)
     with pytest.raises(SettingTypeError, match=r"export_draft\(tokenizer\) must be a tokenizer"):
         SelfSpec(EarlyExit(2)).export_draft(tmp_path, llama, tokenizer="smollm")
     with pytest.raises(SettingTypeError, match="takes a causal LM"):
         SelfSpec(EarlyExit(2)).export_draft(tmp_path, "llama")
-
-
-def test_a_draft_that_predicts_something_else_is_not_written(
-    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exporting, "silenced", lambda plan, anatomy, prefix: {})
-    with pytest.raises(UnsupportedModelError, match="would not predict what this part of LlamaForCausalLM predicts"):
-        SelfSpec(SkipLayers([2], [])).export_draft(tmp_path / "draft", llama)
-    assert not (tmp_path / "draft").exists()
 
 
 def test_a_config_that_cannot_be_made(fresh_llama: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.grammar import XGrammar, protocol
-from hf_selfspec.grammar.rows import Constraint, _Row, with_grammars
+from hf_selfspec.grammar.rows import with_grammars
 
 MODEL = tiny_llama(factor=0.5)
 SCHEMA = {
@@ -432,30 +432,6 @@ def test_a_draft_ends_where_nothing_may_follow(
     assert spec.stats.accepted > 0
 
 
-@pytest.mark.parametrize("spec", ["default", "exit"])
-def test_what_is_kept_of_masks_does_not_grow_with_the_text(
-    spec: str, registered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is found by what was drafted, since whole texts would have to be compared for each token of a draft."""
-    kept: list[int] = []
-    mask = _Row.mask
-
-    def recorded(row: Any, *given: Any) -> torch.Tensor:
-        found = mask(row, *given)
-        kept.append(max(map(len, row._masks)))
-        return found
-
-    monkeypatch.setattr(_Row, "mask", recorded)
-    MODEL.generate(
-        **ragged_batch((4, 9), seed=11),
-        max_new_tokens=120,
-        do_sample=False,
-        logits_processor=[Own(TABLE)],
-        assistant=SPECS[spec](),
-    )
-    assert max(kept) < 40
-
-
 class UntilSeven(StoppingCriteria):
     """Ends a row with a token."""
 
@@ -509,18 +485,9 @@ def test_forced_tokens_need_no_forward(registered: None) -> None:
         MODEL.generate(**inputs, max_new_tokens=40, do_sample=False, logits_processor=[Own(table)], assistant=spec)
         assert spec.stats.draft_steps == 0
         assert spec.stats.accepted == spec.stats.drafted > 20
-
-
-def test_a_layer_draft_goes_on_behind_forced_tokens(registered: None) -> None:
-    spec = SPECS["exit"]()
-    MODEL.generate(
-        **ragged_batch((12,), seed=11),
-        max_new_tokens=40,
-        do_sample=False,
-        logits_processor=[Own(TABLE)],
-        assistant=spec,
-    )
-    assert 0 < spec.stats.draft_steps < spec.stats.drafted
+    options = {"max_new_tokens": 40, "do_sample": False, "logits_processor": [Own(TABLE)]}
+    MODEL.generate(**inputs, **options, assistant=(exit_spec := SPECS["exit"]()))
+    assert 0 < exit_spec.stats.draft_steps < exit_spec.stats.drafted  # a layer draft goes on after forced tokens
 
 
 @dataclass(frozen=True)
@@ -551,8 +518,6 @@ def test_what_a_grammar_forbids_is_not_verified(
     parents: tuple[int, ...] | None, registered: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever drafts: tokens 9 and 3 are never allowed, and what is behind them is not either."""
-    from hf_selfspec import decoding
-
     seen: list[Draft] = []
     judged = decoding.Decoder._verify_pass
 
@@ -647,7 +612,11 @@ def sampled_model() -> Any:
 # What can go wrong ----------------------------------------------------------------------------------------------------
 
 
-def test_wrong_registrations_are_refused(registered: None) -> None:
+def test_wrong_registrations_are_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefill(*given: Any) -> None:
+        raise AssertionError("no forward is to run")
+
+    monkeypatch.setattr(decoding, "prefill", prefill)
     with pytest.raises(SettingTypeError, match=r"takes a class"):
         hf_selfspec.register_grammar(Own(TABLE), lambda processor, ids: [])
     with pytest.raises(SettingTypeError, match=r"register_grammar\(Own, adapter\)"):
@@ -657,17 +626,6 @@ def test_wrong_registrations_are_refused(registered: None) -> None:
         options = {"max_new_tokens": 8, "do_sample": False, "logits_processor": [Own(TABLE)]}
         with pytest.raises(SettingTypeError, match=r"for each of the 1 rows, with the methods mask\(vocabulary\)"):
             MODEL.generate(**ragged_batch((12,)), **options, assistant=SelfSpec())
-
-
-def test_a_wrong_adapter_is_refused_before_any_forward(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prefill(*given: Any) -> None:
-        raise AssertionError("no forward is to run")
-
-    monkeypatch.setattr(decoding, "prefill", prefill)
-    for wrong in (lambda processor, ids: [object() for _ in ids], lambda processor, ids: []):
-        hf_selfspec.register_grammar(Own, wrong)
-        with pytest.raises(SettingTypeError, match=r"for each of the 1 rows"):
-            MODEL.generate(**ragged_batch((12,)), max_new_tokens=8, logits_processor=[Own(TABLE)], assistant=SelfSpec())
 
 
 def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -716,8 +674,3 @@ def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokeni
     mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
     with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
         mask.row(0).mask([], (50,))
-
-
-def test_no_grammar_constrains_nothing() -> None:
-    assert not Constraint()
-    assert Constraint().forced(Text.of(torch.ones(1, 3, dtype=torch.long), [0], 4), 0, [True]) is None

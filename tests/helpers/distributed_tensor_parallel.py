@@ -26,7 +26,7 @@ from hf_selfspec import (
     UnsupportedModelError,
     tune,
 )
-from hf_selfspec.model import parallel
+from hf_selfspec.model import modules
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
 SPECS = {
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     rank = torch.distributed.get_rank()
     if rank:
         # The clock of one process runs differently; whatever follows from timings must not.
-        parallel.perf_counter = lambda: 5.0 * time.perf_counter()
+        modules.perf_counter = lambda: 5.0 * time.perf_counter()
     found: dict[str, Any] = {}
     for name, make in SPECS.items():
         for do_sample in (False, True):

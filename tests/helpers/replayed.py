@@ -16,7 +16,7 @@ import torch
 from hf_selfspec.batch import Draft, Verdict
 from hf_selfspec.control.arms import Measurements
 from hf_selfspec.control.controller import Controller
-from hf_selfspec.draft import controlled
+from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.lookup.findings import LookupFindings
@@ -58,10 +58,8 @@ class Watch:
         return self.now
 
 
-class _Source:
+class _Source(FixedDrafter):
     """Another source: right with a fixed probability for each token, at a price in plain rounds."""
-
-    steps = 0
 
     def __init__(self, replay: Replay, length: int, rate: Callable[[int], float], price: float, promised: float | None):
         self.replay, self.length, self.rate, self.price = replay, length, rate, price
@@ -179,7 +177,7 @@ class Replay:
         max_new = [max(self._left(row) - 1, 0) for row in range(len(self.streams))]
         draft = drafter.propose(text, max_new)
         self.watch.now += seconds_of(self.table, active * (draft.size + 1)) * max(self.random.gauss(1, self.noise), 0.5)
-        if drafter._is_awake:
+        if drafter.knows_grammars:
             self.watch.now += self.awake
         self.watch.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)

@@ -14,26 +14,22 @@ import pytest
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import (
     Adapter,
-    AdaptiveThreshold,
-    CostTree,
     EarlyExit,
     EarlyExitAdapter,
     ExitHeads,
     ExitReport,
     FixedLength,
     LinearProbe,
-    ProductThreshold,
     SelfSpec,
     SettingError,
     SettingTypeError,
-    SkipLayers,
 )
 from hf_selfspec.cli.spec_text import read_spec
 from hf_selfspec.data.texts import texts
-from hf_selfspec.learned.files import check_folder, folder_written_whole, read_json
+from hf_selfspec.learned.files import check_folder, folder_written_whole
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.search.tuning import PROGRESS_NAME, tune
-from hf_selfspec.train.checkpoints import checkpoints_of
+from hf_selfspec.train.fit_trainer import checkpoints_of
 from hf_selfspec.train.frozen_model import FrozenModel
 
 FILE = "selfspec.json"
@@ -67,15 +63,11 @@ def test_a_file_does_not_choose_where_findings_are_written(name: str, tmp_path: 
             "it sets draft.search.folder, which a file cannot set. It may set context_window, max_steps",
         ),
         ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which is not"),
-        ({"draft": {"class": "Path"}}, "draft has the class 'Path'"),
         ({"draft": {"class": ["EarlyExit"]}}, "draft has the class .'EarlyExit'., which is not allowed there"),
-        ({"draft": {"layer": 3}}, "draft has the class None"),
-        ({"max_draft": {"class": "EarlyExit"}}, "max_draft has the class 'EarlyExit'"),
         (
             {"stop": {"class": "ConfidenceThreshold", "confidence": {"class": "FixedLength", "num_tokens": 3}}},
             "stop.confidence has the class 'FixedLength', which is not allowed there",
         ),
-        ({"stop": {"class": "AdaptiveThreshold", "rule": {"class": "CalibratedEntropy"}}}, "stop.rule has the class"),
         ({"max_draft": 10**6}, "max_draft. must be at most 1024, got 1000000"),
         ({"tree": {"class": "TopKTree", "widths": [[1.0, 10**7]]}}, "k must be at most 256, got 10000000"),
     ],
@@ -91,16 +83,11 @@ def test_settings_are_of_our_classes_where_they_belong(settings: dict[str, Any],
     [
         "../adapter",
         "~/adapter",
-        "a/b/c",
         "https://example.com/a",
-        "",
         3,
         None,
-        ["a"],
         r"\\a\b",
-        "//a/b",
         r"/\a\b",
-        r"\/a/b",
     ],
     ids=repr,
 )
@@ -137,8 +124,8 @@ def test_parts_that_were_saved_go_on_loading(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "value",
-    ["[" * 600 + "]" * 600, '{"class":' * 300 + "1" + "}" * 300, "1" + "0" * 400, "NaN", "-Infinity", "1e999"],
-    ids=["lists", "objects", "large", "NaN", "infinite", "too large for a float"],
+    ["[" * 600 + "]" * 600, '{"class":' * 300 + "1" + "}" * 300, "1" + "0" * 400, "NaN", "1e999"],
+    ids=["lists", "objects", "large", "NaN", "too large for a float"],
 )
 @pytest.mark.parametrize("place", ["settings", "findings"])
 def test_numbers_and_nesting_that_no_file_of_ours_has(place: str, value: str, tmp_path: Path) -> None:
@@ -154,10 +141,8 @@ def test_numbers_and_nesting_that_no_file_of_ours_has(place: str, value: str, tm
 @pytest.mark.parametrize(
     ("fingerprint", "words"),
     [
-        ({"model": 3}, "fingerprint.model must be a text, got 3"),
         ({"num_layers": "many"}, "fingerprint.num_layers must be a whole number"),
         ({"weights": 1.5}, "fingerprint.weights must be a text"),
-        ({"shapes": None}, "fingerprint.shapes must be a text"),
         ({"more": 1}, "fingerprint has an unknown field 'more'"),
     ],
 )
@@ -168,17 +153,6 @@ def test_fingerprints_that_are_none(fingerprint: dict[str, Any], words: str, tmp
     with pytest.raises(SettingError, match=words) as error:
         SelfSpec.from_pretrained(tmp_path)
     assert str(tmp_path / FILE) in str(error.value)
-
-
-def test_everything_that_is_written_can_be_read(tmp_path: Path) -> None:
-    for spec in (
-        SelfSpec.swift(0.4, tree=CostTree(0.1, 256)),
-        SelfSpec(EarlyExit(3), AdaptiveThreshold(ProductThreshold(0.2)), max_draft=1024),
-        SelfSpec(SkipLayers((1,), ()), FixedLength(1024)),
-        SelfSpec.adaspeed(3),
-    ):
-        spec.save_pretrained(tmp_path)
-        assert SelfSpec.from_pretrained(tmp_path) == spec
 
 
 def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +198,7 @@ SAVED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("what", SAVED)
+@pytest.mark.parametrize(("what", "place"), [("settings", "inside a file"), ("adapter", "too long")])
 def test_places_where_nothing_can_be_saved(what: str, place: str, tmp_path: Path) -> None:
     folder = PLACES[place](tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -235,8 +208,7 @@ def test_places_where_nothing_can_be_saved(what: str, place: str, tmp_path: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("what", ["adapter", "heads", "probe"])
-@pytest.mark.parametrize("at", ["_save_pretrained", "generate_model_card"])
+@pytest.mark.parametrize(("what", "at"), [("heads", "_save_pretrained"), ("probe", "generate_model_card")])
 def test_a_full_disk_leaves_the_part_that_was_there(
     what: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,18 +251,6 @@ def test_states_and_steps_that_cannot_be_kept(tmp_path: Path) -> None:
         tune(model, lambda text, **_: {"input_ids": [3, 4, 5]}, ["a"], folder=folder, max_new_tokens=1)
 
 
-@pytest.mark.parametrize("task", ["a" * 300, "a" * 51, "é" * 51])
-def test_tasks_whose_names_no_folder_takes(task: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits.* at most 50 of them"):
-        SelfSpec(cache_dir=tmp_path, task=task)
-
-
-def test_the_longest_task_has_a_file(tmp_path: Path) -> None:
-    spec = SelfSpec(EarlyExit(), cache_dir=tmp_path, task="字" * 50)
-    tiny_llama().generate(**ragged_batch((6,)), max_new_tokens=40, do_sample=False, assistant=spec)
-    assert len(list(tmp_path.rglob("*.json"))) == 1
-
-
 # Pictures -------------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +261,7 @@ def plots() -> list[Callable[[Any], Any]]:
     return [spec.plot, ExitReport((2.0, 1.0), (0.5, 0.6), (0.7, 1.0), 10, "model").plot]
 
 
-@pytest.mark.parametrize("name", ["a.bmpx", "a.txt", "a.tar.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.tar.gz"])
 def test_pictures_of_unknown_kinds(name: str, plots: list[Callable[[Any], Any]], tmp_path: Path) -> None:
     for plot in plots:
         with pytest.raises(SettingError, match=r"plot\(path=.* no picture format '\.\w+'.* one of .*\.png, .*\.svg"):
@@ -322,17 +282,6 @@ def test_pictures_that_cannot_be_written(plots: list[Callable[[Any], Any]], tmp_
 # Reading, and folders -------------------------------------------------------------------------------------------------
 
 
-def test_json_is_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    content = {"a": [1, 2.5, None, True, {"b": [[[]]]}], "c": 2**63 - 1}
-    path.write_text(json.dumps(content))
-    assert read_json(path) == content
-    with pytest.raises(FileNotFoundError):
-        read_json(tmp_path / "none.json")
-    with pytest.raises(ValueError, match="directory"):
-        read_json(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("place", "words"),
     [("file", "is a file. Name a folder"), ("file/a", "cannot be a folder .Not a directory"), ("a" * 300, "too long")],
@@ -343,15 +292,6 @@ def test_folders_that_are_none(place: str, words: str, tmp_path: Path) -> None:
         check_folder("--out", tmp_path / place)
     check_folder("--out", tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_folders_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(SettingError, match=rf"nothing can be written in {re.escape(str(tmp_path))} .Permission denied"):
-        check_folder("--out", tmp_path / "a")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs the file system of processes")

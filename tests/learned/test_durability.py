@@ -30,7 +30,6 @@ from hf_selfspec import (
     Lookup,
     SelfSpec,
     SettingError,
-    SettingTypeError,
     errors,
 )
 from hf_selfspec.lookup.findings import _write_rest
@@ -70,12 +69,6 @@ def test_an_error_while_writing_leaves_the_old_file(
     spec.save_pretrained(tmp_path)
     assert (tmp_path / FILE).read_bytes() != before
     assert_lossless(llama, SelfSpec.from_pretrained(tmp_path))
-
-
-def test_others_may_read_what_was_saved(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("")
-    SelfSpec().save_pretrained(tmp_path)
-    assert (tmp_path / FILE).stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 # Imports once and is killed many times: each child generates until it is.
@@ -161,8 +154,9 @@ class FailingCriterion(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("what", ["streamer", "criterion"])
-@pytest.mark.parametrize("name", ["clasp", "swift", "clasp, over", "swift, ratio given"])
+@pytest.mark.parametrize(
+    ("name", "what"), [("clasp", "streamer"), ("swift", "criterion"), ("swift, ratio given", "criterion")]
+)
 def test_an_interruption_keeps_the_trials(name: str, what: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name], cache_dir=tmp_path)
     generate(llama, prompt(), 40, assistant=spec)
@@ -203,7 +197,7 @@ def test_an_interruption_of_a_probe(llama: PreTrainedModel) -> None:
 # The cache folder ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["clasp, over", "swift, ratio given"])
+@pytest.mark.parametrize("name", ["swift, ratio given"])
 def test_a_second_spec_starts_tuned(name: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     first = fresh(SEARCHES[name], cache_dir=tmp_path)
     generate(llama, prompt(), 40, assistant=first)
@@ -257,15 +251,10 @@ def test_kinds_share_a_cache_file(llama: PreTrainedModel, tmp_path: Path) -> Non
     ]
 
 
-@pytest.mark.parametrize("task", ["", "a/b", "../a", "a b", "a\n", "a\\b", None, 3])
+@pytest.mark.parametrize("task", ["", "../a", "a b", "a\n", "a" * 51, 3])
 def test_bad_task_names(task: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"SelfSpec\(task\) names a file: give letters, digits"):
         SelfSpec(cache_dir=tmp_path, task=task)
-
-
-def test_bad_cache_folders() -> None:
-    with pytest.raises(SettingTypeError, match=r"SelfSpec\(cache_dir\) must be a path or None, got 3"):
-        SelfSpec(cache_dir=3)
 
 
 def replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -359,14 +348,6 @@ def test_a_cache_that_cannot_be_written(llama: PreTrainedModel, tmp_path: Path) 
         found = generate(llama, prompt(), 40, assistant=spec)
     assert torch.equal(found, generate(llama, prompt(), 40))
     assert spec.stats.phase == "acceleration"
-
-
-def test_the_cache_is_in_the_home_folder(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    generate(llama, prompt(), 40, assistant=fresh(SEARCHES["clasp, over"], cache_dir="~/kept"))
-    assert len(list((tmp_path / "kept").rglob("*.json"))) == 1
 
 
 def test_a_model_with_a_cache_is_let_go(tmp_path: Path) -> None:

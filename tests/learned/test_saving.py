@@ -45,9 +45,7 @@ def llama() -> PreTrainedModel:
 SETTINGS = {
     "default": SelfSpec(),
     "exit": SelfSpec(EarlyExit(3), FixedLength(4), max_draft=7),
-    "probe": SelfSpec.layerskip(),
     "probe with a rule": SelfSpec.layerskip(stop=ConfidenceThreshold(0.6)),
-    "exit only": SelfSpec.early_exit_only(5),
     "skip": SelfSpec(SkipLayers((1, 2), ()), tree=TopKTree(((0.6, 3), (1.0, 2)))),
     "swift": SelfSpec.swift(0.4, OnTheFlySearch(8, 9, 3, 7, 0.9, 0.2, 5), tree=CostTree(0.1, 4)),
     "clasp": SelfSpec(SkipLayers((3,), (4,), ClosestLayers(8, 9, 3, 0.9, 1.0)), tree=CostTree()),
@@ -65,13 +63,6 @@ def test_settings_come_back(name: str, tmp_path: Path) -> None:
     loaded = SelfSpec.from_pretrained(tmp_path / "a" / "b")
     assert loaded == spec
     assert repr(loaded) == repr(spec)
-
-
-def test_settings_alone_serve_any_model(tmp_path: Path) -> None:
-    SelfSpec(SkipLayers(), FixedLength(3)).save_pretrained(tmp_path)
-    loaded = SelfSpec.from_pretrained(str(tmp_path))
-    for model in (tiny_llama(6), tiny_llama(5, seed=1), tiny_gpt2(512)):
-        assert_lossless(model, loaded)
 
 
 @pytest.mark.every_run(".*-1")
@@ -245,15 +236,6 @@ def test_another_model_is_refused_before_work(make: Callable[[], PreTrainedModel
     assert_lossless(model, SelfSpec())
 
 
-def test_a_refused_model_leaves_the_loaded_spec_usable(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
-    loaded = SelfSpec.from_pretrained(saved)
-    with pytest.raises(SettingError, match="other weights"):
-        generate(tiny_llama(LAYERS, seed=1), prompt(), 5, assistant=loaded)
-    assert_lossless(llama, loaded)
-    loaded.save_pretrained(tmp_path)
-    assert_lossless(llama, SelfSpec.from_pretrained(tmp_path))
-
-
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
 def test_findings_are_not_saved_for_another_model(
     used: bool, llama: PreTrainedModel, saved: Path, tmp_path: Path
@@ -308,20 +290,10 @@ def test_a_peft_model(tmp_path: Path) -> None:
 # Fingerprints --------------------------------------------------------------------------------------------------------
 
 
-def test_fingerprints_tell_models_apart() -> None:
+def test_a_cast_is_the_same_model_and_one_other_weight_is_not() -> None:
     model = tiny_llama(6)
     own = Fingerprint.of(model, 6)
-    assert own == Fingerprint.of(tiny_llama(6), 6)
     assert own.difference(Fingerprint.of(copy.deepcopy(model).to(torch.bfloat16), 6)) == ""
-    for other, layers, words in (
-        (tiny_llama(6, seed=1), 6, "weights"),
-        (tiny_llama(5), 5, "6 layers, not of 5"),
-        (tiny_llama(6, vocabulary=98), 6, "shapes"),
-        (tiny_gpt2(), 6, "GPT2LMHeadModel"),
-    ):
-        found = Fingerprint.of(other, layers)
-        assert words in own.difference(found)
-        assert found.name != own.name
     model.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
     assert "weights" in own.difference(Fingerprint.of(model, 6))
 
@@ -337,11 +309,10 @@ def test_weights_that_cannot_be_read_are_unknown() -> None:
     assert "shapes" in unknown.difference(Fingerprint.of(tiny_llama(6, vocabulary=98), 6))
 
 
-@pytest.mark.parametrize("count", [32000 * 4096, 151936 * 896, 2**24 + 1])
-def test_fingerprints_of_large_parameters(count: int) -> None:
+def test_fingerprints_of_large_parameters() -> None:
     """Whole numbers of this size are not all in single precision."""
     model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.zeros(1).expand(count))
+    model.weight = torch.nn.Parameter(torch.zeros(1).expand(151936 * 896))
     assert Fingerprint.of(model, 1).weights is not None
 
 
@@ -370,9 +341,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"null", b"[]", b"3", b'"format"', b"{}", b'{"format": 1}', b"\xff\xfe\x00", b"{" * 9, b"[" * 100_000],
-    ids=["empty", "null", "list", "number", "string", "nothing", "format only", "not UTF-8", "open", "deep"],
+    "content", [b"null", b"{}", b"\xff\xfe\x00", b"[" * 100_000], ids=["null", "nothing", "not UTF-8", "deep"]
 )
 def test_files_that_are_something_else(content: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(content)
@@ -395,19 +364,10 @@ def changed(saved: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> Pat
     [
         (("format",), 2, "format 2.*reads format 1"),
         (("settings", "draft", "class"), "SkipLayer", "SkipLayer"),
-        (("settings", "draft", "class"), "FixedLength", "FixedLength"),
-        (("settings", "draft"), {"class": "FixedLength", "num_tokens": 3}, "FixedLength"),
-        (("settings", "draft", "layers"), [3], "layers"),
-        (("settings", "draft", "search", "max_steps"), 0, "max_steps"),
         (("settings", "draft", "search", "max_steps"), "many", "max_steps"),
-        (("settings", "max_draft"), 0, "max_draft"),
-        (("settings", "max_draft"), "many", "max_draft"),
-        (("settings", "depth"), 3, "depth"),
-        (("settings", "tree"), {"class": "CostTree", "price": 2.0}, "price"),
         (("settings", "stop"), "later", "later"),
         (("settings",), [], "settings"),
         (("fingerprint",), {}, "model"),
-        (("fingerprint", "weights_too"), 1, "weights_too"),
     ],
 )
 def test_settings_that_do_not_fit(keys: tuple[Any, ...], value: Any, words: str, saved: Path, tmp_path: Path) -> None:
@@ -437,7 +397,7 @@ def saved_probe(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-@pytest.mark.parametrize("value", [None, "x", -1, [], {}, 0.5, ["x"], [[0.5]]], ids=repr)
+@pytest.mark.parametrize("value", [None, "x", -1, {}, [[0.5]]], ids=repr)
 @pytest.mark.parametrize("kind", ["saved", "saved_probe"])
 def test_findings_that_do_not_fit(
     kind: str, value: Any, llama: PreTrainedModel, tmp_path: Path, request: pytest.FixtureRequest
@@ -468,43 +428,6 @@ def test_findings_that_do_not_fit(
         handle.remove()
     assert refused > 5
     assert all("forward" not in module.__dict__ for module in llama.modules())
-
-
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        (("findings", 0, "state", "set"), "##a#"),
-        (("findings", 0, "state", "tries", 0, "set"), "#########"),
-        (("findings", 0, "state", "tries", 0, "rows"), []),
-        (("findings", 0, "state", "tries", 0, "rows", 0, "confidence"), [0.5]),
-        (("findings", 0, "state", "matchness"), "high"),
-        (("findings", 0, "state", "phase"), "later"),
-        (("findings", 0, "state", "stop"), {"class": "FixedLength", "num_tokens": 0}),
-        (("findings", 0, "state", "costs", "fixed"), None),
-        (
-            ("findings", 0, "state", "costs"),
-            {"fixed": 0, "attention": 0, "mlp": 0, "several": 0, "token": 0, "step": 0, "num_layers": LAYERS},
-        ),
-    ],
-)
-def test_a_search_that_does_not_fit(
-    keys: tuple[Any, ...], value: Any, llama: PreTrainedModel, saved: Path, tmp_path: Path
-) -> None:
-    path = changed(saved, tmp_path, keys, value)
-    with pytest.raises(SettingError, match=r"cut short or changed|must be at least 1") as error:
-        generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
-    assert str(path) in str(error.value)
-    assert_lossless(llama, SelfSpec())
-
-
-def test_findings_of_another_kind_of_draft(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
-    path = changed(saved, tmp_path, ("settings", "draft"), {"class": "EarlyExit", "layer": None})
-    content = json.loads(path.read_text())
-    content["findings"][0]["source"] = "exit probe"
-    path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match="cut short or changed") as error:
-        generate(llama, prompt(), 3, assistant=SelfSpec.from_pretrained(tmp_path))
-    assert str(path) in str(error.value)
 
 
 # What cannot be saved ------------------------------------------------------------------------------------------------

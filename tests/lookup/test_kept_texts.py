@@ -226,14 +226,10 @@ def test_round_trip(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     first = call(llama, spec)
     call(llama, spec, BATCH)
     spec.save_pretrained(tmp_path / "saved")
-    state = findings(spec, llama).state()
     for again in (SelfSpec.from_pretrained(tmp_path / "saved"), SelfSpec(Lookup(), cache_dir=tmp_path / "cache")):
         assert again.draft == spec.draft
         assert call(llama, again).rounds < first.rounds / 2
         assert stored(again, llama)[: len(stored(spec, llama))] == stored(spec, llama)
-    fresh = LookupFindings(65_536, VOCABULARY)
-    fresh.restore(json.loads(json.dumps(state)))
-    assert fresh.state() == state
     with pytest.raises(SettingError, match="was saved for"):
         call(tiny_llama(factor=0.5, seed=1), SelfSpec.from_pretrained(tmp_path / "saved"))
 
@@ -357,37 +353,14 @@ def _changed(content: Any, *path: Any, value: Any) -> None:
     content[path[-1]] = value
 
 
-def packed(array: Any, dtype: str) -> dict[str, Any]:
-    array = np.array(array, dtype)
-    return {"dtype": dtype, "shape": list(array.shape), "base64": base64.b64encode(array.tobytes()).decode()}
-
-
+# One of each kind; what else is refused is in test_lookup.py.
 DAMAGES: dict[str, Callable[[Any], None]] = {
-    "no base64": lambda state: _changed(state, "known", "store", "base64", value="?"),
     "cut short": lambda state: _changed(state, "known", "store", "base64", value="AAAA"),
-    "another shape": lambda state: _changed(state, "known", "successors", "tokens", "shape", value=[2, 2]),
     "objects": lambda state: _changed(state, "known", "store", "dtype", value="|O"),
-    "no dtype": lambda state: _changed(state, "known", "store", "dtype", value="what"),
-    "text in the place of numbers": lambda state: _changed(state, "known", "store", value="text"),
-    "token beyond the vocabulary": lambda state: _changed(
-        state, "known", "store", value=packed([5, VOCABULARY, 6], "<i4")
-    ),
-    "token below 0": lambda state: _changed(state, "known", "store", value=packed([5, -2, 6], "<i4")),
-    "token of 64 bits": lambda state: _changed(state, "known", "store", value=[5, 2**40]),
-    "successor beyond the vocabulary": lambda state: _changed(
-        state, "known", "successors", value=_successors(state, VOCABULARY)
-    ),
-    "pairs and no successors": lambda state: _changed(state, "known", "successors", "pairs", value=packed([], "<i8")),
+    "token beyond the vocabulary": lambda state: _changed(state, "known", "store", value=[5, VOCABULARY, 6]),
     "no store": lambda state: state["known"].pop("store"),
-    "rates of another version": lambda state: _changed(state, "known", "rates", "greedy", "rates", value=[0.5]),
     "rates above 1": lambda state: state["known"]["rates"]["greedy"]["rates"].__setitem__(0, 1.5),
 }
-
-
-def _successors(state: Any, token: int) -> dict[str, Any]:
-    given = state["known"]["successors"]
-    tokens = np.full(given["tokens"]["shape"], token)
-    return given | {"tokens": packed(tokens, "<i4")}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -14,10 +14,10 @@ import torch
 from helpers.compiled import QUICK, THREE, same_ids, specs
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, SelfSpec
-from hf_selfspec.model import runner, tracing
-from hf_selfspec.model.buffers import Place
+from hf_selfspec.model import runner, traceable
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.graphs import Graphs, graphs_of
+from hf_selfspec.model.traceable import Place
 
 LIKE = torch.ones(1)
 
@@ -181,7 +181,7 @@ def test_assertions_of_torchs_graph_trees(
 
 
 def test_long_texts_attend_over_few_empty_slots() -> None:
-    assert [tracing.step_above(slots) for slots in (1, 128, 129, 3000, 4097)] == [128, 128, 256, 4096, 8192]
+    assert [traceable.step_above(slots) for slots in (1, 128, 129, 3000, 4097)] == [128, 128, 256, 4096, 8192]
     for slots in range(4096, 1 << 18, 777):
-        assert slots <= tracing.step_above(slots) < slots + max(4096, slots / 8)
-    assert len({tracing.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32
+        assert slots <= traceable.step_above(slots) < slots + max(4096, slots / 8)
+    assert len({traceable.step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32

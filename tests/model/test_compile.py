@@ -32,7 +32,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.tracing import is_tracing
+from hf_selfspec.model.traceable import is_tracing
 from hf_selfspec.verify import walk
 
 pytestmark = pytest.mark.usefixtures("always_graphs")

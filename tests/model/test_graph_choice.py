@@ -10,7 +10,7 @@ import torch
 from helpers.compiled import QUICK, same_ids, specs
 from helpers.models import tiny_llama
 from hf_selfspec.model import graphs
-from hf_selfspec.model.graphs import Faster, Graph, Graphs, graphs_of
+from hf_selfspec.model.graphs import Graph, Graphs, graphs_of
 
 
 class Ways:
@@ -32,9 +32,9 @@ class Ways:
 @pytest.mark.parametrize(("seconds", "then"), [((1.0, 2.0), "gg"), ((2.0, 1.0), "ee"), ((1.0, 1.0), "gg")])
 def test_the_faster_way_stays(seconds: tuple[float, float], then: str) -> None:
     two = Ways(*seconds)
-    faster = Faster(lambda: two.now)
+    graph = Graph(lambda *_: [], "two numbers", lambda: two.now)
     for _ in range(8):
-        assert faster.run(*two.ways()) == two.ran[-1]
+        assert graph.faster_of(5, *two.ways()) == two.ran[-1]
     assert two.ran == "gegege" + then
 
 
@@ -61,7 +61,7 @@ def test_no_more_graphs_are_made_where_they_are_slower(caplog: pytest.LogCapture
     def choose(graph: Graph | None, *seconds: float) -> None:
         two = Ways(*seconds)
         assert graph is not None
-        graph.choices[1] = Faster(lambda: two.now)
+        graph.clock = lambda: two.now
         for _ in range(6):
             graph.faster_of(1, *two.ways())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -100,32 +99,6 @@ def test_the_number_of_threads_has_a_choice_of_its_own(machine: FakeMachine, mon
     machine.seconds["for one"] = lambda n: 100.0
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert machine.choice(1, weight) == "for many"
-
-
-def test_threads_share_one_timing() -> None:
-    """Threads that need the same choice at once wait for one of them to make it."""
-    machine = FakeMachine({"slow": lambda n: 2.0, "fast": lambda n: 1.0})
-    slow, fast = machine.ways
-    entered, go_on = threading.Event(), threading.Event()
-
-    def blocking(*args: torch.Tensor) -> torch.Tensor:
-        entered.set()
-        go_on.wait(10)
-        return slow.multiply(*args)
-
-    fastest = LinearAutotuner([Way(blocking), fast], lambda: machine.now)
-    weight, found = torch.randn(6, 4), []
-    threads = [threading.Thread(target=lambda: found.append(fastest.way(1, weight, [weight]))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert entered.wait(10)
-    go_on.set()
-    for thread in threads:
-        thread.join(10)
-    assert found == [fast] * 4
-    alone = FakeMachine({"slow": lambda n: 2.0, "fast": lambda n: 1.0})
-    alone.choice(1, weight)
-    assert len(machine.runs) == len(alone.runs)
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model import attention
 from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.attention import MaskSpec
 from hf_selfspec.model.cache import SpeculativeCache
 from hf_selfspec.model.layout import TreeLayout
-from hf_selfspec.model.masks import MaskSpec
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target

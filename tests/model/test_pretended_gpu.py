@@ -129,14 +129,6 @@ def test_all_drafts_run_on_a_device(case: tuple[str, str, int]) -> None:
 # The numbers ---------------------------------------------------------------------------------------------------------
 
 
-def test_numbers_read_together() -> None:
-    """Of all kinds, with their shapes and values."""
-    whole, flags = torch.tensor([[1, -2], [1 << 40, 3]]), torch.tensor([True, False])
-    shares = torch.tensor([0.1, -1.5, torch.inf])
-    assert read() == []
-    assert read(whole, flags, shares) == [whole.tolist(), flags.tolist(), shares.tolist()]
-
-
 def test_numbers_read_along() -> None:
     """With others or alone, but once."""
     first, second = torch.tensor([1, 2]), torch.tensor([[0.5]])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from helpers.models import VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import (
     ClosestLayers,
     CostTree,
@@ -95,20 +95,3 @@ def test_room_for_a_text_that_ends_early(reserved: list[int]) -> None:
 def test_numbers_that_nobody_can_use(make: Any, words: str, number: int) -> None:
     with pytest.raises(SettingError, match=words):
         make(number)
-
-
-def test_candidates_for_other_loops_fit_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a ``CandidateGenerator`` a draft has room for no more than the positions that are left."""
-    columns: list[int] = []
-    of = Text.of.__func__
-
-    def watched(cls: type[Text], ids: Any, base: list[int], room: int) -> Text:
-        columns.append(room)
-        return of(cls, ids, base, room)
-
-    monkeypatch.setattr(Text, "of", classmethod(watched))
-    model = tiny_gpt2(positions=512)
-    generator = SelfSpec(EarlyExit(3), FixedLength(1024), max_draft=1024).candidate_generator(model)
-    ids = ragged_batch((500,))["input_ids"]
-    assert generator.get_candidates(ids)[0].shape[1] <= 512
-    assert columns == [12]

@@ -33,7 +33,6 @@ from hf_selfspec import (
     fit_draft_lora,
 )
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.graphs import graphs_of
 from hf_selfspec.train import lora as lora_fit
 from hf_selfspec.train.frozen_model import FrozenModel
 
@@ -90,18 +89,6 @@ def test_with_everything_that_drafts_take(llama: LlamaForCausalLM) -> None:
         SelfSpec(EarlyExitLora(lora)),
     ):
         assert all(found.drafted > 0 for found in check_lossless(llama, spec))
-
-
-@pytest.mark.usefixtures("always_graphs")
-def test_drafts_make_no_graphs() -> None:
-    """They would be made anew in each call; those of verification are made once."""
-    model, config = tiny_llama(), CompileConfig(backend="eager")
-    spec = spec_of(lora_of(model), FixedLength(2), compile=config)
-    counts = []
-    for _ in range(4):
-        model.generate(ragged_batch((9,))["input_ids"], max_new_tokens=30, do_sample=False, assistant=spec)
-        counts.append(graphs_of(model, config).count)
-    assert 0 < counts[1] == counts[3]
 
 
 def test_the_model_is_as_before(llama: LlamaForCausalLM) -> None:

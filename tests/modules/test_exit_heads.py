@@ -97,17 +97,6 @@ def test_calibrations() -> None:
     }
 
 
-def test_drafts_of_a_calibration() -> None:
-    """The first head that is sure speaks, and a draft has at most 32 tokens."""
-    text = predictions([[0.0, 5.0, 1.0], [0.0, 5.0, 5.0]], [[0, 1, 0], [0, 0, 1]])
-    found = calibrate([text], [0.5], "margin")
-    assert found["thresholds"]["margin"] == [[1.0], [5.0]]
-    assert found["acceptance"]["margin"] == [0.5]
-    right = [[1] * 41]
-    right[0][33] = 0  # behind a draft of 32 tokens the whole model speaks
-    assert calibrate([predictions([[1.0] * 41], right)], [0.9], "margin")["acceptance"]["margin"] == [1.0]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_texts_with_drafts_by_hand(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -329,19 +318,11 @@ def test_mistakes(tmp_path: Path) -> None:
             make(earlier)
     with pytest.raises(SettingError, match=r"epsilon=0\.95 is above"):
         SelfSpec.early_exit_only(heads=heads, epsilon=0.95)
-    with pytest.raises(SettingError, match="must be one of"):
-        SelfSpec.dssd(heads, 0.9, "variance")
-    with pytest.raises(SettingError, match=r"DynamicExit\(epsilon\) must lie between"):
-        SelfSpec.dssd(heads, 0.0)
     with pytest.raises(SettingTypeError, match="must be ExitHeads or the path of a saved one"):
         SelfSpec.dssd(3)
-    with pytest.raises(SettingTypeError, match="must be True or False"):
-        DynamicExit(heads, lossless="no")
     for both_or_none in ({}, {"layer": 2, "heads": heads}):
         with pytest.raises(SettingError, match="give one of the two"):
             SelfSpec.early_exit_only(**both_or_none)
-    with pytest.raises(SettingError, match="exit layers from 1 on, in increasing order"):
-        ExitHeads([4, 2], 64, 97)
     with pytest.raises(SettingError, match="but LlamaForCausalLM has 6 layers"):
         tiny_llama(6).generate(**ragged_batch((4,)), max_new_tokens=3, assistant=SelfSpec.dssd(heads, 0.8))
     shared = build("gemma3n_text")
@@ -351,7 +332,6 @@ def test_mistakes(tmp_path: Path) -> None:
         other = fit_exit_heads(model, None, rows(), num_heads=1, block_size=32, args=arguments(tmp_path, max_steps=1))
     for options, words in (
         ({"model": tiny_llama(8, factor=2.0)}, "was fitted to"),
-        ({"dataset": []}, "was given no text"),
         ({"block_size": 1}, "leaves the model nothing to write"),
         ({"heads": tmp_path / "none"}, "there is no saved set of exit heads"),
     ):
@@ -362,12 +342,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ({"metric": "variance"}, "must be one of"),
         ({"epsilons": [0.9, 0.5]}, "must be in increasing order"),
         ({"labels": 2.0}, "must lie between"),
-        ({"metric": ["entropy"]}, "must be one of"),
         ({"layers": [9]}, "between 1 and 7"),
-        ({"layers": []}, "needs at least one exit layer"),
-        ({"num_heads": 0}, "num_heads. must be at least 1"),
-        ({"rank": 0}, "rank. must be at least 1"),
-        ({"block_size": 1}, "leaves the model nothing to write"),
         ({"copied": True, "rank": 4}, "leave rank out"),
         ({"dataset": rows(3)}, "none can be held out"),
     ):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CompileConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import check_lossless
@@ -28,7 +28,6 @@ from hf_selfspec import (
     fit_reduced_head,
 )
 from hf_selfspec.cli.spec_text import read_spec
-from hf_selfspec.hooks.choosing import _check_parts
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.head import NOTHING, HeadRows
 from hf_selfspec.model.partial import ForwardPass
@@ -153,13 +152,6 @@ def test_a_probe_knows_of_it() -> None:
     assert spec.stats.drafted == 0 < usual.stats.accepted
 
 
-@pytest.mark.usefixtures("always_graphs")
-def test_compiled_calls_draft_without_graphs(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2), compile=CompileConfig(backend="eager"))
-    check_lossless(llama, compiled)
-    assert drafted_by(llama, compiled, monkeypatch, do_sample=False) <= set(KEPT)
-
-
 def test_models_that_do_not_tell_their_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
 
@@ -195,14 +187,6 @@ def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:
     check_lossless(model, spec)
 
 
-def test_a_config_names_a_folder_that_is_there(tmp_path: Path) -> None:
-    """Nobody asked to download anything."""
-    for place in ("someone/else", str(tmp_path / "nowhere")):
-        with pytest.raises(SettingError, match="there is no such folder"):
-            _check_parts({"draft": {"class": "EarlyExit", "layer": 2, "head": place}})
-    _check_parts({"draft": {"class": "EarlyExit", "layer": 2, "head": None}})
-
-
 def test_mistakes_are_told(tmp_path: Path) -> None:
     model = tiny_llama()
     with pytest.raises(SettingTypeError, match=r"EarlyExit\(head\) must be ReducedHead or the path"):
@@ -213,8 +197,6 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         SelfSpec(EarlyExit(2, head_of(KEPT)), FixedLength(2)).export_draft(tmp_path / "export", model)
     with pytest.raises(SettingError, match="own tokenizer"):
         fit_reduced_head(model, None, [{"input_ids": [VOCABULARY]}])
-    with pytest.raises(SettingError, match=r"ReducedHead\(size\)"):
-        ReducedHead(98, VOCABULARY)
     with pytest.raises(UnsupportedModelError, match="names token 97"):
         model.generate(torch.tensor([[3]]), max_new_tokens=3, assistant=SelfSpec(EarlyExit(2, head_of([1, 97], 98))))
     with pytest.raises(SettingError, match="must have distinct ids"):

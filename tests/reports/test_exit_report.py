@@ -148,19 +148,6 @@ def test_architectures(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     assert_is(report, by_hand(tokenizer, logits_of))
 
 
-@pytest.mark.parametrize("name", ["gpt2, tied", "gemma2, soft-cap", "cohere, scale", "opt"])
-def test_last_layer_has_the_models_own_loss(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A text weighs by its predictions."""
-    model = MODELS[name]()
-    report = exit_report(model, tokenizer, TEXTS)
-    total = 0.0
-    for text in TEXTS:
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        total += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
-    assert report.loss[-1] == pytest.approx(total / TOKENS, rel=1e-5)
-    assert report.agreement[-1] == 1
-
-
 def test_peft(tokenizer: PreTrainedTokenizerFast) -> None:
     """The adapters count, also one on the head, and also that they are switched off."""
     model = lora()
@@ -184,7 +171,7 @@ def test_models_that_return_tuples(
 # Chunks and lengths --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("elements", "most"), [(3 * VOCABULARY, 3), (4 * VOCABULARY - 1, 3), (1, 1), (2**25, 31)])
+@pytest.mark.parametrize(("elements", "most"), [(4 * VOCABULARY - 1, 3), (1, 1)])
 def test_chunks(
     llama: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -294,25 +281,18 @@ def test_training_after_a_report(tokenizer: PreTrainedTokenizerFast) -> None:
     assert model.model.embed_tokens.weight.grad is not None
 
 
-class BoomError(Exception):
-    """Raised where a test wants a report to fail."""
-
-
-@pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt])
-@pytest.mark.parametrize(("place", "fuse"), [("model.layers.2", 2), ("model.norm", 1), ("lm_head", 1), ("lm_head", 9)])
-def test_after_an_exception(
-    tokenizer: PreTrainedTokenizerFast, place: str, fuse: int, error: type[BaseException]
-) -> None:
+@pytest.mark.parametrize(("place", "fuse"), [("model.layers.2", 2), ("lm_head", 9)])
+def test_after_an_exception(tokenizer: PreTrainedTokenizerFast, place: str, fuse: int) -> None:
     model = tiny_llama().train()
     calls: list[int] = []
 
     def explode(module: torch.nn.Module, args: Any) -> None:
         calls.append(1)
         if len(calls) == fuse:
-            raise error
+            raise KeyboardInterrupt
 
     handle = model.get_submodule(place).register_forward_pre_hook(explode)
-    with unchanged(model), pytest.raises(error):
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
         exit_report(model, tokenizer, TEXTS)
     handle.remove()
     assert len(calls) == fuse
@@ -392,38 +372,18 @@ def drawn(figure: Figure) -> list[list[tuple[Any, list[float], list[float]]]]:
 
 
 def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of models of different depth, and without a window."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     figure = REPORT.plot()
-    assert isinstance(figure, Figure)
-    assert drawn(figure) == [
-        [("org/model", [1, 2, 3], [10.25, 4.0, 2.5])],
-        [("org/model", [1, 2, 3], [0.125, 0.75, 1.0])],
-    ]
     assert figure.axes[0].get_legend() is None
     assert figure.get_suptitle() == "org/model"
+    twin = ExitReport((3.0, 2.0), (0.1, 0.2), (0.5, 1.0), 10, "other")
+    figure = REPORT.plot(others={"twin": twin})
+    assert drawn(figure) == [
+        [("org/model", [1, 2, 3], [10.25, 4.0, 2.5]), ("twin", [1, 2], [3.0, 2.0])],
+        [("org/model", [1, 2, 3], [0.125, 0.75, 1.0]), ("twin", [1, 2], [0.5, 1.0])],
+    ]
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats per token)", "agreement with the last layer"]
     for path in (tmp_path / "exits.png", str(tmp_path / "exits.svg")):
         REPORT.plot(path)
         assert Path(path).stat().st_size > 1000
-
-
-def test_plot_of_several_models(tmp_path: Path) -> None:
-    """Also of different depth."""
-    twin = ExitReport((3.0, 2.0), (0.1, 0.2), (0.5, 1.0), 10, "other")
-    figure = REPORT.plot(tmp_path / "both.png", others={"twin": twin})
-    assert [line[1:] for axes in drawn(figure) for line in axes] == [
-        ([1, 2, 3], [10.25, 4.0, 2.5]),
-        ([1, 2], [3.0, 2.0]),
-        ([1, 2, 3], [0.125, 0.75, 1.0]),
-        ([1, 2], [0.5, 1.0]),
-    ]
-    legend = figure.axes[0].get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["org/model", "twin"]
-    assert (tmp_path / "both.png").stat().st_size > 1000
-
-
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SettingError, match="pip install matplotlib"):
-        REPORT.plot()

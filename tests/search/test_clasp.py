@@ -13,7 +13,7 @@ from helpers.search.beside_text import after_prefill, by_hand, keys_and_values, 
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.clasp import closest_layers
+from hf_selfspec.search.proposers import closest_layers
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

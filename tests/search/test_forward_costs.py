@@ -11,9 +11,10 @@ from helpers.models import tiny_llama
 from helpers.search.beside_text import after_prefill, keys_and_values
 from helpers.search.generating import generated, prompt, search_of, use_costs
 from helpers.search.searches import space, timings
-from hf_selfspec import FixedLength, SelfSpec
+from hf_selfspec import FixedLength, SelfSpec, Session
 from hf_selfspec.batch import Text
-from hf_selfspec.draft.partial import Limits, PartialDraft
+from hf_selfspec.draft.looking import LookingDraft
+from hf_selfspec.learned.knowledge import KnowledgeOfCall
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.on_the_fly import OnTheFlySearch
@@ -43,8 +44,10 @@ def test_timings_change_nothing_of_the_text(lengths: tuple[int, ...], before: in
     target, text = after_prefill(tiny_llama(8), lengths)
     text = Text(text.ids[:, before:], [length - before for length in lengths], [before] * len(lengths), 0)
     stopwatch = Stopwatch(*SkipSpace.of(target.anatomy).timed_plans())
-    limits = Limits(FixedLength(2), 25)
-    draft = PartialDraft(target, stopwatch.early, limits, Scorer(LogitsProcessorList(), len(lengths), False))
+    scorer = Scorer(LogitsProcessorList(), len(lengths), False)
+    known = KnowledgeOfCall(SelfSpec(), target.model)
+    session = Session(target, scorer, FixedLength(2), None, 25, frozenset(), 25, None, (), known)
+    draft = LookingDraft(session, stopwatch.early, "a draft", 25)
     usual = keys_and_values(target, text)
     with target.prepared():
         draft.measure(text, stopwatch, 2)
@@ -53,7 +56,7 @@ def test_timings_change_nothing_of_the_text(lengths: tuple[int, ...], before: in
     names = {"early", "attention", "full", "few", "many", "draft"}
     assert {name: len(times) for name, times in stopwatch.seconds.items()} == dict.fromkeys(names, 2)
     assert all(time > 0 for times in stopwatch.seconds.values() for time in times)
-    assert (draft.steps, draft.limits) == (0, limits)
+    assert (draft.steps, draft.limits) == (0, session)
 
 
 def test_forwards_are_timed_again_when_a_set_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,8 @@ def test_history_of_the_gaussian_process_is_bounded(monkeypatch: pytest.MonkeyPa
     large, rng = space(16), np.random.default_rng(7)
     sets = {large.random(rng, 0.5): rng.random() for _ in range(250)}
     assert bayesian(large, sets, 0.5, rng) not in sets
-    assert sizes == [200]
+    assert len(sizes) == 1
+    assert 100 < sizes[0] <= 200
 
 
 def test_bayesian_proposals_are_of_the_size_that_is_searched_for() -> None:
@@ -102,12 +103,13 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
 
     search = SkipSearch(ClosestLayers(patience=100), space(22), 0.4, LayerPlan(22), auto)
     search.begin(closest)
+    search.begin_window()
     sizes: list[list[int]] = []
-    for _ in range(3):
+    for _ in range(2):
         sizes.append([])
         while (plan := search.propose(closest)) is not None:
             sizes[-1].append(len(plan.skipped_layers))
             search.register(plan, predicted(0.9 if len(plan.skipped_layers) == 8 else 0.5))
         search.begin_window()
-    assert sizes == ([[8], [8, 2, 4, 6, 8, 10, 12, 14, 16], [8, 8, 6]] if auto else [[8], [8, 8], [8, 8]])
+    assert sizes == ([[8, 2, 4, 6, 8, 10, 12, 14, 16], [8, 8, 6]] if auto else [[8, 8], [8, 8]])
     assert asked == ([16, 8] if auto else [8, 8])

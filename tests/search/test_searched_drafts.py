@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from helpers.models import tiny_llama
 from helpers.search.generating import SEARCHES, fixed_drafts, generated, lines_of, prompt, search_of, use_costs
-from hf_selfspec import EarlyExit, SelfSpec, SkipLayers, call
+from hf_selfspec import EarlyExit, SelfSpec, SkipLayers
 from hf_selfspec.batch import Draft, Text
 from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model.anatomy import Anatomy
@@ -94,21 +94,6 @@ def test_calls_without_anything_to_do_are_plain(monkeypatch: pytest.MonkeyPatch)
         calls.clear()
     assert not ours[0]
     assert 2 <= ours.count(True) <= 4
-
-
-def test_calls_stay_where_linear_layers_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, step=50.0)
-    model, spec = tiny_llama(8), SelfSpec.swift(search=OnTheFlySearch(context_window=8, max_steps=4, budget=1.0))
-    plain = generated(model, prompt(), 40)
-    calls, asked = plain_calls(monkeypatch, model), []
-    monkeypatch.setattr(call, "are_faster", lambda modules, count: asked.append(count) or True)
-    for _ in range(6):
-        assert torch.equal(generated(model, prompt(), 40, assistant=spec), plain)
-    assert asked == [1] * len(asked)
-    assert len(asked) >= 2
-    assert not calls
-    assert spec.stats is not None
-    assert not spec.stats.drafted
 
 
 STOPS: dict[str, Any] = {

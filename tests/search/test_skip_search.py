@@ -23,7 +23,7 @@ from helpers.search.searches import (
 from hf_selfspec import ConfidenceThreshold, FixedLength
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import skip_search
-from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
+from hf_selfspec.search.on_the_fly import OnTheFlySearch, Search
 from hf_selfspec.search.replay import Trace
 from hf_selfspec.search.skip_search import SkipSearch
 
@@ -66,30 +66,14 @@ def test_a_lucky_set_is_found_out() -> None:
     assert search.best == steady
 
 
-def test_easy_text_makes_no_set_the_best() -> None:
-    steady, spoilt, plucky = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
-    search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
-    for easiness, trials in ((0.1, ((steady, 0.4),)), (0.5, ((steady, 0.4), (spoilt, 0.35)))):
-        search.begin_window()
-        for plan, score in trials:
-            search.register(plan, predicted(easiness + score))
-    assert search.best == steady
-    search.begin_window()
-    for plan, score in ((steady, 0.4), (plucky, 0.45)):
-        search.register(plan, predicted(score))
-    assert search.best == plucky
-
-
 @pytest.mark.parametrize(
     ("settings", "scores", "steps"),
     [
         (OnTheFlySearch(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
         (OnTheFlySearch(patience=2), [0.1, 0.9, 0.1, 0.1, 0.9], 4),
         (OnTheFlySearch(target_matchness=0.85), [0.1, 0.2, 1.0, 1.0, 1.0, 1.0], 5),
-        (ClosestLayers(max_steps=5), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 5),
-        (ClosestLayers(patience=2), [0.1, 0.2, 0.2, 0.1, 0.9], 4),
     ],
-    ids=["max_steps", "patience", "target", "clasp: max_steps", "clasp: patience"],
+    ids=["max_steps", "patience", "target"],
 )
 def test_search_ends(settings: Search, scores: list[float], steps: int) -> None:
     """A third set that gets better and better, or is good again and again."""
@@ -102,18 +86,6 @@ def test_search_ends(settings: Search, scores: list[float], steps: int) -> None:
         if not search.is_over:
             search.register(plans[min(count, 2)], predicted(score))
     assert len(search.history) == steps
-
-
-def test_a_search_that_is_over_keeps_its_set() -> None:
-    search = SkipSearch(OnTheFlySearch(max_steps=2), space(), 0.5, skipping(0))
-    for plan, score in ((skipping(0), 0.5), (skipping(1), 0.6)):
-        search.register(plan, predicted(score))
-    assert search.is_over
-    search.register(skipping(2), predicted(1.0))  # from another thread
-    assert search.best == skipping(1)
-    for _ in range(2 * skip_search._IDLE):
-        search.begin_window()
-        assert search.propose(no_layers) is None
 
 
 @pytest.mark.parametrize("times_first", [True, False])

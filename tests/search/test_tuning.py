@@ -151,29 +151,6 @@ def test_the_fastest_rule_is_found(
     assert spec.draft.plan(Anatomy.of(llama)) == best
 
 
-def test_first_sets_come_first(
-    llama: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    fake: Callable[..., Timings],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those of a search on the fly, in half of the steps at most."""
-    first = [LayerPlan(8, frozenset([layer]), frozenset([layer])) for layer in range(1, 7)]
-    times = fake(llama)
-    monkeypatch.setattr(_Runner, "first_sets", lambda self: [LayerPlan(8), *first])
-    tune(llama, tokenizer, TEXTS, search=OfflineSearch(8, 4), stop=FixedLength(3))
-    assert times.asked[:4] == first[:4]
-    assert not set(times.asked[4:8]) & set(first[:4])
-
-
-def test_a_model_with_few_sets(tokenizer: PreTrainedTokenizerFast, fake: Callable[..., Timings]) -> None:
-    """Four layers have 15 sets; more steps than that come to an end, too."""
-    model = tiny_llama(4)
-    times = fake(model, {0, 1, 2})
-    spec = tune(model, tokenizer, TEXTS, search=OfflineSearch(20, 4), stop=FixedLength(3))
-    assert times.space.places(spec.draft.plan(Anatomy.of(model))) == {0, 1, 2}
-
-
 def test_nothing_is_faster(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fake: Callable[..., Timings]
 ) -> None:

@@ -26,8 +26,6 @@ from hf_selfspec import (
     fit_exit_heads,
     fit_probe,
 )
-from hf_selfspec.batch import Text
-from hf_selfspec.draft.free import FreeDrafts
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import speedup
 from hf_selfspec.train.speedup import SpeedupEvaluator, speed_figures
@@ -221,24 +219,6 @@ def test_a_fit_is_not_lost_to_its_measurement(
     with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
         adapter = fit_adapter(tiny_llama(), None, rows(), **options, output_dir=tmp_path / "out")
     assert is_like(Adapter.load(tmp_path / "out"), adapter.state_dict())
-
-
-def test_free_drafts_do_not_know_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What warms up is not the beginning of a measured text."""
-    model, texts = tiny_llama(), list[list[int]]()
-    Clock(monkeypatch, model)
-    finish = FreeDrafts.finish
-
-    def noted(self: FreeDrafts, text: Text) -> None:
-        texts.append(text.ids[0, : text.lengths[0]].tolist())
-        finish(self, text)
-
-    monkeypatch.setattr(FreeDrafts, "finish", noted)
-    SpeedupEvaluator(model, TEXT, SelfSpec.kangaroo).metrics(Adapter(EXIT, 64, 4))
-    prompts, warm = [row[:16].tolist() for row in TEXT[:4]], [text for text in texts if len(text) == 24]
-    assert len(warm) == 2
-    assert sum(text[:16] in prompts for text in texts) == len(texts) - 2
-    assert all(text[:16] not in prompts for text in warm)
 
 
 def test_wrong_patience(tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ from helpers.train.by_hand import BOTH, ByHand, assert_close, history, rotationa
 from hf_selfspec import EarlyExitLoss
 
 
-@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_gradient_checkpointing(tmp_path: Path, kind: str, reentrant: bool) -> None:
-    plain = train(tmp_path, BOTH[kind]())
+def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
+    plain = train(tmp_path, BOTH["both"]())
     options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": reentrant}}
-    saving = train(tmp_path, BOTH[kind](), **options)
+    saving = train(tmp_path, BOTH["both"](), **options)
     assert all(layer.gradient_checkpointing for layer in saving.model.model.layers)
     assert history(saving) == pytest.approx(history(plain), rel=1e-5)
     assert_close(weights(saving.model), weights(plain.model))
@@ -35,12 +34,11 @@ def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
     return math.sqrt(sum((a.detach().float() - b.detach().float()).square().sum().item() for a, b in pairs))
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_bf16(tmp_path: Path, kind: str) -> None:
+def test_bf16(tmp_path: Path) -> None:
     """Close to float32, with master weights in float32 and without ones."""
-    plain = train(tmp_path, BOTH[kind]())
-    mixed = train(tmp_path, BOTH[kind](), bf16=True)
-    pure = train(tmp_path, BOTH[kind](), tiny().to(torch.bfloat16))
+    plain = train(tmp_path, BOTH["both"]())
+    mixed = train(tmp_path, BOTH["both"](), bf16=True)
+    pure = train(tmp_path, BOTH["both"](), tiny().to(torch.bfloat16))
     for run in (mixed, pure):
         assert history(run) == pytest.approx(history(plain), rel=0.02)
         assert history(run) != history(plain)

@@ -101,75 +101,30 @@ def nothing(run: Any) -> None:
     """Leaves the Trainer as it is."""
 
 
-@pytest.mark.parametrize(
-    ("create", "callback", "options", "prepare", "error", "words"),
-    [
-        (
-            tiny,
-            EarlyExitLoss,
-            {"label_smoothing_factor": 0.1},
-            nothing,
-            UnsupportedOptionError,
-            ["label_smoothing_factor=0.1"],
-        ),
-        (tiny, EarlyExitLoss, {"use_liger_kernel": True}, nothing, UnsupportedOptionError, ["use_liger_kernel=True"]),
-        (tiny, EarlyExitLoss, {"compute_loss_func": boom}, nothing, UnsupportedOptionError, ["compute_loss_func"]),
-        (tiny, EarlyExitLoss, {}, mock_data_parallel, UnsupportedOptionError, ["2 GPUs", "DataParallel", "torchrun"]),
-        (tiny, LayerDropout, {}, mock_data_parallel, UnsupportedOptionError, ["2 GPUs", "DataParallel", "torchrun"]),
-        (
-            tiny,
-            lambda: EarlyExitLoss(layers=[2, 5]),
-            {},
-            nothing,
-            SettingError,
-            ["EarlyExitLoss(layers)", "exit layer 5", "1 to 4"],
-        ),
-        (
-            lambda: tiny(kind=LlamaWithoutLayers),
-            every_exit,
-            {},
-            nothing,
-            UnsupportedModelError,
-            ["LlamaWithoutLayers", "no effect"],
-        ),
-        (tiny, EarlyExitLoss, {}, mock_dft, UnsupportedOptionError, ["loss_type='dft'"]),
-        (tiny, EarlyExitLoss, {}, take_the_labels, UnsupportedOptionError, ["labels", "['input_ids']"]),
-        (with_virtual_tokens, every_exit, {}, nothing, UnsupportedModelError, ["[4, 12]", "[4, 10]", "virtual tokens"]),
-        (
-            with_own_loss_function,
-            EarlyExitLoss,
-            {},
-            nothing,
-            UnsupportedModelError,
-            ["LlamaForCausalLM", "function boom"],
-        ),
-        (with_router_logits, LayerDropout, {}, nothing, UnsupportedOptionError, ["output_router_logits=True"]),
-        (with_flex_attention, LayerDropout, {}, nothing, UnsupportedOptionError, ["flex_attention", "'sdpa'"]),
-        (NoTransformersModel, EarlyExitLoss, {}, nothing, SettingTypeError, ["NoTransformersModel"]),
-        (NoTransformersModel, LayerDropout, {}, nothing, SettingTypeError, ["NoTransformersModel"]),
-        (lambda: build("gpt_bigcode"), EarlyExitLoss, {}, nothing, UnsupportedModelError, ["GPTBigCodeForCausalLM"]),
-        (lambda: build("gemma3n_text"), LayerDropout, {}, nothing, UnsupportedModelError, ["Gemma3nForCausalLM"]),
-        (tiny, lambda: Other(0.1, lambda t, steps: 1.5), {}, nothing, SettingError, ["schedule", "1.5"]),
-        (tiny, lambda: LayerDropout(0.1), {}, nothing, SettingError, ["more than one LayerDropout"]),
-        (tiny, lambda: EarlyExitLoss(layers=[1]), {}, nothing, SettingError, ["layers=[1]", "trains no exit", "even"]),
-        (
-            tiny,
-            lambda: EarlyExitLoss(scale=lambda layer, layers, e: layer - 1.5),
-            {},
-            nothing,
-            SettingError,
-            ["at least 0", "-1.5"],
-        ),
-        (
-            tiny,
-            lambda: EarlyExitLoss(curriculum=AnExitTooFar()),
-            {},
-            nothing,
-            SettingError,
-            ["enabled layer 4"],
-        ),
-    ],
-)
+CASES: list[tuple[Callable[[], Any], Any, dict[str, Any], Any, type[Exception], list[str]]] = [
+    (tiny, EarlyExitLoss, {"label_smoothing_factor": 0.1}, nothing, UnsupportedOptionError, ["label_smoothing"]),
+    (tiny, EarlyExitLoss, {"compute_loss_func": boom}, nothing, UnsupportedOptionError, ["compute_loss_func"]),
+    (tiny, EarlyExitLoss, {}, mock_data_parallel, UnsupportedOptionError, ["2 GPUs", "DataParallel", "torchrun"]),
+    (tiny, lambda: EarlyExitLoss(layers=[2, 5]), {}, nothing, SettingError, ["exit layer 5", "1 to 4"]),
+    (lambda: tiny(kind=LlamaWithoutLayers), every_exit, {}, nothing, UnsupportedModelError, ["no effect"]),
+    (tiny, EarlyExitLoss, {}, mock_dft, UnsupportedOptionError, ["loss_type='dft'"]),
+    (tiny, EarlyExitLoss, {}, take_the_labels, UnsupportedOptionError, ["labels", "['input_ids']"]),
+    (with_virtual_tokens, every_exit, {}, nothing, UnsupportedModelError, ["[4, 12]", "[4, 10]", "virtual tokens"]),
+    (with_own_loss_function, EarlyExitLoss, {}, nothing, UnsupportedModelError, ["function boom"]),
+    (with_router_logits, LayerDropout, {}, nothing, UnsupportedOptionError, ["output_router_logits=True"]),
+    (with_flex_attention, LayerDropout, {}, nothing, UnsupportedOptionError, ["flex_attention", "'sdpa'"]),
+    (NoTransformersModel, EarlyExitLoss, {}, nothing, SettingTypeError, ["NoTransformersModel"]),
+    (lambda: build("gpt_bigcode"), EarlyExitLoss, {}, nothing, UnsupportedModelError, ["GPTBigCodeForCausalLM"]),
+    (lambda: build("gemma3n_text"), LayerDropout, {}, nothing, UnsupportedModelError, ["Gemma3nForCausalLM"]),
+    (tiny, lambda: Other(0.1, lambda t, steps: 1.5), {}, nothing, SettingError, ["schedule", "1.5"]),
+    (tiny, lambda: LayerDropout(0.1), {}, nothing, SettingError, ["more than one LayerDropout"]),
+    (tiny, lambda: EarlyExitLoss(layers=[1]), {}, nothing, SettingError, ["layers=[1]", "trains no exit", "even"]),
+    (tiny, lambda: EarlyExitLoss(scale=lambda i, n, e: i - 1.5), {}, nothing, SettingError, ["at least 0", "-1.5"]),
+    (tiny, lambda: EarlyExitLoss(curriculum=AnExitTooFar()), {}, nothing, SettingError, ["enabled layer 4"]),
+]
+
+
+@pytest.mark.parametrize(("create", "callback", "options", "prepare", "error", "words"), CASES)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
 def test_refused_trainings(
     tmp_path: Path,

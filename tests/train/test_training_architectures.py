@@ -78,12 +78,18 @@ def assert_same(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[fl
         )
 
 
+def begin(callback: Any, model: PreTrainedModel) -> None:
+    """As in a training that was checked."""
+    callback._served = True
+    callback.on_train_begin(SimpleNamespace(seed=SEED), None, None, model=model)
+
+
 @contextmanager
 def training_step(callback: Any, model: PreTrainedModel, step: int = 0) -> Iterator[None]:
     """What the Trainer does with a callback around one step."""
     args, state = SimpleNamespace(seed=SEED), SimpleNamespace(global_step=step, max_steps=STEPS)
-    callback.attach(model, args, state)
     try:
+        begin(callback, model)
         callback.on_step_begin(args, state, None)
         yield
         callback.on_pre_optimizer_step(args, state, None)
@@ -122,7 +128,7 @@ def test_early_exit_loss(name: str) -> None:
 def test_early_exit_loss_refused(name: str) -> None:
     model = _model(name)
     with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} fixes the batch after its last layer"):
-        EarlyExitLoss().attach(model, SimpleNamespace(seed=0), SimpleNamespace())
+        begin(EarlyExitLoss(), model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -166,6 +172,6 @@ def test_layer_dropout_refused() -> None:
     model = _model("gemma3n_text")
     before = copy.copy(model.__dict__)
     with pytest.raises(UnsupportedModelError, match="Gemma3nForCausalLM read keys and values of earlier ones"):
-        LayerDropout().attach(model, SimpleNamespace(seed=0), SimpleNamespace())
+        begin(LayerDropout(), model)
     assert model.__dict__.keys() == before.keys()
     assert not any("forward" in module.__dict__ for module in model.modules())

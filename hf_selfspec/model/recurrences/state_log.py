@@ -84,19 +84,18 @@ class StateLog:
         if self._latest is not None and not _is_before(self._latest.slots, firsts):
             self._latest = None
         count = entries[0].shape[2]
-        known = [first - floor for first, floor in zip(firsts, self.first_slots, strict=True)]
+        floors = self.first_slots
+        known = [first - floor for first, floor in zip(firsts, floors, strict=True)]
         skipped = [first - start for first, start in zip(firsts, starts, strict=True)]
         self._ends = [max(start + count, first) for start, first in zip(starts, firsts, strict=True)]
         before = self._entries or tuple(values[:, :, :0] for values in entries)
         if max(skipped) == 0 and min(known) == max(known):
             self._entries = tuple(
-                torch.cat([old[:, :, : known[0]], new], 2) for old, new in zip(before, entries, strict=True)
+                torch.cat([old[:, :, : known[0]], new], 2) if known[0] else new
+                for old, new in zip(before, entries, strict=True)
             )
             return
-        size, width = (
-            before[0].shape[2],
-            max(end - floor for end, floor in zip(self._ends, self.first_slots, strict=True)),
-        )
+        size, width = before[0].shape[2], max(end - floor for end, floor in zip(self._ends, floors, strict=True))
         columns = [
             [t if t < here else min(size + t - here + skip, size + count - 1) for t in range(width)]
             for here, skip in zip(known, skipped, strict=True)

@@ -26,7 +26,8 @@ def step(model: Any, callbacks: list[Any], batch: dict[str, torch.Tensor]) -> fl
     """Forward and backward as in a step of the Trainer; returns the loss."""
     args, state = SimpleNamespace(seed=5), SimpleNamespace(global_step=0, max_steps=1)
     for callback in callbacks:
-        callback.attach(model, args, state)
+        callback._served = True
+        callback.on_train_begin(args, state, None, model=model)
         callback.on_step_begin(args, state, None)
     counts.is_on = True
     loss = model(**batch, use_cache=False).loss

@@ -1,4 +1,4 @@
-"""``hf-selfspec exit-report``: what each layer of a model predicts."""
+"""``hf-selfspec inspect`` and ``exit-report``: what a model is made of, and what its layers predict."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import ModelOptions, TextOptions, takes_options
+from .options import ModelOption, ModelOptions, TextOptions, takes_options
 
 
 @takes_options
@@ -25,3 +25,11 @@ def exit_report(
     print(report)
     if plot is not None:
         report.plot(plot)
+
+
+def inspect(model: ModelOption) -> None:
+    """Show what a model is made of and what is supported with it; no weights are loaded."""
+    from .. import inspect_model
+    from ..data.loading import NamedModel
+
+    print(inspect_model(NamedModel.find(model).config()))

@@ -1,4 +1,4 @@
-"""Images and sound in the prompt: plain generate's tokens, whatever drafts."""
+"""Models that take images or sound beside text: plain generate's tokens, whatever drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.models.clip import CLIPImageProcessorPil
 import hf_selfspec
 from helpers.architectures import build as build_text
 from helpers.calls import calls
-from helpers.models import BATCH, tiny_llama
+from helpers.models import BATCH, ragged_batch, tiny_llama
 from helpers.multimodal import (
     IMAGE,
     MEDIA,
@@ -58,6 +58,7 @@ SPECS = {
     "tree": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3), tree=TopKTree(((0.9999, 3), (1.0, 1)))),
 }
 SPEC = SPECS["exit"]
+TEXTS = ragged_batch((4, 9, 6), vocabulary=IMAGE)
 # Tokens of text in each row: one row, equal lengths, left-padded.
 ROWS = {"one": (6,), "equal": (6, 6, 6), "ragged": (4, 9, 6)}
 
@@ -74,17 +75,50 @@ def check(name: str, spec: SelfSpec, texts: tuple[int, ...] = ROWS["one"], **opt
     assert torch.equal(_model(name).generate(**prompt, **OPTIONS | options, assistant=spec), expected)
 
 
-@pytest.mark.every_run(".*-ragged")
+@pytest.mark.every_run(".*-(ragged|texts)")
 @pytest.mark.filterwarnings("ignore:Exaone4_5.* cannot take:UserWarning")
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [*ROWS, "text", "texts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generate(name: str, rows: str) -> None:
+    of_text = {"text": {key: value[1:2] for key, value in TEXTS.items()}, "texts": TEXTS}
+    prompt = prompt_of(name, ROWS[rows]) if rows in ROWS else of_text[rows]
+    expected = _model(name).generate(**prompt, **OPTIONS)
     drafted = accepted = 0
     for spec in SPECS.values():
-        check(name, spec, ROWS[rows])
+        assert torch.equal(_model(name).generate(**prompt, **OPTIONS, assistant=spec), expected)
         assert spec.stats is not None
         drafted, accepted = drafted + spec.stats.drafted, accepted + spec.stats.accepted
     assert 0 < accepted < drafted
+
+
+# Text alone -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "qwen3_vl"])
+def test_marks_of_text_are_no_input_beside_it(name: str) -> None:
+    """Processors give them with prompts that have no image."""
+    marks = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": torch.zeros_like(TEXTS["input_ids"])}
+    expected = _model(name).generate(**TEXTS, **marks, **OPTIONS)
+    assert torch.equal(_model(name).generate(**TEXTS, **marks, **OPTIONS, assistant=SPEC), expected)
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_images_before_and_after(name: str) -> None:
+    """What an image call leaves on the model (``rope_deltas``) disturbs no call of text, and the other way round."""
+    model, picture = _model(name), prompt_of(name)
+    expected = model.generate(**TEXTS, **OPTIONS)
+    with_picture = model.generate(**picture, **OPTIONS)
+    assert torch.equal(model.generate(**TEXTS, **OPTIONS, assistant=SPEC), expected)
+    assert torch.equal(model.generate(**picture, **OPTIONS), with_picture)
+    assert torch.equal(model.generate(**TEXTS, **OPTIONS), expected)
+
+
+def test_usual_positions_in_several_dimensions() -> None:
+    model = _model("qwen2_vl")
+    positions = torch.arange(9)[None, None].expand(3, 1, -1)
+    row = {name: value[1:2] for name, value in TEXTS.items()}
+    expected = model.generate(**row, **OPTIONS)
+    assert torch.equal(model.generate(**row, **OPTIONS, position_ids=positions, assistant=SPEC), expected)
 
 
 # Where tokens stand ---------------------------------------------------------------------------------------------------
@@ -340,16 +374,6 @@ def test_marks_that_change_the_attention_to_text() -> None:
     expected = _model("paligemma").generate(**given, **OPTIONS)
     assert not torch.equal(expected, _model("paligemma").generate(**BATCH, **OPTIONS))
     assert torch.equal(_model("paligemma").generate(**given, **OPTIONS, assistant=SPEC), expected)
-
-
-def test_images_without_the_wrapper() -> None:
-    prompt = prompt_of("qwen2_5_vl", ROWS["ragged"])
-    expected = _model("qwen2_5_vl").generate(**prompt, **OPTIONS)
-    hf_selfspec.uninstall()
-    try:
-        assert torch.equal(_model("qwen2_5_vl").generate(**prompt, **OPTIONS, custom_generate=SPEC), expected)
-    finally:
-        hf_selfspec.install()
 
 
 def test_a_second_tower_of_as_many_layers() -> None:
