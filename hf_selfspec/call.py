@@ -105,6 +105,15 @@ class Call:
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return None if pad is None else int(pad)
 
+    def compile_config(self, wanted: bool | CompileConfig) -> CompileConfig | None:
+        """How forwards are compiled, if the ``SelfSpec`` wants it (:attr:`SelfSpec.compile`) or the call."""
+        if wanted is not False:
+            return CompileConfig() if wanted is True else wanted
+        config: CompileConfig | None = self.generation_config.compile_config
+        if config is not None and self.input_ids.device.type == "cpu" and not config._compile_all_devices:
+            return None  # as in transformers
+        return config
+
 
 def check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
     """Refuses what cannot be served, as far as that is known before prompts are laid out."""

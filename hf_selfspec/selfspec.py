@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,15 +33,16 @@ from .errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
 from .learned.knowledge import Knowledge, KnowledgeOfCall
+from .learned.saving import Kind
 from .lookup.observing import observe
 from .model.anatomy import causal_lm
 from .presets import Presets
-from .refusals import check_options
+from .refusals import check_folder_and_task, check_options, check_parts, check_whole_drafts
 from .search.choice import ExitChoice, SkipChoice
 from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
 from .stats import GenerationStats
-from .stop.rules import RememberingRule, StopRule
+from .stop.rules import StopRule
 from .validation import MOST_DRAFT, check_count
 from .verify.tree import Tree
 
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 # The name under which a saved generation config holds the settings of its ``assistant``.
 CONFIG_KEY = "hf_selfspec"
-# Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
-_LONGEST_TASK = 50
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,10 @@ class SelfSpec(Presets):
     _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_parts(self.draft, self.stop, self.tree)
-        _check_whole_drafts(self._source, self.stop, self.tree)
+        check_parts(self.draft, self.stop, self.tree)
+        check_whole_drafts(self._source, self.stop, self.tree)
         check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
-        _check_folder_and_task(self.cache_dir, self.task)
+        check_folder_and_task(self.cache_dir, self.task)
         if not isinstance(self.compile, (bool, CompileConfig)):
             raise SettingTypeError(
                 f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
@@ -162,7 +160,7 @@ class SelfSpec(Presets):
         rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = KnowledgeOfCall(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
+            known = known_of(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
             observe(inner, known, rows)
             return
         for row in rows:
@@ -214,10 +212,27 @@ class SelfSpec(Presets):
     def export_draft(
         self, folder: str | os.PathLike[str], model: Any, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
-        """Writes the draft as a checkpoint for other engines, see :func:`hf_selfspec.export.export_draft`."""
-        from .export import export_draft  # few calls need it
+        """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
 
-        export_draft(self, folder, model, tokenizer)
+        That part is an early exit, the model without skipped blocks, or an exit with an adapter of attention alone; of
+        a search or a probe, it is what was chosen for the model. The folder's README.md has the command for each
+        engine. The checkpoint's logits are compared with the draft's before anything is written; the model stays as it
+        is, and its tensors are not copied.
+
+        Args:
+            folder: created if it does not exist; a draft that was exported there earlier is replaced.
+            model: a causal LM of transformers on one device, not quantised, its adapters merged.
+            tokenizer: the model's tokenizer, saved with the draft; llama.cpp's converter needs it.
+
+        Raises:
+            SelfSpecError: a checkpoint cannot hold this draft, nothing was chosen yet, or the folder holds another
+                model or cannot be written.
+        """
+        from .export.exporting import USUAL_TOKENS, export_draft  # few calls need it
+
+        known = known_of(self, causal_lm(model, "SelfSpec.export_draft"))
+        tokens = min(getattr(self.stop, "max_draft", USUAL_TOKENS), self.max_draft)
+        export_draft(self._source, known, folder, tokenizer, tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as JSON values, for saving a ``GenerationConfig`` that holds this ``SelfSpec``.
@@ -287,7 +302,7 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        known = KnowledgeOfCall(replace(self, cache_dir=None), model, (do_sample, False))  # of a call of its own
+        known = known_of(replace(self, cache_dir=None), model, (do_sample, False))  # of a call of its own
         return standalone_draft(self._source, self.stop, self.max_draft, model, known, logits_processor, do_sample)
 
     def __call__(
@@ -303,17 +318,8 @@ class SelfSpec(Presets):
     ) -> Any:
         """Decodes a call; ``generate`` calls it with everything prepared (``custom_generate``)."""
         check_options(model, generation_config)
-        call = Call(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus,
-            streamer,
-            model_kwargs,
-        )
-        return self._serve(call)
+        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        return self._serve(Call(*prepared, synced_gpus, streamer, model_kwargs))
 
     def _serve(self, given: Call, default_of: str = "") -> Any:
         """Decodes a call whose options were checked.
@@ -322,7 +328,7 @@ class SelfSpec(Presets):
         ``generate`` serves what it cannot serve, and invalid logits are no error.
         """
         call, source = given.with_cache(), self._source
-        knowledge = KnowledgeOfCall(self, call.model, (call.do_sample, len(call.input_ids) > 1))
+        knowledge = known_of(self, call.model, (call.do_sample, len(call.input_ids) > 1))
         decoder = None
         try:
             check(call, source, knowledge)
@@ -335,7 +341,7 @@ class SelfSpec(Presets):
                     stop=self.stop,
                     tree=self.tree,
                     max_draft=self.max_draft,
-                    compile_config=self._compile_config(call),
+                    compile_config=call.compile_config(self.compile),
                     checks_logits=not default_of,
                 )
         except SelfSpecError as error:
@@ -343,14 +349,6 @@ class SelfSpec(Presets):
                 raise
             call, why = given, cannot_serve(default_of, error)
         return decode_plainly(call, knowledge, why) if decoder is None else decode(given, decoder, knowledge)
-
-    def _compile_config(self, call: Call) -> CompileConfig | None:
-        if self.compile is not False:
-            return CompileConfig() if self.compile is True else self.compile
-        config: CompileConfig | None = call.generation_config.compile_config
-        if config is not None and call.input_ids.device.type == "cpu" and not config._compile_all_devices:
-            return None  # as in transformers
-        return config
 
     @property
     def _source(self) -> DraftSource:
@@ -365,38 +363,13 @@ class SelfSpec(Presets):
         return settings
 
 
-def _check_parts(draft: Any, stop: Any, tree: Any) -> None:
-    """Checks the types of a draft, a stop rule and a tree."""
-    if not isinstance(draft, (DraftSource, CandidateGenerator)):
-        raise SettingTypeError(
-            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
-            f"DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
-        )
-    is_rule = callable(stop) or isinstance(stop, RememberingRule)
-    if stop is not None and (not is_rule or isinstance(stop, type)):
-        raise SettingTypeError(
-            "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p), "
-            "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
-            f"chosen, got {stop!r}."
-        )
-    if tree is not None and not isinstance(tree, Tree):
-        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {tree!r}.")
+def known_of(spec: SelfSpec, model: PreTrainedModel, kind: Kind = (False, False)) -> KnowledgeOfCall:
+    """What is known of a model, for calls that draw tokens (``kind[0]``) or have several rows (``kind[1]``)."""
+    return KnowledgeOfCall(spec._knowledge, model, kind, spec._settings, spec.cache_dir, spec.task)
 
 
-def _check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
-    """Checks that drafts whose tokens come all at once have no stop rule and no tree, which would have no effect."""
-    why = source.fixed_because
-    for name, value in (("stop", stop), ("tree", tree)):
-        if why and value is not None:
-            raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
-
-
-def _check_folder_and_task(folder: Any, task: Any) -> None:
-    """Checks where findings are kept, and under which name."""
-    if folder is not None and not isinstance(folder, (str, os.PathLike)):
-        raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {folder!r}.")
-    if not isinstance(task, str) or not re.fullmatch(r"[\w.-]+", task) or len(task) > _LONGEST_TASK:
-        raise SettingError(
-            "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
-            f"{_LONGEST_TASK} of them, got {task!r}."
-        )
+def begun_anew(spec: SelfSpec) -> SelfSpec:
+    """A ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
+    made = replace(spec, cache_dir=None)
+    made._knowledge.saved = spec._knowledge.saved
+    return made

@@ -131,7 +131,7 @@ def test_custom_generate_refuses_too(llama: LlamaForCausalLM, installed: bool) -
     if not installed:
         hf_selfspec.uninstall()
     with pytest.raises(UnsupportedOptionError, match="prompt_lookup_num_tokens=3"):
-        llama.generate(**ROW, custom_generate=SelfSpec(), prompt_lookup_num_tokens=3)
+        llama.generate(**ROW, max_new_tokens=4, custom_generate=SelfSpec(), prompt_lookup_num_tokens=3)
 
 
 CACHES: dict[str, Callable[[LlamaForCausalLM], Any]] = {

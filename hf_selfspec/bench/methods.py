@@ -12,8 +12,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..cli.spec_text import read_spec, split
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
-from ..learned.knowledge import begun_anew
-from ..selfspec import SelfSpec
+from ..selfspec import SelfSpec, begun_anew
 from .prompts import Batch
 
 PLAIN = "plain"

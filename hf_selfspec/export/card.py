@@ -10,27 +10,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import PreTrainedModel
 
-from ..draft.source import DraftBlocks
+from ..draft.source import DraftBlocks, DraftSource
 
-if TYPE_CHECKING:
-    from ..selfspec import SelfSpec
-
-# Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
-_USUAL_TOKENS = 5
 # The tag by which a card written here is recognised.
 TAG = "hf_selfspec-draft"
 
 
 def card_of(
-    spec: SelfSpec, folder: Path, model: PreTrainedModel, blocks: DraftBlocks, draft: PreTrainedModel, fingerprint: str
+    source: DraftSource,
+    tokens: int,
+    folder: Path,
+    model: PreTrainedModel,
+    blocks: DraftBlocks,
+    draft: PreTrainedModel,
+    fingerprint: str,
 ) -> str:
     """The card of a draft of ``model`` in a folder, as Markdown."""
-    tokens = min(getattr(spec.stop, "max_draft", _USUAL_TOKENS), spec.max_draft)
     picture, layers = blocks.plan.picture(), draft.config.num_hidden_layers
     is_exit = "#." in picture and "#" not in picture[picture.index("#.") + 1 :]
     environment = Environment(
@@ -44,7 +43,7 @@ def card_of(
         what="The first layers and the output head" if is_exit else "Some of its blocks",
         layers=f"{layers} layer{'s' if layers > 1 else ''}",
         parameters=draft.num_parameters(),
-        draft=repr(spec.draft),
+        draft=repr(source),
         picture=picture,
         fingerprint=fingerprint,
         notes=_notes(blocks, draft),

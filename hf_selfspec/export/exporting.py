@@ -6,17 +6,17 @@ import copy
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..draft.source import DraftBlocks
+from ..draft.source import DraftBlocks, DraftSource
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
-from ..model.anatomy import Anatomy, causal_lm
+from ..model.anatomy import Anatomy
 from ..model.modules import is_tensor_parallel
 from ..model.partial import ForwardPass, obeying, partial_forwards
 from ..model.patching import evaluating
@@ -33,8 +33,8 @@ from .checkpoint import (
     zeroed_projections,
 )
 
-if TYPE_CHECKING:
-    from ..selfspec import SelfSpec
+# Tokens of a draft in the commands if the SelfSpec sets no number, as in the engines' own examples.
+USUAL_TOKENS = 5
 
 _C = TypeVar("_C", bound=Choice)
 _README = "README.md"
@@ -52,30 +52,14 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, tor
 
 
 def export_draft(
-    spec: SelfSpec,
+    source: DraftSource,
+    known: KnowledgeOfCall,
     folder: str | os.PathLike[str],
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tokens: int,
 ) -> None:
-    """Writes the part of a model that drafts as an ordinary checkpoint, for engines that take a draft model.
-
-    That part is an early exit, the model without skipped blocks, or an exit with an adapter of attention alone; of a
-    search or a probe, it is what was chosen for the model. The folder's README.md has the command for each engine. The
-    checkpoint's logits are compared with the draft's before anything is written; the model stays as it is, and its
-    tensors are not copied.
-
-    Args:
-        spec: the settings; its draft source is exported.
-        folder: created if it does not exist; a draft that was exported there earlier is replaced.
-        model: a causal LM of transformers on one device, not quantised, its adapters merged.
-        tokenizer: the model's tokenizer, saved with the draft; llama.cpp's converter needs it.
-
-    Raises:
-        SelfSpecError: a checkpoint cannot hold this draft, nothing was chosen yet, or the folder holds another model or
-            cannot be written.
-    """
-    name = "SelfSpec.export_draft"
-    inner = causal_lm(model, name)
+    """Writes what a source drafts with, see :meth:`SelfSpec.export_draft`; commands have ``tokens`` as its length."""
+    name, inner = "SelfSpec.export_draft", known.model
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise SettingTypeError(f"{name}(tokenizer) must be a tokenizer of transformers or None, got {tokenizer!r}.")
     at = path_of(folder)
@@ -87,13 +71,12 @@ def export_draft(
             f"{name}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
             "back in a draft model when its tokens are rejected. Use generate(assistant=...)."
         )
-    known = KnowledgeOfCall(spec, inner)
-    blocks = spec._source.blocks(anatomy, partial(_choice, known))
+    blocks = source.blocks(anatomy, partial(_choice, known))
     if blocks.adapter is not None:
         blocks.adapter.check(known.fingerprint)
     draft = draft_model(inner, anatomy, blocks)
     _check_agreement(inner, anatomy, blocks, draft)
-    card = card_of(spec, at, inner, blocks, draft, known.fingerprint().name)
+    card = card_of(source, tokens, at, inner, blocks, draft, known.fingerprint().name)
     with reported(at), folder_written_whole(at) as inside:
         draft.save_pretrained(inside)
         if tokenizer is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -26,20 +27,10 @@ from .findings import Findings, TextFindings
 from .saving import Key, Kind, Saved
 from .text_file import TextFile, aside, beginning_anew, locked
 
-if TYPE_CHECKING:
-    from ..selfspec import SelfSpec
-
 # How many calls are kept for plots, and the most points of the timeline of each: 4 MB at most.
 _LOGGED, _POINTS = 512, 64
 
 _F = TypeVar("_F", bound=Findings)
-
-
-def begun_anew(spec: SelfSpec) -> SelfSpec:
-    """A ``SelfSpec`` of the same settings, which knows only what was loaded from the original's file."""
-    made = replace(spec, cache_dir=None)
-    made._knowledge.saved = spec._knowledge.saved
-    return made
 
 
 @dataclass
@@ -176,14 +167,12 @@ class Knowledge:
 class KnowledgeOfCall:
     """What a ``SelfSpec`` knows of one model for one kind of call, and the files in which it keeps that."""
 
-    spec: SelfSpec
+    knowledge: Knowledge  # all that the ``SelfSpec`` has learned
     model: PreTrainedModel
-    kind: Kind = (False, False)
-
-    @property
-    def knowledge(self) -> Knowledge:
-        """All that the ``SelfSpec`` has learned."""
-        return self.spec._knowledge
+    kind: Kind
+    settings: Callable[[], Mapping[str, Any]]
+    cache_dir: str | os.PathLike[str] | None
+    task: str
 
     @property
     def _record(self) -> ModelRecord:
@@ -239,7 +228,7 @@ class KnowledgeOfCall:
 
     def _cache(self, path: Path, texts: TextFile | None = None, key: Key | None = None) -> None:
         """Writes a file: findings for single kinds of calls, or those of one key with ``texts``."""
-        knowledge, model, settings = self.knowledge, self.model, self.spec._settings()
+        knowledge, model, settings = self.knowledge, self.model, self.settings()
         try:
             with knowledge.lock, reported(path):
                 now = Fingerprint.of_decoder(model)
@@ -258,13 +247,12 @@ class KnowledgeOfCall:
             warn_once(f"findings are not kept on disk: {error}")
 
     def _file(self, key: Key) -> Path | None:
-        spec = self.spec
-        if spec.cache_dir is None or is_tensor_parallel(self.model):
+        if self.cache_dir is None or is_tensor_parallel(self.model):
             return None  # the processes of one model may have different folders, and would then draft differently
-        kept = {name: saving.encode(value, name) for name, value in spec._settings().items()}
+        kept = {name: saving.encode(value, name) for name, value in self.settings().items()}
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
         ending = "" if key.kind is not None else "-" + key.source.replace(" ", "-")
-        return path_of(spec.cache_dir) / self.fingerprint().name / f"{spec.task}-{digest}{ending}.json"
+        return path_of(self.cache_dir) / self.fingerprint().name / f"{self.task}-{digest}{ending}.json"
 
     def _used(self, key: Key, make: Callable[[Any], _F]) -> _F:
         with self.knowledge.lock:
@@ -292,18 +280,20 @@ class KnowledgeOfCall:
             found.changed = self._record.news.set
         else:
             self.knowledge.text_paths.add(path)
-            found.changed = _text_writer(self.spec, weakref.ref(self.model), texts, key)
+            found.changed = self._text_writer(texts, key)
         return found
 
+    def _text_writer(self, texts: TextFile, key: Key) -> Callable[[], None]:
+        """What writes findings about texts as long as their model exists."""
+        alive = weakref.ref(self.model)
+        knowledge, settings, cache_dir, task = self.knowledge, self.settings, self.cache_dir, self.task
 
-def _text_writer(spec: SelfSpec, alive: weakref.ref[PreTrainedModel], texts: TextFile, key: Key) -> Callable[[], None]:
-    """What writes findings about texts as long as their model exists."""
+        def write() -> None:
+            if (model := alive()) is not None:
+                known = KnowledgeOfCall(knowledge, model, (False, False), settings, cache_dir, task)
+                known._cache(texts.path, texts, key)
 
-    def write() -> None:
-        if (model := alive()) is not None:
-            KnowledgeOfCall(spec, model)._cache(texts.path, texts, key)
-
-    return write
+        return write
 
 
 def _restored(saved: Saved, key: Key, make: Callable[[Any], _F], other: Any) -> _F:

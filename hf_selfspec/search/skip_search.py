@@ -78,7 +78,7 @@ class SkipSearch(Findings):
 
     def _start_over(self) -> None:
         costs = self.timings.costs if self.auto else None
-        self._records = Records(self.space, self._rules, self._max_draft, costs)
+        self._records = Records(self.space, self._rules, self._max_draft, costs, by_size=self._finds_closest)
         self._feedback = Feedback()
         self._expected_rate, self._has_drafted = 0.0, False
         self.window = self.steps = self._since_better = self._last_retry = 0

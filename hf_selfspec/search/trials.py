@@ -13,7 +13,7 @@ from ..learned.files import as_count
 from ..model.plan import LayerPlan
 from .choice import LayerArm
 from .costs import ForwardCosts
-from .estimates import Estimates, Scores, estimate
+from .estimates import Estimates, Scores, estimate, estimate_by_size
 from .replay import Replays, Rule, Trace, replays
 from .skip_space import SkipSpace
 
@@ -83,11 +83,14 @@ class Records:
     of its set; without costs it is the matchness.
     """
 
-    def __init__(self, space: SkipSpace, rules: Sequence[Rule], max_draft: int, costs: ForwardCosts | None) -> None:
-        self.costs = costs
+    def __init__(
+        self, space: SkipSpace, rules: Sequence[Rule], max_draft: int, costs: ForwardCosts | None, by_size: bool = False
+    ) -> None:
+        self.costs, self._by_size = costs, by_size
         self.sets: dict[LayerPlan, SetRecord] = {}
         self._space, self._rules, self._max_draft = space, rules, max_draft
         self._estimates: Estimates | None = None
+        self._worth: dict[LayerPlan, float] | None = None
 
     def add(self, trial: Trial, keep: int | None = None) -> None:
         """Adds a trial, and forgets the oldest ones of its set if it has more than ``keep``."""
@@ -108,7 +111,7 @@ class Records:
 
     def _compare_rules(self, record: SetRecord) -> None:
         record.rule = Replays.total(record.runs).fastest if record.runs else 0
-        record.eased = self._estimates = None
+        record.eased = self._estimates = self._worth = None
 
     def _replay(self, trials: Sequence[Trial], ease: float = 1.0) -> Replays:
         assert self.costs is not None
@@ -116,17 +119,24 @@ class Records:
         return replays(traces, self._rules, trials[0].plan, self.costs, self._max_draft)
 
     def estimates(self) -> Estimates:
-        """The estimated scores, kept until there is a new trial."""
+        """The estimated scores by blocks, kept until there is a new trial."""
         if self._estimates is None:
             self._estimates = estimate(self._scores())
         return self._estimates
 
     def worth(self) -> dict[LayerPlan, float]:
         """The estimated speed-up, or matchness, of each set on average text."""
-        if not self.sets:
-            return {}
-        found = self.estimates().sets if self.costs is None else np.exp(self.estimates().sets)
-        return dict(zip(self.sets, found.tolist(), strict=True))
+        if self._worth is None and self.sets:
+            scores = self._estimated_by_size() if self._by_size else self.estimates().sets
+            found = scores if self.costs is None else np.exp(scores)
+            self._worth = dict(zip(self.sets, found.tolist(), strict=True))
+        return self._worth or {}
+
+    def _estimated_by_size(self) -> np.ndarray:
+        """Estimates for the closest layers, of which few sets are tried."""
+        sizes = np.array([len(plan.skipped_attention) + len(plan.skipped_mlp) for plan in self.sets])
+        near = 2 * max(1, round(len(self._space.blocks) / 20))
+        return estimate_by_size(self._scores(), sizes, near)
 
     def leaders(self) -> list[LayerPlan]:
         """The sets, best first."""

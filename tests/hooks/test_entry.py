@@ -103,14 +103,16 @@ def reinstalled() -> Iterator[None]:
     hf_selfspec.install()
 
 
-@pytest.mark.usefixtures("reinstalled")
 def test_false_is_no_assistant(llama: LlamaForCausalLM) -> None:
     assert torch.equal(
         llama.generate(**BATCH, max_new_tokens=8, assistant=False), llama.generate(**BATCH, max_new_tokens=8)
     )
 
 
+@pytest.mark.usefixtures("reinstalled")
 def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+    """``Trainer`` is wrapped by the first training callback that is used."""
+    assert hf_selfspec.LayerDropout
     installed = GenerationMixin.generate
     original, original_train = installed.__wrapped__, Trainer.train.__wrapped__
     hf_selfspec.install()

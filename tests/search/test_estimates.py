@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_selfspec.search.estimates import Scores, estimate
+from hf_selfspec.search.estimates import Scores, estimate, estimate_by_size
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -54,3 +54,14 @@ def test_drawn_effects_spread_as_much_as_is_not_known() -> None:
         # Of sets of one size it is never known what all blocks have in common.
         spread.append((drawn - drawn.mean(1, keepdims=True)).std(0).mean())
     assert spread[0] > 2 * spread[1] > 0
+
+
+def test_sets_are_drawn_towards_those_of_their_size() -> None:
+    """By hand, on one window: a set's own trial has the weight 1, the mean of those of its size 4."""
+    scores = Scores(np.eye(4), np.array([0.9, 0.9, 0.5, 0.1]), np.ones(4), np.arange(4), np.zeros(4, int))
+    for sizes, near, expected in (
+        ([4, 4, 8, 8], 1, [0.9, 0.9, 0.34, 0.26]),
+        ([4, 5, 8, 9], 1, [0.9, 0.9, 0.34, 0.26]),
+        ([4, 4, 8, 8], 4, [0.66, 0.66, 0.58, 0.5]),
+    ):
+        assert estimate_by_size(scores, np.array(sizes), near) == pytest.approx(expected)
