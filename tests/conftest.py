@@ -6,7 +6,6 @@ import gc
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,16 +20,12 @@ from transformers import (
 )
 
 from helpers.calls import new_spec
-from helpers.findings import FirstDraft
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
 from hf_selfspec.control import arms as control
 from hf_selfspec.control.arms import ArmStats
 from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.draft import probe
-from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.draft.probe import ProbingDraft
-from hf_selfspec.draft.searching import SearchingDraft
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graph
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
@@ -154,24 +149,3 @@ def _machine_does_not_decide(request: pytest.FixtureRequest, monkeypatch: pytest
 def verification_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds cost what they do where memory bounds them, and only promises count."""
     monkeypatch.setattr(control, "CostCurve", lambda on_cpu, rows=1, is_frozen=False: CostCurve(False, is_frozen=True))
-
-
-@pytest.fixture
-def first_draft(monkeypatch: pytest.MonkeyPatch) -> FirstDraft:
-    """Filled with what the first call would draft with at its beginning, after its plan was emptied."""
-    found = FirstDraft()
-
-    def watch(kind: type[PartialDraft]) -> None:
-        original = kind.__init__
-
-        def watched(self: Any, *given: Any) -> None:
-            original(self, *given)
-            if not found.plan:
-                found.plan, found.stop, found.reuse_from = self.plan.picture(), self.limits.stop, self.reuse_from
-                found.phase = self.search.phase if isinstance(self, SearchingDraft) else ""
-
-        monkeypatch.setattr(kind, "__init__", watched)
-
-    watch(SearchingDraft)
-    watch(ProbingDraft)
-    return found

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, TopPLogitsWarper, pipeline
-from transformers.generation.streamers import BaseStreamer
 
 import hf_selfspec
 from helpers.calls import LastSeen
@@ -354,31 +353,6 @@ def test_joint_distribution_is_that_of_the_full_model(name: str) -> None:
 
 
 # Ways in and out -----------------------------------------------------------------------------------------------------
-
-
-class Collected(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_streams_and_stop_strings(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    tokenizer, streamer = character_tokenizer(), Collected()
-    said = tokenizer.decode(llama.generate(**ROW, max_new_tokens=NEW_TOKENS)[0, ROW["input_ids"].shape[1] :])
-    assert said.index(said[25:28]) == 25
-    options = {"stop_strings": [said[25:28]], "tokenizer": tokenizer, "max_new_tokens": NEW_TOKENS}
-    ids = llama.generate(**ROW, **options, assistant=spec, streamer=streamer)
-    assert torch.equal(ids, llama.generate(**ROW, **options))
-    assert spec.stats.accepted > 0
-    assert spec.stats.tokens == 28
-    assert streamer.ended
-    assert streamer.tokens == ids.flatten().tolist()
 
 
 def test_pipeline_attachment_and_generation_config(llama: LlamaForCausalLM, known: tuple[int, ...]) -> None:

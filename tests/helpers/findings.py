@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,13 @@ def assert_lossless(model: Any, spec: SelfSpec, tokens: int = 24, rows: int = 1)
     assert all("forward" not in module.__dict__ for module in inner.modules())
 
 
-@dataclass
-class FirstDraft:
-    """What the first draft of the next call is made with."""
-
-    plan: str = ""
-    stop: Any = None
-    phase: str = ""
-    reuse_from: int = -1
+def begins_with(model: Any, spec: SelfSpec, rows: int = 1) -> tuple[Any, str]:
+    """What a call drafts with before it has learned anything, and whether it goes on searching."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the text is too short for a search
+        generate(model, prompt(rows), 2, assistant=spec)
+    assert spec.stats is not None
+    return spec.choice(model), spec.stats.phase
 
 
 def endless(cache: Path) -> SelfSpec:

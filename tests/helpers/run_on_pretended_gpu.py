@@ -85,7 +85,7 @@ def measure(spec: SelfSpec, rows: int, options: dict[str, Any], place: Callable[
     mask = torch.ones_like(ids)
     for row in range(1, rows):
         mask[row, :row] = 0
-    options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0} | options
+    options = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0} | options
     plain = model.generate(ids, attention_mask=mask, **options)
     original_round, original_propose, original_verify = Decoder._round, PartialDraft.propose, Decoder._verify_pass
     steps: list[int] = []

@@ -20,17 +20,15 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    TextStreamer,
     Trainer,
     pipeline,
 )
 
 import hf_selfspec
-from helpers.calls import Recorder, assert_mixed, new_spec
+from helpers.calls import assert_mixed, new_spec
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import (
-    ConfidenceThreshold,
     FixedLength,
     SelfSpec,
     SkipLayers,
@@ -42,7 +40,6 @@ pytestmark = peft_calls_old_name
 
 SPECS = {
     "exit": new_spec(),
-    "skip": SelfSpec(SkipLayers(), ConfidenceThreshold()),
     "tree": SelfSpec(
         draft=SkipLayers(attention=[1, 2], mlp=[1]), stop=FixedLength(3), tree=TopKTree(((0.5, 3), (1.0, 1)))
     ),
@@ -140,40 +137,6 @@ def test_install_and_uninstall(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
 # Pipelines -----------------------------------------------------------------------------------------------------------
 
 TEXTS = ["def f(x):", "for i in", "import os as o"]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_pipeline(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SelfSpec, batch_size: int) -> None:
-    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
-    options = {"max_new_tokens": 24, "do_sample": False, "batch_size": batch_size}
-    plain = pipe(TEXTS, **options)
-    assert pipe(TEXTS, **options, assistant=spec) == plain
-    assert_mixed(spec)
-    once = pipeline("text-generation", model=llama, tokenizer=tokenizer, assistant=spec, **options)
-    assert once(TEXTS) == plain
-    assert all(len(output[0]["generated_text"]) > len(text) + 9 for text, output in zip(TEXTS, plain, strict=True))
-
-
-def test_pipeline_streams_and_stops(
-    llama: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    spec: SelfSpec,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
-    options = {"max_new_tokens": 24, "do_sample": False}
-    text = pipe(TEXTS[0], **options)[0]["generated_text"]
-    stop = text[len(TEXTS[0]) + 13]
-    for more in ({}, {"stop_sequence": stop}):
-        outputs = []
-        for assistant in ({}, {"assistant": spec}):
-            recorder = Recorder()
-            generated = pipe(TEXTS[0], streamer=recorder, **options, **more, **assistant)
-            pipe(TEXTS[0], streamer=TextStreamer(tokenizer), **options, **more, **assistant)
-            outputs.append((generated, recorder.calls, capsys.readouterr().out))
-        assert outputs[1] == outputs[0]
-        assert outputs[0][2].strip()
-        assert (len(outputs[0][0][0]["generated_text"]) < len(text)) == bool(more)
 
 
 # PEFT ----------------------------------------------------------------------------------------------------------------

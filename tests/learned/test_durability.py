@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from helpers.findings import FILE, LAYERS, SEARCHES, FirstDraft, assert_lossless, endless, fresh, generate, prompt
+from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, endless, fresh, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import TESTS
 from hf_selfspec import (
@@ -103,7 +103,7 @@ for turn in range(8):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked child; no os.fork here (Windows)")
-def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path, first_draft: FirstDraft) -> None:
+def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path) -> None:
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(TESTS), str(tmp_path)],
         capture_output=True,
@@ -119,8 +119,8 @@ def test_a_killed_process_leaves_a_whole_cache(tmp_path: Path, first_draft: Firs
     assert counts[0] > 0
     assert counts[-1] > counts[0] + 3
     model, spec = tiny_llama(6, factor=0.6), endless(tmp_path)
+    assert begins_with(model, spec)[0].plan.picture() == kept[-1]["set"]
     assert_lossless(model, spec)
-    assert first_draft.plan == kept[-1]["set"]
     assert len(spec._knowledge.latest(model).trials) > counts[-1]
 
 
@@ -198,24 +198,22 @@ def test_an_interruption_of_a_probe(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["swift, ratio given"])
-def test_a_second_spec_starts_tuned(name: str, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+def test_a_second_spec_starts_tuned(name: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     first = fresh(SEARCHES[name], cache_dir=tmp_path)
     generate(llama, prompt(), 40, assistant=first)
     second = fresh(SEARCHES[name], cache_dir=str(tmp_path))
-    first_draft.plan = ""
+    assert begins_with(llama, second) == (first.choice(llama), "acceleration")
     assert_lossless(llama, second)
-    assert (first_draft.plan, first_draft.phase) == (first.choice(llama).plan.picture(), "acceleration")
     assert len(second._knowledge.latest(llama).trials) == len(first._knowledge.latest(llama).trials)
 
 
-def test_a_second_probe_starts_tuned(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+def test_a_second_probe_starts_tuned(llama: PreTrainedModel, tmp_path: Path) -> None:
     first, second = (replace(SelfSpec.layerskip(), cache_dir=tmp_path) for _ in range(2))
     generate(llama, prompt(), 60, assistant=first)
     choice = first.choice(llama)
-    first_draft.plan = ""
     generate(llama, prompt(), 4, assistant=second)
     assert second.choice(llama) == choice
-    assert first_draft.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
+    assert second.stats.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
 
 
 def test_cache_files_are_for_a_model_settings_and_a_task(llama: PreTrainedModel, tmp_path: Path) -> None:

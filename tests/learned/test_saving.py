@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from helpers.findings import FILE, LAYERS, SEARCHES, FirstDraft, assert_lossless, fresh, generate, prompt
+from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, fresh, generate, prompt
 from helpers.models import tiny_gpt2, tiny_llama
 from hf_selfspec import (
     ClosestLayers,
@@ -68,9 +68,7 @@ def test_settings_come_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.every_run(".*-1")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_findings_of_a_search_come_back(
-    name: str, rows: int, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft
-) -> None:
+def test_findings_of_a_search_come_back(name: str, rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = fresh(SEARCHES[name])
     for seed in range(2):
         generate(llama, prompt(rows, seed), 40, assistant=spec)
@@ -78,10 +76,8 @@ def test_findings_of_a_search_come_back(
     assert phase == ("optimization" if name in ("clasp", "swift") else "acceleration")
     spec.save_pretrained(tmp_path)
     loaded = SelfSpec.from_pretrained(tmp_path)
-    first_draft.plan = ""
+    assert begins_with(llama, loaded, rows)[0] == choice
     assert_lossless(llama, loaded, rows=rows)
-    assert (first_draft.plan, first_draft.phase) == (choice.plan.picture(), phase)
-    assert first_draft.stop == (choice.stop if spec.stop is None else spec.stop)
     assert (choice.stop is None) == (name == "swift, ratio given")
     again = loaded._knowledge.latest(llama)
     assert len(found.trials) >= 3
@@ -106,7 +102,7 @@ def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_probes_choice_comes_back(rows: int, llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+def test_a_probes_choice_comes_back(rows: int, llama: PreTrainedModel, tmp_path: Path) -> None:
     spec = SelfSpec.layerskip()
     generate(llama, prompt(rows), 60, assistant=spec)
     choice = spec.choice(llama)
@@ -114,11 +110,9 @@ def test_a_probes_choice_comes_back(rows: int, llama: PreTrainedModel, tmp_path:
     spec.save_pretrained(tmp_path, llama)
     loaded = SelfSpec.from_pretrained(tmp_path)
     assert loaded.choice(llama) is None
-    first_draft.plan = ""
     generate(llama, prompt(rows), 4, assistant=loaded)
     assert loaded.choice(llama) == choice
-    assert first_draft.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
-    assert (first_draft.stop, first_draft.reuse_from) == (choice.stop, choice.reuse_from)
+    assert loaded.stats.plan == "#" * choice.layer + "." * (LAYERS - choice.layer)
     assert_lossless(llama, loaded, rows=rows)
 
 
@@ -172,7 +166,7 @@ def test_saving_again_keeps_what_was_loaded(llama: PreTrainedModel, tmp_path: Pa
     }
 
 
-def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path, first_draft: FirstDraft) -> None:
+def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path) -> None:
     """They begin with what the file holds, and what one learns from then on stays its own."""
     spec = fresh(SEARCHES["clasp, over"])
     generate(llama, prompt(), 40, assistant=spec)
@@ -182,9 +176,8 @@ def test_pickles_of_a_loaded_spec(llama: PreTrainedModel, tmp_path: Path, first_
     twin = pickle.loads(pickle.dumps(loaded))
     assert twin == loaded
     assert twin.stats is None
-    first_draft.plan = ""
+    assert begins_with(llama, twin) == (spec.choice(llama), "acceleration")
     assert_lossless(llama, twin)
-    assert (first_draft.plan, first_draft.phase) == (spec.choice(llama).plan.picture(), "acceleration")
     with pytest.raises(SettingError, match="other weights"):
         generate(tiny_llama(LAYERS, seed=1), prompt(), 2, assistant=twin)
 
@@ -271,7 +264,7 @@ def test_several_models_and_none_named(llama: PreTrainedModel, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_peft_model(tmp_path: Path, first_draft: FirstDraft) -> None:
+def test_a_peft_model(tmp_path: Path) -> None:
     """Its adapter belongs to the model that a file is for."""
 
     def adapted(seed: int) -> Any:
@@ -285,10 +278,9 @@ def test_a_peft_model(tmp_path: Path, first_draft: FirstDraft) -> None:
     model, spec = adapted(0), fresh(SEARCHES["clasp, over"])
     generate(model, prompt(), 40, assistant=spec)
     spec.save_pretrained(tmp_path, model)
-    first_draft.plan = ""
-    loaded = SelfSpec.from_pretrained(tmp_path)
-    assert_lossless(adapted(0), loaded)
-    assert (first_draft.plan, first_draft.phase) == (spec.choice(model).plan.picture(), "acceleration")
+    loaded, same = SelfSpec.from_pretrained(tmp_path), adapted(0)
+    assert begins_with(same, loaded) == (spec.choice(model), "acceleration")
+    assert_lossless(same, loaded)
     with pytest.raises(SettingError, match="other weights"):
         generate(adapted(1), prompt(), 4, assistant=loaded)
     with pytest.raises(SettingError, match="other names or shapes"):

@@ -158,6 +158,7 @@ print(peak_mib(model.device))
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_of_long_prompts_of_different_lengths() -> None:
     peak = {
         name: float(

@@ -12,16 +12,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from helpers.architectures import EVERY_RUN, STATEFUL, build
+from helpers.architectures import STATEFUL, build
 from helpers.calls import assert_mixed, check_lossless
 from helpers.models import BATCH, ROW, ragged_batch
 from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value, sample
 from hf_selfspec import (
     EarlyExit,
     FixedLength,
-    OnTheFlySearch,
     SelfSpec,
-    SkipLayers,
     TopKTree,
     UnsupportedModelError,
     UnsupportedOptionError,
@@ -191,21 +189,6 @@ def test_prompt_in_chunks(name: str, inputs: dict[str, torch.Tensor]) -> None:
     found = model.generate(**inputs, max_new_tokens=12, do_sample=False, prefill_chunk_size=3, assistant=SPEC)
     assert torch.equal(found, expected)
     assert_mixed(SPEC)
-
-
-@pytest.mark.every_run(EVERY_RUN)
-@pytest.mark.parametrize("name", STATEFUL)
-def test_found_drafts(name: str) -> None:
-    """The default, and a search that tries sets of blocks after each round."""
-    check_lossless(_model(name), SelfSpec(), new_tokens=40)
-    search = OnTheFlySearch(context_window=8, max_steps=8, budget=1.0)
-    check_lossless(_model(name), SelfSpec(SkipLayers(search=search, ratio=0.5), FixedLength(2)), new_tokens=30)
-
-
-@pytest.mark.every_run(EVERY_RUN)
-@pytest.mark.parametrize("name", [name for name in STATEFUL if name != "inkling2_text"])
-def test_probed_exit(name: str) -> None:
-    check_lossless(_model(name), SelfSpec.layerskip(), new_tokens=42)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,6 +11,8 @@ from helpers.distributed_tensor_parallel import OPTIONS, SPECS
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import in_two_processes
 
+pytestmark = pytest.mark.slow
+
 CHOSEN_BY_TIME = ("layerskip", "swift", "closest")
 FREE = ("lookup", "default")
 
@@ -24,7 +26,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_ids_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     model = tiny_llama(layers=4, factor=0.1)
@@ -32,7 +33,6 @@ def test_ids_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) ->
         assert ids == model.generate(**ragged_batch(rows), **OPTIONS, do_sample=False).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_processes_draft_alike(name: str, do_sample: bool, ranks: list[dict[str, Any]]) -> None:
@@ -50,14 +50,12 @@ def test_the_clock_is_read_about_once_a_forward(ranks: list[dict[str, Any]]) -> 
     assert 0 < readings < 2 * forwards
 
 
-@pytest.mark.slow
 def test_drawn_tokens_follow_the_seed(ranks: list[dict[str, Any]]) -> None:
     one, other = ranks
     assert one["seed 4"] == other["seed 4"]
     assert one["seed 5"] == other["seed 5"] != one["seed 4"]
 
 
-@pytest.mark.slow
 def test_what_goes_by_other_clocks_or_whole_weights_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("tensor-parallel model" in found["tune"] for found in ranks)
     assert all("leave `head` out" in found["head"] for found in ranks)

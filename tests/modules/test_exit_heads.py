@@ -133,15 +133,6 @@ def test_heads_change_no_token(share: float, tree: TopKTree | None) -> None:
         assert sum(stats.exit_layers.values()) >= stats.drafted > 0
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt2", "phi", "opt", "mixtral", "gpt_oss", "bloom"])
-def test_heads_on_architectures(name: str) -> None:
-    model = build(name)
-    model.generation_config.eos_token_id = None
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    spec = SelfSpec(DynamicExit(heads_of(model, 0.6, tuple(range(1, min(4, layers))))), FixedLength(6))
-    assert all(stats.drafted for stats in check_lossless(model, spec))
-
-
 @pytest.mark.parametrize("metric", [None, "margin", "probability"])
 def test_each_token_is_taken_at_the_first_head_that_is_sure(metric: str | None) -> None:
     """By hand, from the states of the whole text, for the first draft; it ends where no head is sure."""
