@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from hf_selfspec.settings import Settings
 
 from hf_selfspec import AdaptiveThreshold, ConfidenceThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.draft import EarlyExitOnly, SkipLayers
 from hf_selfspec.search import OnTheFlySearch
+from hf_selfspec.settings import Settings
 
 
 class Custom(SelfSpec):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import SettingError
-from ..validation import Option, check_count, check_share
+from ..validation import check_count, check_share
 
 Clock = Literal["auto", "wall", "cpu"]
 _CLOCKS = ("auto", "wall", "cpu")
@@ -26,16 +26,14 @@ class Condition(NamedTuple):
 class Settings:
     """How methods are compared; see :func:`~hf_selfspec.compare` and the options of ``hf-selfspec bench``."""
 
-    max_new_tokens: Annotated[int, Option("Tokens to generate for each prompt, at least 2.")] = 128
-    temperatures: Annotated[
-        tuple[float, ...], Option("0, the default, for greedy; repeat it for more.", "temperature")
-    ] = (0.0,)
-    batch_sizes: Annotated[tuple[int, ...], Option("Prompts in a batch; repeat it for more.", "batch-size")] = (1,)
-    top_p: Annotated[float, Option("Top-p of sampling.")] = 1.0
-    top_k: Annotated[int, Option("Top-k of sampling.")] = 0
-    seed: Annotated[int, Option("Seed of sampling and of the choice of prompts.")] = 0
-    clock: Annotated[Clock, Option("auto is CPU time with one thread on a CPU, otherwise wall time.")] = "auto"
-    passes: Annotated[int, Option("Runs of the stream, each with a new SelfSpec; the last counts (3 for graphs).")] = 1
+    max_new_tokens: int = 128
+    temperatures: tuple[float, ...] = (0.0,)
+    batch_sizes: tuple[int, ...] = (1,)
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    clock: Clock = "auto"
+    passes: int = 1
 
     def __post_init__(self) -> None:
         # One token comes with the prompt, so that decoding begins with the second.
