@@ -19,7 +19,7 @@ from ..auditing.differences import Difference, first_differences
 from ..errors import SettingError, warn_once
 from ..learned import saving
 from ..learned.files import check_folder, read_text, reported
-from ..selfspec import SelfSpec, known_of
+from ..selfspec import SelfSpec
 from .calls import Call, Place, timed
 from .methods import Method
 from .request import Batch, Prompt, Settings
@@ -67,7 +67,7 @@ class Journal:
         """Starts a new ``SelfSpec`` from its saved state, if there is one."""
         path = None if self._folder is None else self._folder / _STATES / name / saving.FILE_NAME
         if path is not None and path.exists():
-            known_of(spec, model).knowledge.load(path, model)  # checked here, so that no timed call does it
+            spec._knowledge.load(path, model)  # checked here, so that no timed call does it
 
     def _read(self, path: Path, header: Mapping[str, Any]) -> None:
         try:
