@@ -22,13 +22,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from .call import Call, cannot_serve, check, decode, decode_plainly, lay_out, why_plain
 from .data.prompts import checked_texts, token_ids
-from .draft.candidates import Candidates
+from .draft.candidates import Candidates, standalone_draft
 from .draft.cascade import Cascade
 from .draft.lookup import NAME, Lookup
 from .draft.partial import PartialDraft
 from .draft.skip_layers import SkipLayers
 from .draft.source import DraftSource
-from .draft.standalone import standalone_draft
 from .errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
