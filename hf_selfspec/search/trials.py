@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..control.arms import LEAST_SPEEDUP
 from ..learned.files import as_count
 from ..model.plan import LayerPlan
-from .choice import SkipChoice
+from .choice import SkipChoice, pays
 from .costs import ForwardCosts
 from .estimates import Estimates, Scores, estimate, estimate_by_size
 from .proposers import SkipSpace
@@ -160,7 +159,7 @@ class Records:
         usual = Replays.total(record.runs).seconds_per_token[record.rule]
         speedup = self.worth()[plan] * float(usual / run.seconds_per_token[rule])
         rate = float(run.acceptance_rate[rule])
-        choice = SkipChoice(plan, speedup >= LEAST_SPEEDUP, self._rules[rule], speedup, rate, record.matchness)
+        choice = SkipChoice(plan, pays(speedup), self._rules[rule], speedup, rate, record.matchness)
         return choice, float(recent.acceptance_rate[rule])
 
     def _scores(self) -> Scores:
