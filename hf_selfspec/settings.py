@@ -262,7 +262,7 @@ class Settings:
         if heads is None:
             assert layer is not None
             return cls(draft=EarlyExitOnly(layer))
-        draft = DynamicExit(heads, epsilon, metric, lossless=False)  
+        draft = DynamicExit(heads, epsilon, metric, lossless=False)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
 

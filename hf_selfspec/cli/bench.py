@@ -58,8 +58,7 @@ def bench(
     from .. import SettingError
     from ..bench.compare import longest_prompt, measured
     from ..bench.methods import methods_of
-    from ..bench.prompts import Encoder, repeated, stream_of, texts_of
-    from ..bench.settings import Settings
+    from ..bench.request import Encoder, Settings, repeated, stream_of, texts_of
     from ..data.loading import NamedModel, set_up
     from ..data.prompts import has_chats
     from ..learned.files import check_folder, path_of
@@ -68,9 +67,9 @@ def bench(
     temperatures, batch_sizes = tuple(temperature or (0.0,)), tuple(batch_size or (1,))
     settings = Settings(max_new_tokens, temperatures, batch_sizes, top_p, top_k, seed, clock, passes)
     check_folder("--out", out)
-    named_methods = methods_of(methods or ()) or None
+    wanted = methods_of(named_methods) if (named_methods := split(methods or ())) else None
     texts = texts_of(data, field)  # before the model, so that errors in files are reported at once
-    chosen = list(split(kinds or ())) or list(texts)
+    chosen = split(kinds or ()) or list(texts)
     unknown = [kind for kind in chosen if kind not in texts]
     if unknown:
         raise SettingError(f"--kinds {', '.join(unknown)}: --data has no such prompts, only {', '.join(texts)}.")
@@ -83,5 +82,5 @@ def bench(
     if repeat:
         stream = repeated(stream)
     about = {"prompts_left_out": dict(+encoder.left_out), "data": data, "prompts_per_kind": count, "chat": chat}
-    found = measured(named.model(dtype, place), tokenizer, stream, settings, named_methods, path_of(out), about)
+    found = measured(named.model(dtype, place), tokenizer, stream, settings, wanted, path_of(out), about)
     print(f"{found}\n\nThe whole report is {out}/report.html.")

@@ -22,7 +22,7 @@ from transformers.utils import logging
 import hf_selfspec
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
-from hf_selfspec.bench.prompts import texts_of
+from hf_selfspec.bench.request import texts_of
 from hf_selfspec.cli import app, main
 from hf_selfspec.data import loading
 from hf_selfspec.data.loading import NamedModel
