@@ -13,10 +13,9 @@ from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
 from ..search.on_the_fly import Search, usual_ratio
-from ..search.proposers import closest_layers
+from ..search.proposers import SkipSpace, closest_layers
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
-from ..search.skip_space import SkipSpace
 from ..stats import GenerationStats
 from ..verify.tree import CostTree
 from .looking import LookingDraft
@@ -60,10 +59,9 @@ class SearchingDraft(LookingDraft):
         self._looked = 0
         self._behind = 0
         self._timed = self._tried = False
-        self._clock = self.target.clock()
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
-        self._begun = self._clock
+        self._begun = self.target.clock()
         self.target.cache.reserve(min(search.context_window, session.new_tokens))
         self.target.cache.look_back(max(search.context_window, MANY))
         self._use_best()
@@ -101,8 +99,8 @@ class SearchingDraft(LookingDraft):
                 search.generated += sum(new)
             else:
                 self._watch(new, verdicts, draft, begun - self._begun)
-            if self._budget.left == math.inf or self._has_time(search.proposal_tokens):
-                search.begin(lambda most: self._propose_layers(text, most))
+            if not search.auto:  # otherwise nothing drafts before it was tried
+                self._find_closest(text)
             if self._last_logits is not None:
                 if search.is_over and search.choice.drafts:
                     self._last_logits.forget()
@@ -113,9 +111,8 @@ class SearchingDraft(LookingDraft):
                 self._begin_window(text, unseen)
             self._work(text, self._behind)
             self._use_best()
-        now = self.target.clock()
-        search.spent(now - self._clock, now - begun)
-        self._clock = self._begun = now
+        self._begun = self.target.clock()
+        search.search_seconds += self._begun - begun
 
     def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
         """Reports a round to the search, with a draft of its own or without a draft."""
@@ -140,7 +137,7 @@ class SearchingDraft(LookingDraft):
         if self._behind and not (search.settings.tries_each_round and self._tried):
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
-            search.spent(0.0, self.target.clock() - begun)
+            search.search_seconds += self.target.clock() - begun
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what the search found."""
@@ -150,20 +147,26 @@ class SearchingDraft(LookingDraft):
         search, choice = self.search, self.search.choice
         self.needs_ended_rows = not search.is_over
         self.expected_speedup = choice.expected_speedup if choice.drafts else 0.0
-        if self._used == (choice, search.timings.costs):
+        if self._used == (choice, search.timings.found):
             return
         self._budget.share = share_of(search.settings.budget, choice.drafts)
-        self._used = (choice, search.timings.costs)
+        self._used = (choice, search.timings.found)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
-        costs = search.timings.costs
+        costs = search.timings.found
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
             self.limits = replace(self.limits, tree=replace(self._tree, price=price))
 
-    def _propose_layers(self, text: Text, most: int) -> list[LayerPlan]:
-        return closest_layers(self.target, text, self.search.space.whole_layers, most)
+    def _find_closest(self, text: Text) -> bool:
+        """Finds the closest layers if the next set needs them; returns ``False`` if there is no time for that."""
+        most = self.search.wants_closest
+        if most and not self._has_time(most + 1):
+            return False
+        if most:
+            self.search.see_closest(closest_layers(self.target, text, self.search.space.whole_layers, most))
+        return True
 
     def _begin_window(self, text: Text, unseen: int) -> None:
         """Starts the trials on a complete window of text."""
@@ -177,28 +180,24 @@ class SearchingDraft(LookingDraft):
         if not self._behind or not self._has_time(least):
             return
         if search.wants_timings and not self._timed:
-            stopwatch = search.timings.stopwatch(*search.space.timed_plans())
-            if not self.measure(text, stopwatch, _TIMINGS, self._has_time):
+            if not self.measure(text, search.timings, _TIMINGS, self._has_time):
                 return
             self._timed = True
-            search.pace.add(MANY, min(stopwatch.seconds["many"]))
-            search.time(stopwatch, self._round_seconds())
+            search.pace.add(MANY, min(search.timings.seconds["many"][-_TIMINGS:]))
+            search.time(self._round_seconds())
         while self._try(text, least) and not search.settings.tries_each_round:
             pass
 
     def _try(self, text: Text, least: int) -> bool:
         """Tries a set on the last tokens, if there is one to try and time for it."""
-        pace, size = self.search.pace, self.search.proposal_tokens
-        if size:
-            if not self._has_time(size):
-                return False
-            self.search.prepare(lambda most: self._propose_layers(text, most))
-        left = self._budget.left
+        if not self._find_closest(text):
+            return False
+        pace, left = self.search.pace, self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
         known = self._last_logits is None or any(self._last_logits.counts())
         if window < least or not known:
             return False
-        plan = self.search.propose(lambda most: self._propose_layers(text, most))
+        plan = self.search.propose()
         if plan is None:
             return False
         begun = self.target.clock()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError, warn_once, warn_once_ignoring_numbers
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError, warn_once
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan, check_plan
@@ -122,9 +122,10 @@ class SkipLayers(DraftSource):
                 "Give a shorter window; 32 is usual."
             )
         if isinstance(self.search, OnTheFlySearch) and max_new is not None and max_new <= window:
-            warn_once_ignoring_numbers(
+            warn_once(
                 f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
-                "more, or give a shorter window."
+                "more, or give a shorter window.",
+                ignore_numbers=True,
             )
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:

@@ -35,7 +35,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.modules import DraftLora, LinearProbe
 from hf_selfspec.modules.draft_module import DraftModule
-from hf_selfspec.presets import Presets
+from hf_selfspec.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of parts that are not good
 
@@ -89,7 +89,7 @@ def generated(spec: SelfSpec | None, options: dict[str, Any]) -> list[list[int]]
 
 
 def test_all_presets_are_tested() -> None:
-    assert PRESETS.keys() == {name for name in vars(Presets) if not name.startswith("_")}
+    assert PRESETS.keys() == {name for name, value in vars(Settings).items() if isinstance(value, classmethod)}
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
