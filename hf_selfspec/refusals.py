@@ -14,10 +14,10 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .draft.source import DraftSource
 from .errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError, warn_once
 from .model.attention import served_attention
-from .model.given_cache import check_cache, given_cache
 from .model.inputs import Inputs
 from .model.modules import hooks_of
 from .model.patching import checkpoints
+from .model.prompt import check_cache, given_cache
 from .model.recurrences.kernels import check_kernels
 from .stop.rules import RememberingRule
 from .validation import check_count

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
 from .head import OwnHead
-from .patching import does_checkpoint
+from .patching import InstanceForwards, does_checkpoint, states_of, with_states
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
@@ -56,8 +55,7 @@ class Exits:
         self.final: torch.Tensor | None = None
         self._kept: dict[int, torch.Tensor] = {}
         self._own_head = OwnHead(model, self.anatomy)
-        self._handles: list[RemovableHandle] = []
-        self._checkpointing: list[Any] = []
+        self._changes = InstanceForwards()
         self._thread = 0
 
     def check(self, name: str, layers: Iterable[int]) -> None:
@@ -76,30 +74,24 @@ class Exits:
                 f"{self.anatomy.model_name} fixes the batch after its last layer, so the states of its exits cannot go "
                 "through its output head together: its exits can neither be trained nor reported."
             )
-        self._thread = threading.get_ident()
+        self._thread, changes = threading.get_ident(), self._changes
         for layer, module in enumerate(self.anatomy.layers, start=1):
             hook = self._layer_hook(layer)
             if "__call__" in GradientCheckpointingLayer.__dict__ and does_checkpoint(module):
                 # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
-                self._checkpointing.append((module, module._gradient_checkpointing_func))
-                module._gradient_checkpointing_func = _then(module, module._gradient_checkpointing_func, hook)
+                run = module._gradient_checkpointing_func
+                changes.set(module, "_gradient_checkpointing_func", _then(module, run, hook))
             else:
-                self._handles.append(module.register_forward_hook(hook))
-        self._handles.append(self.anatomy.stack.register_forward_pre_hook(self._begin))
-        self._handles.append(self.anatomy.stack.register_forward_hook(self._end))
+                changes.enter_context(module.register_forward_hook(hook))
+        changes.enter_context(self.anatomy.stack.register_forward_pre_hook(self._begin))
+        changes.enter_context(self.anatomy.stack.register_forward_hook(self._end))
 
     def detach(self) -> None:
         """Removes the hooks and releases all states."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for module, function in self._checkpointing:
-            module._gradient_checkpointing_func = function
-        self._checkpointing.clear()
+        self._changes.close()
         self.release()
 
     def release(self) -> None:
-        """Releases the states of the last forward."""
         self.states = self.final = None
         self._own_head.forget()
         self._kept.clear()
@@ -156,9 +148,7 @@ class Exits:
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._is_wanted():
             return None
-        as_tuple = isinstance(output, tuple)
-        joined = output[0] if as_tuple else output.last_hidden_state
-        parts = 1 + len(self.chosen)
+        joined, parts = states_of(output), 1 + len(self.chosen)
         if joined.shape[0] % parts:
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} does not keep the batch together after its last layer (got "
@@ -167,11 +157,8 @@ class Exits:
         b = joined.shape[0] // parts
         self._kept.clear()
         self.states, self.final = joined[b:].unflatten(0, (parts - 1, b)), joined[:b]
-        if as_tuple:
-            output = (joined[:b], *output[1:])
-        else:
-            output["last_hidden_state"] = joined[:b]
-            if output.get("hidden_states") is not None:
-                output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
+        output = with_states(output, self.final)
+        if not isinstance(output, tuple) and output.get("hidden_states") is not None:
+            output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
         self._own_head.see(output)
         return output

@@ -70,7 +70,6 @@ class HeadRows:
 
     @property
     def size(self) -> int:
-        """Number of tokens with a row."""
         return len(self.tokens)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -106,7 +105,9 @@ _returns_given = SharedChange()
 
 def _return_given(stack: nn.Module, forwards: InstanceForwards) -> None:
     original = stack.forward
-    forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
+    forwards.set(
+        stack, "forward", lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs)
+    )
 
 
 class OwnHead:
@@ -150,7 +151,6 @@ class OwnHead:
             handle.remove()
 
     def forget(self) -> None:
-        """Releases that output."""
         self._output = None
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def check(name: str, spec: SelfSpec, texts: tuple[int, ...] = ROWS["one"], **opt
     assert torch.equal(_model(name).generate(**prompt, **OPTIONS | options, assistant=spec), expected)
 
 
-@pytest.mark.every_run(".*-(ragged|texts)")
+@pytest.mark.every_run(".*-ragged|(llava|gemma3|qwen2_vl|paligemma)-texts")
 @pytest.mark.filterwarnings("ignore:Exaone4_5.* cannot take:UserWarning")
 @pytest.mark.parametrize("rows", [*ROWS, "text", "texts"])
 @pytest.mark.parametrize("name", MODELS)
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_plain_generate(name: str, rows: str) -> None:
 # Text alone -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
 def test_marks_of_text_are_no_input_beside_it(name: str) -> None:
     """Processors give them with prompts that have no image."""
     marks = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": torch.zeros_like(TEXTS["input_ids"])}
@@ -102,6 +102,7 @@ def test_marks_of_text_are_no_input_beside_it(name: str) -> None:
     assert torch.equal(_model(name).generate(**TEXTS, **marks, **OPTIONS, assistant=SPEC), expected)
 
 
+@pytest.mark.every_run("qwen2_vl")
 @pytest.mark.parametrize("name", QWEN)
 def test_images_before_and_after(name: str) -> None:
     """What an image call leaves on the model (``rope_deltas``) disturbs no call of text, and the other way round."""
@@ -111,14 +112,6 @@ def test_images_before_and_after(name: str) -> None:
     assert torch.equal(model.generate(**TEXTS, **OPTIONS, assistant=SPEC), expected)
     assert torch.equal(model.generate(**picture, **OPTIONS), with_picture)
     assert torch.equal(model.generate(**TEXTS, **OPTIONS), expected)
-
-
-def test_usual_positions_in_several_dimensions() -> None:
-    model = _model("qwen2_vl")
-    positions = torch.arange(9)[None, None].expand(3, 1, -1)
-    row = {name: value[1:2] for name, value in TEXTS.items()}
-    expected = model.generate(**row, **OPTIONS)
-    assert torch.equal(model.generate(**row, **OPTIONS, position_ids=positions, assistant=SPEC), expected)
 
 
 # Where tokens stand ---------------------------------------------------------------------------------------------------
@@ -139,6 +132,7 @@ def positions_of(model: PreTrainedModel, prompt: dict[str, torch.Tensor], **opti
     return found[1:]
 
 
+@pytest.mark.every_run("qwen2_vl|paligemma")
 @pytest.mark.parametrize("name", [*QWEN, "paligemma"])
 def test_tokens_stand_where_plain_generate_has_them(name: str) -> None:
     """An image takes fewer positions than tokens where these have several dimensions; PaliGemma's begin at 1."""
@@ -148,13 +142,15 @@ def test_tokens_stand_where_plain_generate_has_them(name: str) -> None:
     assert torch.equal(positions_of(model, prompt, assistant=SPEC)[0], expected)
 
 
-def test_positions_of_ones_own_in_several_dimensions() -> None:
-    positions = torch.arange(9)[None, None].repeat(3, 1, 1)
-    positions[1, :, 4:] += 3
+@pytest.mark.parametrize("added", [0, 3])
+def test_positions_in_several_dimensions(added: int) -> None:
+    """Usual ones, and a caller's own."""
+    model, positions = _model("qwen2_vl"), torch.arange(9)[None, None].repeat(3, 1, 1)
+    positions[1, :, 4:] += added
     row = {"input_ids": BATCH["input_ids"][1:2], "position_ids": positions}
-    expected = _model("qwen2_vl").generate(**row, **OPTIONS)
-    assert not torch.equal(expected, _model("qwen2_vl").generate(row["input_ids"], **OPTIONS))
-    assert torch.equal(_model("qwen2_vl").generate(**row, **OPTIONS, assistant=SPEC), expected)
+    expected = model.generate(**row, **OPTIONS)
+    assert torch.equal(expected, model.generate(row["input_ids"], **OPTIONS)) == (not added)
+    assert torch.equal(model.generate(**row, **OPTIONS, assistant=SPEC), expected)
 
 
 # Whatever drafts ------------------------------------------------------------------------------------------------------
@@ -178,8 +174,9 @@ def test_all_kinds_of_drafts(name: str, draft: str) -> None:
         check(name, spec, ROWS["ragged"], max_new_tokens=40)
 
 
+@pytest.mark.every_run("(llava|gemma3)-.*lookup")
 @pytest.mark.parametrize("draft", ["lookup", "prompt lookup", "default"])
-@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen3_vl", "idefics3", "llama4", "voxtral"])
+@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen3_vl", "idefics3", "voxtral"])
 def test_placeholders_that_are_generated_and_drafted(name: str, draft: str) -> None:
     """Without an image to go with, a placeholder is a token like any other."""
     spec = DRAFTS[draft]()
@@ -192,6 +189,7 @@ def test_placeholders_that_are_generated_and_drafted(name: str, draft: str) -> N
     assert spec.stats.accepted
 
 
+@pytest.mark.every_run("paligemma-.*lookup-False|gemma3-swift-True")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("draft", ["lookup", "prompt lookup", "swift"])
 @pytest.mark.parametrize("name", ["paligemma", "gemma3"])
@@ -221,8 +219,9 @@ def test_sampling() -> None:
 # The rest of generate -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen2_5_vl", "qwen3_vl", "voxtral"])
+@pytest.mark.every_run("(llava|gemma3|qwen2_5_vl)-ragged")
+@pytest.mark.parametrize("rows", ["one", "ragged"])
+@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen2_5_vl", "voxtral"])
 def test_chats_go_on_behind_an_image(name: str, rows: str) -> None:
     model, prompt, b = _model(name), prompt_of(name, ROWS[rows]), len(ROWS[rows])
     more = torch.randint(3, IMAGE, (b, 4), generator=torch.Generator().manual_seed(3))
@@ -237,6 +236,7 @@ def test_chats_go_on_behind_an_image(name: str, rows: str) -> None:
     assert torch.equal(turns[0][1], turns[1][1])
 
 
+@pytest.mark.every_run("gemma3")
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_a_second_image_in_a_chat(name: str) -> None:
     model, prompt, later = _model(name), prompt_of(name), prompt_of(name, seed=8)
@@ -270,6 +270,7 @@ def test_several_answers_to_one_image() -> None:
     version.parse(transformers.__version__) < version.parse("5.23"),
     reason="transformers before 5.23 cannot prefill images in chunks",
 )
+@pytest.mark.every_run("qwen2_5_vl")
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_prefill_in_chunks(name: str) -> None:
     check(name, SPEC, (9,), prefill_chunk_size=5)
@@ -291,6 +292,7 @@ def _adapter() -> Adapter:
     return Adapter(exit_layer=2, hidden_size=32, num_heads=4).eval()
 
 
+@pytest.mark.every_run("qwen2_5_vl")
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_adapters_behind_an_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one row's adapter has tokens to catch up with, others are fed again too, at most what was generated."""
@@ -304,6 +306,7 @@ def test_adapters_behind_an_image(name: str, monkeypatch: pytest.MonkeyPatch) ->
     check(name, SelfSpec(EarlyExitAdapter(_adapter()), FixedLength(6)), (3, 3, 3, 3))
 
 
+@pytest.mark.every_run("qwen2_5_vl")
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_a_probe_behind_an_image_in_the_cache(name: str) -> None:
     """What is measured and probed feeds tokens again, none of those that stood for an image."""
@@ -319,11 +322,9 @@ def test_a_probe_behind_an_image_in_the_cache(name: str) -> None:
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("rows", ["one", "ragged"])
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
-def test_an_adapter_sees_the_states_of_the_prompt(name: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_sees_the_states_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row from its first token on, at the layer that the adapter is behind."""
-    model, prompt = _model(name), prompt_of(name, ROWS[rows])
+    model, prompt = _model("qwen2_5_vl"), prompt_of("qwen2_5_vl", ROWS["ragged"])
     adapter = _adapter()
     seen: list[torch.Tensor] = []
     entered: list[torch.Tensor] = []
@@ -337,8 +338,7 @@ def test_an_adapter_sees_the_states_of_the_prompt(name: str, rows: str, monkeypa
         assert torch.equal(seen[0][row, : int(mask.sum())], entered[0][row, mask])
 
 
-@pytest.mark.parametrize("place", ["call", "constructor", "generate_kwargs"])
-def test_pipeline(place: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
     token = tokenizer.convert_ids_to_tokens(IMAGE)
     size = {"height": 8, "width": 8}
     processor = LlavaProcessor(
@@ -354,15 +354,14 @@ def test_pipeline(place: str, tokenizer: PreTrainedTokenizerFast) -> None:
     ]
     texts = [f"ab{token}cd", f"{token}what"]
     spec = SelfSpec(EarlyExit(2), FixedLength(3))
-    given = {"assistant": spec}
-    pipe = pipeline("image-text-to-text", model=_model("llava"), processor=processor)
-    expected = pipe(images=pictures, text=texts, max_new_tokens=12)
-    if place == "constructor":
-        pipe = pipeline("image-text-to-text", model=_model("llava"), processor=processor, **given)
-        given = {}
-    options: dict[str, Any] = {"generate_kwargs": given} if place == "generate_kwargs" else given
-    assert pipe(images=pictures, text=texts, max_new_tokens=12, **options) == expected
-    assert calls(spec) == 1
+    makes: dict[str, Any] = {"model": _model("llava"), "processor": processor}
+    given: dict[str, Any] = {"images": pictures, "text": texts, "max_new_tokens": 12}
+    pipe = pipeline("image-text-to-text", **makes)
+    expected = pipe(**given)
+    assert pipe(**given, assistant=spec) == expected
+    assert pipe(**given, generate_kwargs={"assistant": spec}) == expected
+    assert pipeline("image-text-to-text", **makes, assistant=spec)(**given) == expected
+    assert calls(spec) == 3
 
 
 # Other ways in --------------------------------------------------------------------------------------------------------

@@ -25,13 +25,12 @@ from hf_selfspec import (
     UnsupportedOptionError,
 )
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.given_cache import cache_for
+from hf_selfspec.model.cache import SpeculativeCache, cache_for
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.recurrences import SERVED, kernels
 from hf_selfspec.model.recurrences.linear_attention import GatedDelta
 from hf_selfspec.model.recurrences.recurrence import BLOCK
-from hf_selfspec.model.recurrences.state_log import StateLog
+from hf_selfspec.model.recurrences.states import StateLog
 from hf_selfspec.model.target import Target
 
 # One type of each kind of state, and of each that is put together in its own way.
@@ -77,7 +76,7 @@ def test_log_takes_tokens_back_row_by_row() -> None:
     assert digits_at(log, [7, 7]) == [1345, 26]
     feed(log, [7, 7], [[9], [9]])
     assert digits_at(log, [8, 8]) == [13459, 269]
-    assert log.first_slots == [7, 7]
+    assert log.floor.slots == [7, 7]
 
 
 def test_log_looks_back() -> None:
@@ -89,7 +88,7 @@ def test_log_looks_back() -> None:
             feed(log, [start + 2, start + 1], [[7], [1]])
             log.commit([start + 2, start + 2], history=4)
     # At least four slots before the roots are known, and not all.
-    assert 0 < log.first_slots[0] <= 16
+    assert 0 < log.floor.slots[0] <= 16
     before = [value % 1000 for value in digits_at(log, [16, 17])]
     assert before == [141, 416]
     # What is fed again there changes nothing that is in the text.
@@ -158,9 +157,9 @@ def test_a_log_does_not_grow_where_a_row_has_ended(history: int) -> None:
         starts = [slot, min(slot, 5)]
         log.add(starts, (torch.tensor([[[1.0]], [[100.0]]]),))
         log.commit([slot + 1, min(slot + 1, 5)], history)
-        assert log.state.tolist() == [slot + 1, 100.0 * min(slot + 1, 5)]
+        assert log.root.state.tolist() == [slot + 1, 100.0 * min(slot + 1, 5)]
         assert not history or log._entries[0].shape[2] <= 2 * history + 6
-    assert log.first_slots[0] >= 60 - 2 * history
+    assert log.floor.slots[0] >= 60 - 2 * history
     assert log.state_at([60 - history, 5]).tolist() == [60 - history, 500.0]
 
 

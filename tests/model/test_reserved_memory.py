@@ -20,7 +20,7 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.batch import Text
-from hf_selfspec.model import given_cache
+from hf_selfspec.model import cache
 from hf_selfspec.model.cache import SpeculativeCache
 
 PROMPT, NEW, LAYERS = 9, 10, 6
@@ -46,7 +46,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ensure(self, columns)
         found.append(self.ids.shape[1])
 
-    monkeypatch.setattr(given_cache, "SpeculativeCache", Watched)
+    monkeypatch.setattr(cache, "SpeculativeCache", Watched)
     monkeypatch.setattr(Text, "ensure", watched)
     return found
 
