@@ -125,14 +125,7 @@ class SpeculativeCache(Cache):
         self.state_update = StateUpdate(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
-        self._has_states = False
-
-    def hold_states(self, like: Cache, recurrence: type[Recurrence] | None, name: str) -> None:
-        """Prepares for the recurrent states that a model keeps in its own cache."""
-        for index, layer in enumerate(like.layers):
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                self._has_states = True
-                self.layers[index] = _RecurrentLayer(self, layer.number_of_states, recurrence, name)
+        self.has_states = False  # recurrent ones
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -167,7 +160,7 @@ class SpeculativeCache(Cache):
     ) -> None:
         """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.cursors = RowNumbers.of(cursors)
-        if self._has_states:
+        if self.has_states:
             self.state_update = StateUpdate.of(self.cursors, counts, nodes)
         self.max_cursor = max(cursors)
         self._places = None
@@ -308,7 +301,10 @@ def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cach
     like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
     cache = SpeculativeCache(len(like.layers), batch_size, capacity)
     if model.config.model_type in SERVED:
-        cache.hold_states(like, SERVED[model.config.model_type], type(model).__name__)
+        cache.has_states, recurrence = True, SERVED[model.config.model_type]
+        for index, layer in enumerate(like.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                cache.layers[index] = _RecurrentLayer(cache, layer.number_of_states, recurrence, type(model).__name__)
     return cache
 
 

@@ -2,14 +2,15 @@
 
 The states that leave the chosen layers are appended, along the batch, to what leaves the last layer, so that the
 model's own code brings all of them to its output head (final norm, projections). They are then removed again, and
-:meth:`Exits.head` runs the model's own head on any of them, with its scale and soft-cap. No architecture is
-reimplemented, and the logits of an exit are computed only when they are used.
+:meth:`Exits.head` runs all that the model does between its stack of layers and its logits on any of them: projections,
+head, scale, soft-cap. No architecture is reimplemented, and the logits of an exit are computed only when they are used.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,31 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
-from .head import OwnHead
-from .patching import InstanceForwards, does_checkpoint, states_of, with_states
+from .patching import (
+    Autocast,
+    InstanceForwards,
+    PerThread,
+    SharedChange,
+    autocast_around,
+    does_checkpoint,
+    states_of,
+    with_states,
+    within,
+)
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
 # Logits of exits that may be in memory at a time: 128 MiB in float32.
 LOGIT_ELEMENTS = 2**25
+
+
+_given = PerThread[Any]()
+_returns_given = SharedChange()
+
+
+def _return_given(stack: nn.Module, forwards: InstanceForwards) -> None:
+    original = stack.forward
+    forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
 
 
 def _then(module: nn.Module, original: Any, hook: Any) -> Any:
@@ -54,7 +73,8 @@ class Exits:
         self.states: torch.Tensor | None = None
         self.final: torch.Tensor | None = None
         self._kept: dict[int, torch.Tensor] = {}
-        self._own_head = OwnHead(model, self.anatomy)
+        self._output: Any = None  # of the stack in the last forward that was observed
+        self._autocast: Autocast | None = None  # that was on in it
         self._changes = InstanceForwards()
         self._thread = 0
 
@@ -92,8 +112,7 @@ class Exits:
         self.release()
 
     def release(self) -> None:
-        self.states = self.final = None
-        self._own_head.forget()
+        self.states = self.final = self._output = None
         self._kept.clear()
 
     def head_parameters(self) -> list[nn.Parameter]:
@@ -106,16 +125,33 @@ class Exits:
         }
         return list(found.values())
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Runs the model's own output head.
+    @property
+    def has_seen(self) -> bool:
+        """Whether a forward was observed, as :meth:`head` needs it."""
+        return self._output is not None
 
-        Hooks that others have registered on the model's stack of layers run as well, with ids of zeros.
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
+
+        The model's forward runs, and its stack of layers returns the given states directly. What it returns besides
+        them, and the precision (autocast), are those of the last observed forward. Hooks that others have registered on
+        the stack run as well, with ids of zeros.
         """
-        chosen, self.chosen = self.chosen, ()
+        output, chosen, stack = self._output, self.chosen, self.anatomy.stack
+        assert output is not None, "a forward has to be seen first"
+        batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
+        ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
+        change = _returns_given.of(stack, partial(_return_given, stack))
+        self.chosen = ()
         try:
-            return self._own_head(states)
+            with within(self._autocast), change, _given.during(with_states(output, batch)):
+                # The forward of the class, without what others have wrapped around the instance's.
+                result = type(self.model).forward(self.model, input_ids=ids)
         finally:
             self.chosen = chosen
+        logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
+        logits = logits.to(states.device)
+        return logits[0] if states.dim() == 2 else logits
 
     def _is_wanted(self) -> bool:
         """Whether the hooks apply: other threads' forwards of the same model are not affected."""
@@ -160,5 +196,5 @@ class Exits:
         output = with_states(output, self.final)
         if not isinstance(output, tuple) and output.get("hidden_states") is not None:
             output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
-        self._own_head.see(output)
+        self._output, self._autocast = output, autocast_around(self.final)
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -83,15 +83,6 @@ class TreeLayout:
         """The ids ``[b, t - 1]``."""
         return self.packed(device)[:, 1:, -1]
 
-    def of_rows(self, rows: Sequence[int], pick: Callable[[torch.Tensor, int], torch.Tensor]) -> TreeLayout:
-        """The layout of ``rows`` alone, which ``pick`` selects along a dimension of a tensor."""
-        if len(self.parents) == 1:
-            return self
-        found = TreeLayout([self.parents[row] for row in rows], [self.depths[row] for row in rows], self.hidden)
-        for device, packed in self._on.items():
-            found._on[device] = pick(packed, 0)
-        return found
-
     def ancestry(self, device: torch.device) -> torch.Tensor:
         """Whether the column's token is the row's token or one of its ancestors, ``[1 or b, t, t]``."""
         return self.packed(device)[:, :, : self.size].bool()
@@ -158,12 +149,6 @@ class ActiveRows:
     def of_list(self, values: Sequence[_T]) -> list[_T]:
         return [values[row] for row in self.kept]
 
-    def of_numbers(self, numbers: RowNumbers) -> RowNumbers:
-        return RowNumbers.made(self.of_list(numbers), lambda device: self.pick(numbers.on(device), 0))
-
-    def of_layout(self, nodes: TreeLayout | None) -> TreeLayout | None:
-        return None if nodes is None else nodes.of_rows(self.kept, self.pick)
-
     def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         return values.index_select(dim, self._index(values.device))
 
@@ -179,8 +164,10 @@ class ActiveRows:
             self._indices[device] = upload(self.kept, device)
         return self._indices[device]
 
-    def enter(self, run: ForwardPass) -> ForwardPass:
-        """The forward over these rows; its callbacks see the whole batch."""
+    def enter(
+        self, tokens: torch.Tensor, starts: RowNumbers, nodes: TreeLayout | None, run: ForwardPass
+    ) -> tuple[torch.Tensor, RowNumbers, TreeLayout | None, ForwardPass]:
+        """The tokens of these rows, where they start, their trees, and the forward, whose callbacks see the batch."""
         stop_fn, head_input_fn = run.stop_fn, run.head_input_fn
 
         def stop(layer: int, states: torch.Tensor) -> bool:
@@ -191,12 +178,17 @@ class ActiveRows:
             assert head_input_fn is not None
             return self.pick(head_input_fn(self.spread(states)), _ROW_DIM)
 
-        return replace(
+        if nodes is not None and len(nodes.parents) > 1:
+            packed, nodes = nodes._on, TreeLayout(self.of_list(nodes.parents), self.of_list(nodes.depths), nodes.hidden)
+            nodes._on.update({device: self.pick(values, 0) for device, values in packed.items()})
+        run = replace(
             run,
             state=None if run.state is None else self.pick(run.state, _ROW_DIM),
             stop_fn=None if stop_fn is None else stop,
             head_input_fn=None if head_input_fn is None else head_input,
         )
+        numbers = RowNumbers.made(self.of_list(starts), lambda device: self.pick(starts.on(device), 0))
+        return self.pick(tokens, 0), numbers, nodes, run
 
     def leave(self, run: ForwardPass) -> None:
         """Expands what the forward has found to the whole batch."""

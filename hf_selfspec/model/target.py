@@ -251,8 +251,7 @@ class Target:
         if self.graphs is not None or counts is not None or not run.is_plain:
             self.obey()
         if rows is not None:
-            tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
-            run = rows.enter(run)
+            tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
         feed = Feed(tokens, starts.ahead(first_node), self.last_positions(), nodes, first_node, counts)
         if self.graphs is None or counts is not None:
             run.logits = self.run_eagerly(feed, run)

@@ -76,29 +76,23 @@ def test_the_fastest_way_is_chosen_by_the_number_of_tokens(machine: FakeMachine)
     assert [machine.choice(n, weight) for n in (1, 2, 4, 5, 8, 9, 17, 32)] == ["for one"] * 3 + ["for many"] * 5
 
 
-def test_a_choice_stays(machine: FakeMachine) -> None:
+def test_a_choice_stays(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all weights of a shape, and a number of threads."""
     weight = torch.randn(6, 4)
     assert machine.choice(1, weight) == "for one"
     timed = len(machine.runs)
     machine.seconds["for one"] = lambda n: 100.0
-    assert machine.choice(1, weight) == "for one"
-    assert machine.choice(1, torch.randn(6, 4)) == "for one"  # one choice for all weights of a shape
+    assert [machine.choice(1, weight), machine.choice(1, torch.randn(6, 4))] == ["for one"] * 2
     assert len(machine.runs) == timed
     assert machine.choice(1, torch.randn(4, 6)) == "for many"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert machine.choice(1, weight) == "for many"
 
 
 def test_the_time_of_compiling_does_not_count() -> None:
     times = iter([100.0, 1.0, 1.0])
     machine = FakeMachine({"steady": lambda n: 2.0, "compiled": lambda n: next(times)})
     assert machine.choice(1, torch.randn(6, 4)) == "compiled"
-
-
-def test_the_number_of_threads_has_a_choice_of_its_own(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(6, 4)
-    assert machine.choice(1, weight) == "for one"
-    machine.seconds["for one"] = lambda n: 100.0
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert machine.choice(1, weight) == "for many"
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------

@@ -81,17 +81,11 @@ def test_room_for_a_text_that_ends_early(reserved: list[int]) -> None:
     assert reserved[0] <= PROMPT + 2 * 400 + VOCABULARY
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda n: SelfSpec(max_draft=n), r"SelfSpec\(max_draft\) must be at most 1024"),
-        (lambda n: SelfSpec.layerskip(max_draft=n), r"layerskip\(max_draft\) must be at most 1024"),
-        (lambda n: FixedLength(n), r"FixedLength\(num_tokens\) must be at most 1024"),
-        (lambda n: TopKTree(((1.0, n),)), r"TopKTree\(widths\): k must be at most 256"),
-        (lambda n: CostTree(most=n), r"CostTree\(most\) must be at most 256"),
-    ],
-)
 @pytest.mark.parametrize("number", [1025, 10**5000], ids=["1025", "1e5000"])
-def test_numbers_that_nobody_can_use(make: Any, words: str, number: int) -> None:
-    with pytest.raises(SettingError, match=words):
-        make(number)
+def test_numbers_that_nobody_can_use(number: int) -> None:
+    with pytest.raises(SettingError, match=r"layerskip\(max_draft\) must be at most 1024"):
+        SelfSpec.layerskip(max_draft=number)
+    with pytest.raises(SettingError, match=r"FixedLength\(num_tokens\) must be at most 1024"):
+        FixedLength(number)
+    with pytest.raises(SettingError, match=r"CostTree\(most\) must be at most 256"):
+        CostTree(most=number)
