@@ -144,31 +144,29 @@ def test_all_kinds_of_drafts(name: str, draft: str) -> None:
         check(name, spec, ROWS["ragged"], max_new_tokens=40)
 
 
-@pytest.mark.every_run("(llava|gemma3)-.*lookup")
+@pytest.mark.every_run("llava-.*lookup|gemma3-lookup")
 @pytest.mark.parametrize("draft", ["lookup", "prompt lookup", "default"])
-@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen3_vl", "idefics3", "voxtral"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl", "idefics3", "voxtral"])
 def test_placeholders_that_are_generated_and_drafted(name: str, draft: str) -> None:
     """Without an image to go with, a placeholder is a token like any other."""
-    spec = DRAFTS[draft]()
+    spec, prompt = DRAFTS[draft](), prompt_of(name)
     bias: dict[str, Any] = {"sequence_bias": {(IMAGE,): 2.5}, "max_new_tokens": 40}
-    prompt = prompt_of(name)
-    width = prompt["input_ids"].shape[1]
-    assert (_model(name).generate(**prompt, **OPTIONS | bias)[:, width:] == IMAGE).any()
-    check(name, spec, **bias)
+    plain = _model(name).generate(**prompt, **OPTIONS | bias)
+    assert (plain[:, prompt["input_ids"].shape[1] :] == IMAGE).any()
+    assert torch.equal(_model(name).generate(**prompt, **OPTIONS | bias, assistant=spec), plain)
     assert spec.stats is not None
     assert spec.stats.accepted
 
 
-@pytest.mark.every_run("paligemma-.*lookup-False|gemma3-swift-True")
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.every_run("paligemma-lookup|gemma3-prompt lookup")
 @pytest.mark.parametrize("draft", ["lookup", "prompt lookup", "swift"])
 @pytest.mark.parametrize("name", ["paligemma", "gemma3"])
-def test_placeholders_without_an_embedding_are_not_drafted(name: str, draft: str, do_sample: bool) -> None:
+def test_placeholders_without_an_embedding_are_not_drafted(name: str, draft: str) -> None:
     model, prompt = build(name, OUTSIDE), prompt_of(name, ROWS["ragged"], placeholder=OUTSIDE)
     prompt["input_ids"][1, -2:] = prompt["input_ids"][1, :2]  # what stands before the placeholders
-    spec, options = DRAFTS[draft](), OPTIONS | {"do_sample": do_sample, "max_new_tokens": 30}
-    ids = model.generate(**prompt, **options, assistant=spec)
-    assert do_sample or torch.equal(ids, model.generate(**prompt, **options))
+    spec, expected = DRAFTS[draft](), model.generate(**prompt, **OPTIONS)
+    assert torch.equal(model.generate(**prompt, **OPTIONS, assistant=spec), expected)
+    model.generate(**prompt, **OPTIONS | {"do_sample": True}, assistant=spec)
 
 
 # The rest of generate -------------------------------------------------------------------------------------------------
