@@ -21,7 +21,7 @@ from .model.layout import TreeLayout
 from .model.partial import Best, ForwardPass
 from .model.target import Target
 from .model.transfer import Pending, upload
-from .stats import DraftStreamer, GenerationStats
+from .stats import GenerationStats
 from .verify.in_step import verify_in_step
 from .verify.scoring import Scorer, check_highest
 from .verify.stopping import Stopper
@@ -280,7 +280,7 @@ class Decoder:
         open_rows = [self.text.lengths[row] - self.text.prompt_width for row in rows if not self._is_done(row)]
         ready = min(open_rows) if open_rows else max(self.generated(row) for row in rows)
         while (place := self._streamed) < ready:
-            if isinstance(self.streamer, DraftStreamer):
+            if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens
                 known = (drafted[place : place + 1] for drafted in self.stats.from_draft)
                 self.streamer.from_draft = [any(drafted) for drafted in known]
             shown = [self._tokens[row][place] if place < self.generated(row) else self.pad_token for row in rows]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedModelError, warn_once, warn_once_ignoring_numbers
+from ..errors import SettingError, UnsupportedModelError, warn_once
 from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
@@ -59,9 +59,10 @@ def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
             "Give a shorter window; 32 is usual."
         )
     if isinstance(search, OnTheFlySearch) and max_new is not None and max_new <= window:
-        warn_once_ignoring_numbers(
+        warn_once(
             f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
-            "more, or give a shorter window."
+            "more, or give a shorter window.",
+            ignore_numbers=True,
         )
 
 

@@ -26,7 +26,7 @@ from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
-from ..selfspec import SelfSpec, known_of
+from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import check_count
 from ..verify.tree import Tree
@@ -157,7 +157,7 @@ class _Runner:
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
         for ids in self.rows:
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, assistant=spec)
-        found = known_of(spec, self.model).knowledge.latest(self.model)
+        found = spec._knowledge.latest(self.model)
         return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
 
 

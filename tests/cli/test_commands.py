@@ -22,8 +22,9 @@ from transformers.utils import logging
 import hf_selfspec
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import NumericalError, Piece, SelfSpec, inspect_model
-from hf_selfspec.bench.prompts import texts_of
+from hf_selfspec.bench.request import texts_of
 from hf_selfspec.cli import app, main
+from hf_selfspec.data import loading
 from hf_selfspec.data.loading import NamedModel
 from hf_selfspec.data.texts import read_prompts
 
@@ -104,7 +105,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
     assert main(["inspect", "--model", str(DEMO_MODEL)]) == 0
-    assert capsys.readouterr().out == f"{inspect_model(NamedModel.find(str(DEMO_MODEL)).config())}\n"
+    assert capsys.readouterr().out == f"{inspect_model(NamedModel(str(DEMO_MODEL)).config)}\n"
 
 
 def audited(data: Path, *words: str) -> int:
@@ -192,7 +193,7 @@ def generated(*words: str) -> int:
 
 
 def plain(prompt: str) -> str:
-    named = NamedModel.find(str(DEMO_MODEL))
+    named = NamedModel(str(DEMO_MODEL))
     tokenizer = named.tokenizer()
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     tokens = named.model("float32").generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
@@ -388,7 +389,7 @@ def test_what_is_raised_on_the_way_is_told_in_one_line(
         def find(name: str, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr(NamedModel, "find", find)
+        monkeypatch.setattr(loading, "NamedModel", find)
         assert told_in_one_line(asked(name, place, []), code, capsys) == f"hf-selfspec: {words}"
 
 
@@ -396,7 +397,7 @@ def test_errors_of_our_own_are_not_hidden(place: Path, monkeypatch: pytest.Monke
     def find(name: str) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(NamedModel, "find", find)
+    monkeypatch.setattr(loading, "NamedModel", find)
     with pytest.raises(AssertionError, match="a bug"):
         main(asked("inspect", place, []))
 

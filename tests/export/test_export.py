@@ -52,7 +52,6 @@ from hf_selfspec.export import exporting
 from hf_selfspec.export.exporting import draft_model, partial_logits
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.selfspec import known_of
 from hf_selfspec.train.adapter import usual_eps, usual_theta
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -342,7 +341,7 @@ def test_what_another_process_has_found_is_exported(llama: LlamaForCausalLM, tmp
     found = spec._knowledge.latest(llama)
     found.choice = SkipChoice(LayerPlan(6, frozenset({2, 3}), frozenset({3})), True, None, 1.5, 0.9, 0.9)
     found.changed()
-    known_of(spec, llama).write()
+    spec._known(llama).write()
     SelfSpec(spec.draft, cache_dir=tmp_path / "cache").export_draft(tmp_path / "draft", llama)
     assert "`##m.##`" in (tmp_path / "draft" / "README.md").read_text()
 
