@@ -35,7 +35,7 @@ from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch, Timings
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy, choose_exit
 from hf_selfspec.search.replay import Replays, Rule, Trace, replays
 from hf_selfspec.search.replay import trace as traced
@@ -247,12 +247,11 @@ def test_the_fastest_exit_is_chosen():
 @pytest.mark.parametrize("tokens", [1000, 1024])
 def test_a_study_is_idle_where_enough_text_shows_that_no_draft_pays(tokens):
     bad, good = np.zeros((1, tokens)), np.ones((1, tokens))
-    stopwatch = Stopwatch(exit_plan(1))
     for accept, is_idle in ((bad, tokens >= 1024), (good, False)):
         study = ExitStudy(4)
         assert not study.is_idle
         with patch.object(Stopwatch, "costs", lambda self, of=min: COSTS):
-            study.add({1: [Trace(accept, accept)]}, stopwatch, [FixedLength(4)], 25)
+            study.add({1: [Trace(accept, accept)]}, [FixedLength(4)], 25, rounds=())
         assert study.is_idle == is_idle
 
 
@@ -302,7 +301,7 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert len(seen) == 23
     assert spec.choice(model).tokens == 22 * 47
     assert len(spec.choice(model).by_layer) == 3
-    timed = study_of(spec, model).timings.total.seconds
+    timed = study_of(spec, model).timings.seconds
     # Twice on the first text, and once on each of three later ones.
     assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
         ("early", "full", "few", "many", "draft"), 5
@@ -383,11 +382,14 @@ def test_disturbed_timings_do_not_count():
     watch = Stopwatch(exit_plan(2))
     watch.seconds = {"early": [5.0, 50.0], "full": [9.0, 12.0], "few": [12.0, 40.0], "many": [24.0, 90.0]}
     watch.seconds["draft"] = [5.5, 60.0]
-    other = Stopwatch(exit_plan(2))
-    other.seconds = {"early": [7.0], "full": [99.0], "few": [11.5, 99.0], "many": [23.5], "draft": [99.0]}
-    timings = Timings()
-    timings.add(watch)
-    assert timings.add(other) == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
+    watch.complete()
+    later = {"early": [7.0], "full": [99.0], "few": [11.5, 99.0], "many": [23.5], "draft": [99.0]}
+    for name, times in later.items():
+        watch.seconds[name] += times
+    assert watch.complete() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
+    for name, times in later.items():
+        watch.seconds[name] += [2 * time for time in times]
+    assert watch.complete(anew=True) == ForwardCosts(0.0, 46.0, 46.0, 0.0, 0.0, 184.0, 4)
 
 
 class Slow(dict):
@@ -402,15 +404,15 @@ def test_a_study_is_complete_while_threads_add_to_it():
     """No text is lost, and each choice has one text more behind it."""
     study, bad = ExitStudy(4), np.zeros((1, 40))
 
+    study.timings.seconds = {"early": [3.0], "full": [9.0], "few": [9.5], "many": [10.0]}
+
     def add(_):
-        watch = Stopwatch(exit_plan(1))
-        watch.seconds = {"early": [3.0], "full": [9.0], "few": [9.5], "many": [10.0]}
-        return study.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), watch, [FixedLength(1)], 25)
+        return study.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), [FixedLength(1)], 25, rounds=())
 
     with ThreadPoolExecutor(4) as pool:
         choices = list(pool.map(add, range(12)))
     assert sorted(choice.tokens for choice in choices) == [40 * count for count in range(1, 13)]
-    assert study.timings.count == 12
+    assert study.timings.texts == 12
 
 
 def test_timings_use_no_random_numbers():
@@ -660,12 +662,12 @@ def test_single_exits_that_are_tried_change_nothing(name: str, rows: int, monkey
 
 def test_single_exits_decide_late_and_for_one_process() -> None:
     """However many rows a trial has, all three places are tried twice; a file never tells of it."""
-    study, layers = ExitStudy(12), range(1, 12)
+    study = ExitStudy(12)
     study.is_promising = False
     hopeless = Trace(np.zeros((8, 16)), np.full((8, 16), 0.9))
     for tried in range(6):
         assert study.choice is None, tried
-        study.add_trial(study.next_exit(layers), hopeless, [FixedLength(2)], 8)
+        study.add_trial(study.next_exit(), hopeless, [FixedLength(2)], 8)
     assert study.choice is not None
     assert study.is_idle
     assert sorted(study.choice.by_layer) == [2, 4, 8]

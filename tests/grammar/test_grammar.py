@@ -37,7 +37,7 @@ from hf_selfspec import (
     decoding,
 )
 from hf_selfspec.draft.partial import PartialDraft
-from hf_selfspec.grammar import XGrammar, protocol
+from hf_selfspec.grammar import XGrammar, libraries
 from hf_selfspec.grammar.rows import with_grammars
 
 MODEL = tiny_llama(factor=0.5)
@@ -229,8 +229,8 @@ def test_masks_do_not_depend_on_the_way(library: str, regex: str, tokenizer: Pre
         return processor
 
     def mask_of(processor: Any, text: tuple[int, ...]) -> list[bool]:
-        processor._rows[0]._masks.clear()
-        return processor.row(0).mask(list(text), ()).tolist()
+        processor.rows[0]._masks.clear()
+        return processor.rows[0].mask(list(text), ()).tolist()
 
     expected = []
     for text in texts:
@@ -334,7 +334,7 @@ TABLE = [list(range(2, VOCABULARY, 2)), list(range(3, VOCABULARY, 3)), [7], list
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_registered", {})
+    monkeypatch.setattr(libraries, "_registered", {})
     hf_selfspec.register_grammar(Own, lambda processor, input_ids: processor.rows)
 
 
@@ -636,7 +636,7 @@ def test_a_wrong_mask_is_refused(registered: None, monkeypatch: pytest.MonkeyPat
     mask.begin(inputs["input_ids"], VOCABULARY)
     monkeypatch.setattr(Automaton, "mask", lambda self, vocabulary: torch.ones(vocabulary))
     with pytest.raises(SettingTypeError, match=r"mask\(97\).*registered for Own must return a BoolTensor \[97\]"):
-        mask.row(0).mask([], ())
+        mask.rows[0].mask([], ())
 
 
 @libraries_warn
@@ -673,4 +673,4 @@ def test_a_forbidden_token_is_an_error(library: str, tokenizer: PreTrainedTokeni
     (mask,) = with_grammars(LIBRARIES[library](tokenizer, None, "ab")["logits_processor"])
     mask.begin(ragged_batch((12,))["input_ids"], VOCABULARY)
     with pytest.raises(UnsupportedOptionError, match=r"does not allow token 50, which was generated"):
-        mask.row(0).mask([], (50,))
+        mask.rows[0].mask([], (50,))
