@@ -16,10 +16,9 @@ from .batch import Draft, Text, Verdict
 from .control.moments import moment, seconds_between
 from .draft.source import FixedDrafter
 from .model.experts import decoding_experts
-from .model.inputs import Inputs
+from .model.inputs import Inputs, prefill
 from .model.layout import TreeLayout
 from .model.partial import Best, ForwardPass
-from .model.prefill import prefill
 from .model.target import Target
 from .model.transfer import Pending, upload
 from .stats import GenerationStats

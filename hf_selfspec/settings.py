@@ -40,7 +40,10 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of ``SelfSpec``, whose arguments are these; class methods return those of a paper."""
+    """Base class of ``SelfSpec``: its arguments, and class methods that return those of a paper.
+
+    All raise a ``SettingError`` or ``SettingTypeError`` for a setting that is not allowed.
+    """
 
     draft: DraftSource | CandidateGenerator = field(
         default_factory=lambda: Cascade((Lookup(), SkipLayers(search=ClosestLayers())))
@@ -98,9 +101,6 @@ class Settings:
 
         Args:
             stored_tokens: tokens of earlier texts to keep, see :class:`Lookup`; 0 for none.
-
-        Raises:
-            SettingError, SettingTypeError: ``stored_tokens`` is not such a number.
         """
         return cls(draft=Lookup(stored_tokens))
 
@@ -122,11 +122,8 @@ class Settings:
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``.
             num_draft: tokens in a draft (LayerSkip §4.3).
-            stop: another stop rule, in place of ``num_draft``.
+            stop: another stop rule; only one of this and ``num_draft`` is allowed.
             max_draft: maximum number of tokens in a draft (12 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed, or both ``num_draft`` and ``stop`` are given.
         """
         if num_draft is not None and stop is not None:
             raise SettingError(
@@ -157,9 +154,6 @@ class Settings:
             stop: when a draft ends, at a confidence below 0.8 by default.
             tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
             max_draft: maximum number of tokens in a draft (25 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed.
         """
         draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
         return cls(draft, stop or ConfidenceThreshold(), tree, max_draft)
@@ -182,9 +176,6 @@ class Settings:
                 returns the probability that a drafted token is accepted, from its logits ``[b, v]`` and the hidden
                 state ``[b, d]`` they were computed from. ``None`` for the top-1 probability.
             max_draft: maximum number of tokens in a draft.
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed.
         """
         if isinstance(exit_layer, (str, os.PathLike, LinearProbe)):
             if probe is not None:
@@ -214,9 +205,6 @@ class Settings:
             adapter: what ``fit_adapter`` returned, or the folder or Hub repository that holds it.
             stop: when a draft ends, at a confidence below 0.6 by default.
             max_draft: maximum number of tokens in a draft (6 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: there is no such adapter, or a setting is not allowed.
         """
         draft = EarlyExitAdapter(adapter)
         return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
@@ -240,8 +228,7 @@ class Settings:
             max_draft: maximum number of tokens in a draft (32 in the paper).
 
         Raises:
-            SettingError, SettingTypeError: there are no such heads, they do not reach ``epsilon``, or a setting is not
-                allowed.
+            SettingError: there are no such heads, or they do not reach ``epsilon``.
         """
         draft = DynamicExit(heads, epsilon, metric)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
@@ -266,10 +253,6 @@ class Settings:
             heads, metric, max_draft: in place of a layer, see :meth:`dssd`; the whole model processes the tokens of
                 early exits together with the next token of its own, and after ``max_draft`` tokens at the latest.
             epsilon: how often each head has to be right where its token is taken (DSSD §3.4).
-
-        Raises:
-            SettingError, SettingTypeError: both or neither of ``layer`` and ``heads`` are given, or a setting is not
-                allowed.
         """
         if (layer is None) == (heads is None):
             raise SettingError(
@@ -278,7 +261,7 @@ class Settings:
             )
         if heads is None:
             assert layer is not None
-            return cls(draft=EarlyExitOnly(layer), stop=None)
+            return cls(draft=EarlyExitOnly(layer))
         draft = DynamicExit(heads, epsilon, metric, lossless=False)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
 from ..model.runner import why_no_graphs
-from ..search.skip_space import SkipSpace
+from ..search.proposers import SkipSpace
 from .tables import as_text
 
 _MIB = 2**20

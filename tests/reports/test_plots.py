@@ -25,9 +25,9 @@ from hf_selfspec import (
 )
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.reports import plots as pictures
+from hf_selfspec.search.proposers import SkipSpace
 from hf_selfspec.search.replay import Trace
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.search.skip_space import SkipSpace
 
 LAYERS = 8
 
