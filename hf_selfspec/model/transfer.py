@@ -58,7 +58,6 @@ class Pending:
         self.found: list[Any] | None = None
 
     def lists(self) -> list[Any]:
-        """The tensors as nested lists."""
         if self.found is None:
             self.found = read(*self.tensors)
         return self.found
@@ -109,13 +108,11 @@ class RowNumbers(tuple[int, ...]):
         return min(self) == max(self)
 
     def ahead(self, count: int) -> RowNumbers:
-        """The numbers plus ``count``."""
         if not count:
             return self
         return RowNumbers.made([number + count for number in self], lambda device: self.on(device) + count)
 
     def plus(self, others: RowNumbers) -> RowNumbers:
-        """The sums, row by row."""
         sums = [mine + other for mine, other in zip(self, others, strict=True)]
         return RowNumbers.made(sums, lambda device: self.on(device) + others.on(device))
 
