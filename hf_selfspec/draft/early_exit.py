@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
 from ..modules.reduced_head import ReducedHead

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ..errors import SettingError, UnsupportedOptionError
-from ..learned.registry import register
+from ..learned.saving import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan
 from ..modules.lora import DraftLora
