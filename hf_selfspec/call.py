@@ -29,13 +29,13 @@ from .errors import SelfSpecError, UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import Knowledge, KnowledgeOfCall
 from .model.anatomy import Anatomy
-from .model.given_cache import cache_for, cache_name, given_cache
+from .model.cache import cache_for
 from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
-from .model.prompt import Prompt, is_right_padded
+from .model.prompt import Prompt, cache_name, given_cache, is_right_padded
 from .model.target import Target
 from .refusals import check_call, check_length
 from .settings import Settings

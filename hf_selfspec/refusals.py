@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError, warn_once
 from .model.attention import served_attention
-from .model.given_cache import check_cache, given_cache
 from .model.inputs import Inputs
 from .model.modules import hooks_of
 from .model.patching import checkpoints
+from .model.prompt import check_cache, given_cache
 from .model.recurrences.kernels import check_kernels
 from .validation import check_count
 

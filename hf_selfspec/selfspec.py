@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
+from .draft.candidates import standalone_draft
 from .draft.lookup import NAME, Lookup
 from .draft.partial import PartialDraft
-from .draft.standalone import standalone_draft
 from .errors import SettingError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported

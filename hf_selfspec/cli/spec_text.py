@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..draft.lora import EarlyExitLora
+from ..draft.early_exit import EarlyExitLora
 from ..errors import SelfSpecError, SettingError, brief
 from ..learned.files import path_of
 from ..learned.saving import FILE_NAME, class_named

@@ -16,7 +16,7 @@ from ..search.choice import ExitChoice
 from ..search.costs import Budget, share_of
 from ..search.exit_study import ExitStudy
 from ..search.replay import Trace, rules_for, trace
-from ..stop.rules import StopRule, confidence
+from ..stop.rules import FixedLength, confidence
 from .looking import LookingDraft
 from .source import Session
 
@@ -36,26 +36,8 @@ _SOON, _FIRST = 32, 24
 # Texts on which forwards are timed, and how often each is on the first.
 _TIMED_TEXTS = 4
 _TIMINGS = 2
-
-
-def start_probe(
-    session: Session, layer: int | None, usual_stop: StopRule, name: str, head: HeadRows | None = None
-) -> ProbingDraft:
-    """Returns the drafter that finds its exit layer, its stop rule, or both on the first texts.
-
-    ``usual_stop`` is the stop rule until one is chosen, ``head`` runs in place of the model's own.
-    """
-    anatomy, model_name = session.anatomy, session.anatomy.model_name
-    advice = "Give SelfSpec.layerskip an exit_layer and a num_draft."
-    if anatomy.num_layers < 2:
-        raise SettingError(
-            f"{model_name} has one layer, so there is no earlier exit. Call generate without `assistant`."
-        )
-    if not anatomy.exits:
-        raise UnsupportedModelError(
-            f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {advice}"
-        )
-    return ProbingDraft(session, layer, usual_stop, name, head)
+# The stop rule until one is chosen.
+_FIRST_STOP = FixedLength(2)
 
 
 class ProbingDraft(LookingDraft):
@@ -65,16 +47,24 @@ class ProbingDraft(LookingDraft):
     costs and what it would have predicted tell whether it may pay. Where one may, a forward over the last tokens shows
     what every exit would have predicted after each of them, and a few forwards over one and several tokens show what
     they cost. Later texts are looked at, too, until 1,024 tokens were seen; each choice is based on all of them. All
-    this takes a budgeted share of the time of all calls.
+    this takes a budgeted share of the time of all calls. A given ``layer`` is the only one, and a stop rule of the
+    session stays; ``head`` runs in place of the model's own.
     """
 
-    def __init__(
-        self, session: Session, layer: int | None, usual_stop: StopRule, name: str, head: HeadRows | None
-    ) -> None:
-        num_layers = session.anatomy.num_layers
+    def __init__(self, session: Session, layer: int | None, name: str, head: HeadRows | None) -> None:
+        num_layers, model_name = session.anatomy.num_layers, session.anatomy.model_name
+        if num_layers < 2:
+            raise SettingError(
+                f"{model_name} has one layer, so there is no earlier exit. Call generate without `assistant`."
+            )
+        if not session.anatomy.exits:
+            raise UnsupportedModelError(
+                f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. Give "
+                "SelfSpec.layerskip an exit_layer and a num_draft."
+            )
         none = LayerPlan(num_layers)
         plan = none if layer is None else LayerPlan.early_exit(num_layers, layer)
-        super().__init__(session.limits(usual_stop), plan, name, _TRIED, head)
+        super().__init__(session.limits(_FIRST_STOP), plan, name, _TRIED, head)
         self.plan = none  # until an exit is chosen
         self._own_stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
         self._round_seconds = session.round_seconds

@@ -8,20 +8,17 @@ from dataclasses import replace
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedModelError, warn_once
-from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
-from ..search.on_the_fly import OnTheFlySearch, Search, usual_ratio
+from ..search.on_the_fly import Search, usual_ratio
 from ..search.proposers import SkipSpace, closest_layers
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
 from ..stats import GenerationStats
 from ..verify.tree import CostTree
 from .looking import LookingDraft
-from .partial import PartialDraft
 from .source import Session
 
 # How often each forward is timed on a text.
@@ -32,54 +29,16 @@ _TREE = 2.0
 _SOON, _LEAST = 32, 8
 
 
-def start_search(
-    session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str, name: str
-) -> PartialDraft:
-    """Returns the drafter that searches while it drafts; without a search where the model cannot run its text again.
-
-    The stop rule of the session is used until the search has chosen one, if it ``chooses_stop``.
-    """
-    if session.takes_trees:
-        return SearchingDraft(session, chooses_stop, start, search, ratio, name)
-    why = f"{session.anatomy.model_name} cannot run over its text a second time (it cannot take a tree mask)"
-    if session.in_cascade:
-        raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
-    warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-    return PartialDraft(session, start, name)
-
-
-def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
-    """Rejects a window that no text of the model can fill, and warns if this text is too short for it."""
-    window = search.context_window
-    name = f"{type(search).__name__}(context_window={window})"
-    if anatomy.max_positions is not None and window >= anatomy.max_positions:
-        raise SettingError(
-            f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
-            "Give a shorter window; 32 is usual."
-        )
-    if isinstance(search, OnTheFlySearch) and max_new is not None and max_new <= window:
-        warn_once(
-            f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
-            "more, or give a shorter window.",
-            ignore_numbers=True,
-        )
-
-
 class SearchingDraft(LookingDraft):
     """Drafts with the best set of skipped blocks so far, and tries another set after each round.
 
     A trial is one forward of that set over the last generated tokens, with the context's keys and values as they are.
-    The window goes into slots beyond the text, whose own keys and values stay as they are.
+    The window goes into slots beyond the text, whose own keys and values stay as they are. The stop rule of the session
+    is used until the search has chosen one, if it ``chooses_stop``.
     """
 
     def __init__(
-        self,
-        session: Session,
-        chooses_stop: bool,
-        start: LayerPlan,
-        search: Search,
-        ratio: float | str,
-        name: str,
+        self, session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str, name: str
     ) -> None:
         rows = 1 if search.tries_each_round else session.num_rows
         self._window = max(_LEAST, search.context_window // rows)

@@ -59,7 +59,7 @@ class ExitTraining:
 
     def detach(self) -> None:
         self.exits.detach()
-        self._forwards.restore()
+        self._forwards.close()
         for handle in self._handles:
             handle.remove()
 

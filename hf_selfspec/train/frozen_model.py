@@ -23,7 +23,6 @@ from ..errors import SettingError, UnsupportedModelError
 from ..learned.files import path_of, reported, written_whole
 from ..model.exits import Exits
 from ..model.fingerprint import Fingerprint
-from ..model.head import OwnHead
 from ..model.patching import evaluating
 from ..validation import check_count
 
@@ -73,7 +72,7 @@ class FrozenModel:
         self.exits = Exits(model)
         self.exits.check("fit", layers)
         self.anatomy = self.exits.anatomy
-        self.own_head = OwnHead(model, self.anatomy)
+        self.own_head = self.exits.head
         if cache_bytes is not None:
             check_count("cache_bytes", cache_bytes)
             if cache_dir is None:
@@ -144,7 +143,7 @@ class FrozenModel:
                 states = {name: value[place] for name, value in new.items()}
                 self._keep(self._file(ids[index]), rows[index], states)
                 rows[index] = states
-        elif not self.own_head.has_seen:
+        elif not self.exits.has_seen:
             self._forward(ids[:1, :1])
         named = {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in (*names, "final")}
         return HiddenStates.of(ids, named, self.layers)
@@ -197,8 +196,7 @@ class FrozenModel:
         handles = [self.anatomy.layers[layer - 1].register_forward_hook(_hook(found, layer)) for layer in self.layers]
         self.exits.chosen = self.layers
         try:
-            with self.own_head.seeing() as final:
-                self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
+            self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
         finally:
             self.exits.chosen = ()
             for handle in handles:
@@ -209,8 +207,9 @@ class FrozenModel:
                 "be fitted."
             )
         assert self.exits.states is not None
+        assert self.exits.final is not None
         found |= {f"exits_{layer}": state for layer, state in zip(self.layers, self.exits.states, strict=True)}
-        return {name: state.to(self.device) for name, state in (found | {"final": final[-1]}).items()}
+        return {name: state.to(self.device) for name, state in (found | {"final": self.exits.final}).items()}
 
 
 def _name(model: PreTrainedModel, fingerprint: Fingerprint) -> str:

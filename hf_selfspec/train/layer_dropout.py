@@ -125,7 +125,7 @@ class _Run:
             self._forwards.replace(layer, self._layer_forward(index, layer))
 
     def detach(self) -> None:
-        self._forwards.restore()
+        self._forwards.close()
 
     def begin_step(self, step: int, rates: list[float]) -> None:
         self._step, self._rates, self._samples = step, np.array(rates), 0
