@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from helpers.calls import new_spec
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
-from hf_selfspec.control import arms as control
-from hf_selfspec.control.arms import ArmStats
+from hf_selfspec.control import controller as control
+from hf_selfspec.control.controller import ArmStats
 from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.draft import probe
 from hf_selfspec.model import graphs
