@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -203,25 +202,21 @@ def _check_calibration(name: str, found: Any, heads: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HeadPredictions:
-    """What heads predict along one text: by metric the confidence ``[K, n]``, and whether they are right ``[K, n]``."""
-
-    sure: dict[str, torch.Tensor]
-    right: torch.Tensor
+# What heads predict along one text: by metric the confidence [K, n], and whether they are right [K, n].
+Predictions = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-def calibrate(texts: Sequence[HeadPredictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
+def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
     """Finds thresholds of each head by each metric, and measures drafts with them and the metrics themselves.
 
     The metric to use is the given one, or that with the highest mean ROC AUC (DSSD §3.4.1). Returns ``epsilons``,
     ``tokens``, ``metric``, and by metric ``thresholds`` ``[K][epsilons]``, ``acceptance`` ``[epsilons]`` (of drafts)
     and ``auc`` ``[K]``; ``None`` where a value cannot be measured.
     """
-    right = torch.cat([text.right for text in texts], 1)
+    right = torch.cat([right for _, right in texts], 1)
     tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
     for name in METRICS:
-        pairs = list(zip(torch.cat([text.sure[name] for text in texts], 1), right, strict=True))
+        pairs = list(zip(torch.cat([sure[name] for sure, _ in texts], 1), right, strict=True))
         found = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
         tables["thresholds"][name] = found
         tables["acceptance"][name] = [_acceptance(texts, name, limits) for limits in zip(*found, strict=True)]
@@ -245,15 +240,14 @@ def _mean_auc(auc: dict[str, list[float | None]]) -> dict[str, float]:
     return {name: mean(values) for name, values in known.items() if values}
 
 
-def _acceptance(texts: Sequence[HeadPredictions], metric: str, limits: Sequence[float | None]) -> float | None:
+def _acceptance(texts: Sequence[Predictions], metric: str, limits: Sequence[float | None]) -> float | None:
     """Acceptance rate, had the texts been drafted with these thresholds; ``None`` where nothing would be."""
     known = [math.inf if limit is None else limit for limit in limits]
     bounds = torch.tensor(known, device="cpu", dtype=torch.float32)[:, None]
     drafted = accepted = 0
-    for text in texts:
-        sure = text.sure[metric] >= bounds
-        first = sure.byte().argmax(0, keepdim=True)
-        right = text.right.bool().gather(0, first)[0]
+    for confidence, is_right in texts:
+        sure = confidence[metric] >= bounds
+        right = is_right.bool().gather(0, sure.byte().argmax(0, keepdim=True))[0]  # of the first head that is sure
         more, kept = drafts(sure.any(0).tolist(), right.tolist(), _LONGEST)
         drafted, accepted = drafted + more, accepted + kept
     return accepted / drafted if drafted else None

@@ -22,8 +22,7 @@ from ..modules.lora import DraftLora, Shape, widths
 from ..selfspec import SelfSpec
 from ..validation import Option, check_count, check_exit
 from .fit import TrainedFit, as_function
-from .frozen_model import FrozenModel, HiddenStates
-from .losses import agreement, cross_entropy, per_token
+from .frozen_model import FrozenModel, HiddenStates, agreement, cross_entropy
 
 # Tokens that are drafted one after another in the fit.
 _WINDOW = 4
@@ -84,14 +83,14 @@ class LoraFit(TrainedFit[DraftLora]):
         return DraftLora(exit_layer, self.rank, shapes)
 
     def loss(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        drafted, teacher = drafted_states(frozen, module, states.ids).to(states.final), frozen.own_head
-        return per_token(cross_entropy, teacher, drafted, teacher, states.final, frozen.vocabulary).mean()
+        drafted = drafted_states(frozen, module, states["ids"]).to(states["final"])
+        return frozen.per_token(cross_entropy, frozen.own_head, drafted, states).mean()
 
     def metrics(self, module: DraftLora, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
-        drafted, teacher = drafted_states(frozen, module, states.ids).to(states.final), frozen.own_head
+        drafted = drafted_states(frozen, module, states["ids"]).to(states["final"])
         with_lora, without = (
-            per_token(agreement, teacher, some, teacher, states.final, frozen.vocabulary)
-            for some in (drafted, states.exits[module.exit_layer])
+            frozen.per_token(agreement, frozen.own_head, some, states)
+            for some in (drafted, states[f"exits_{module.exit_layer}"])
         )
         return {"agreement_with_the_whole_model": with_lora, "agreement_without_LoRA": without}
 

@@ -29,7 +29,7 @@ from hf_selfspec import (
     fit_exit_heads,
 )
 from hf_selfspec.modules.calibration import drafts, threshold
-from hf_selfspec.modules.heads import METRICS, HeadPredictions, calibrate, default_layers, figures_of
+from hf_selfspec.modules.heads import METRICS, Predictions, calibrate, default_layers, figures_of
 
 
 def unreached(name: str, words: str) -> Any:
@@ -51,10 +51,10 @@ def test_thresholds_are_the_loosest_that_are_right_often_enough(seed: int) -> No
         assert threshold(sure, right, epsilon) == (min(enough) if enough else None)
 
 
-def predictions(sure: list[list[float]], right: list[list[int]]) -> HeadPredictions:
+def predictions(sure: list[list[float]], right: list[list[int]]) -> Predictions:
     """The same by each metric."""
     found = {name: torch.tensor(sure) for name in METRICS}
-    return HeadPredictions(found, torch.tensor(right).float())
+    return found, torch.tensor(right).float()
 
 
 def test_calibrations() -> None:
@@ -62,7 +62,7 @@ def test_calibrations() -> None:
         predictions([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]], [[0, 1, 1], [0, 0, 0]]),
         predictions([[0.0, 1.0], [0.0, 1.0]], [[0, 0], [0, 0]]),
     ]
-    texts[0].sure["entropy"] = -texts[0].sure["entropy"]
+    texts[0][0]["entropy"] = -texts[0][0]["entropy"]
     found = calibrate(texts, [0.4, 0.5, 0.9])
     assert found["tokens"] == 5
     assert found["thresholds"]["margin"] == [[0.0, 1.0, 2.0], [None, None, None]]

@@ -29,7 +29,7 @@ from helpers.train.by_hand import (
     train,
 )
 from hf_selfspec import EarlyExitLoss, Rotational, UnsupportedModelError
-from hf_selfspec.train import losses
+from hf_selfspec.train import exit_training
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -54,7 +54,7 @@ def test_training(tmp_path: Path, tied: bool, curriculum: Any, shares: Callable[
 @pytest.mark.parametrize("model", ["tied", "untied", "gemma2"])
 def test_self_distillation(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exits learn what the last layer predicts, which learns the labels; logits exist for few tokens at a time."""
-    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 5 * VOCABULARY)
+    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY)
 
     def start() -> Any:
         return build(model) if model == "gemma2" else tiny(tied=model == "tied")
@@ -242,7 +242,7 @@ def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.
     """The head sees the exits' states in chunks, each target once for each exit, and no ignored label."""
     sizes: list[torch.Size] = []
     plain = train(tmp_path, [EarlyExitLoss(1.0, None)])
-    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", chunk * VOCABULARY + VOCABULARY // 2)
+    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", chunk * VOCABULARY + VOCABULARY // 2)
     model = tiny()
     model.lm_head.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape))
     run = train(tmp_path, [EarlyExitLoss(1.0, None)], model)

@@ -37,8 +37,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.train import fit as fits
 from hf_selfspec.train import fit_trainer, frozen_model
-from hf_selfspec.train.frozen_model import FrozenModel
-from hf_selfspec.train.losses import cross_entropy, per_token
+from hf_selfspec.train.frozen_model import FrozenModel, cross_entropy
 from hf_selfspec.train.packing import PackedDataset
 
 
@@ -98,9 +97,8 @@ def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     with seen.frozen():
         observed = seen.hidden_states(ids)
         for elements in (10**9, 4 * VOCABULARY):
-            monkeypatch.setattr("hf_selfspec.train.losses.LOGIT_ELEMENTS", elements)
-            hidden = adapter(observed.states[EXIT])
-            found = per_token(cross_entropy, seen.own_head, hidden, seen.own_head, observed.final, VOCABULARY)
+            monkeypatch.setattr("hf_selfspec.train.frozen_model.LOGIT_ELEMENTS", elements)
+            found = seen.per_token(cross_entropy, seen.own_head, adapter(observed[f"states_{EXIT}"]), observed)
             assert found.shape == (18,)
             assert found.mean().item() == pytest.approx(loss_of(model, adapter, ids), abs=1e-5)
             found.mean().backward()
@@ -152,8 +150,8 @@ def _sampled(logits: torch.Tensor) -> torch.Tensor:
 def test_states_are_kept_for_further_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second fit on the same text runs no layer and comes to the same; a file that was cut short is made anew."""
     model, calls = tiny_llama(), []
-    original = FrozenModel._forward
-    monkeypatch.setattr(FrozenModel, "_forward", lambda self, ids: calls.append(ids.numel()) or original(self, ids))
+    original = FrozenModel.run
+    monkeypatch.setattr(FrozenModel, "run", lambda self, ids: calls.append(ids.numel()) or original(self, ids))
 
     def fit() -> Adapter:
         args = arguments(tmp_path, max_steps=4, seed=1)
@@ -179,8 +177,8 @@ def test_states_are_kept_as_long_as_there_is_room(tmp_path: Path, monkeypatch: p
     """Only what has no room goes through the model in each epoch, nothing is written twice; the part is the same."""
     looked, written = list[int](), list[Path]()
     text = [{"input_ids": row} for row in torch.randint(2, VOCABULARY, (60, 32)).tolist()]
-    forward, write = FrozenModel._forward, frozen_model.save_file
-    monkeypatch.setattr(FrozenModel, "_forward", lambda self, ids: looked.append(len(ids)) or forward(self, ids))
+    forward, write = FrozenModel.run, frozen_model.save_file
+    monkeypatch.setattr(FrozenModel, "run", lambda self, ids: looked.append(len(ids)) or forward(self, ids))
     monkeypatch.setattr(frozen_model, "save_file", lambda *given: written.append(given[1]) or write(*given))
 
     def fit(room: int | None, folder: Path | None) -> tuple[Adapter, int]:

@@ -27,8 +27,8 @@ from hf_selfspec import (
     fit_probe,
 )
 from hf_selfspec.modules.draft_module import DraftModule
-from hf_selfspec.train import speedup
-from hf_selfspec.train.speedup import SpeedupEvaluator, speed_figures
+from hf_selfspec.train import fit_trainer
+from hf_selfspec.train.fit_trainer import SpeedupEvaluator, speed_figures
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, *found: float) -> list[dict[str, torch.Tensor]]:
@@ -143,7 +143,7 @@ class Clock:
             return original(model, *args, **options)
 
         monkeypatch.setattr(type(model), "generate", generate)
-        monkeypatch.setattr(speedup, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(fit_trainer, "perf_counter", lambda: self.now)
 
 
 TEXT = torch.tensor([row["input_ids"] for row in rows(6)])
