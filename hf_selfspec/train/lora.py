@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers import DynamicCache
 
 from ..draft.lora import EarlyExitLora
 from ..errors import UnsupportedModelError
@@ -160,40 +160,6 @@ def drafted_states(frozen: FrozenModel, lora: DraftLora, ids: torch.Tensor) -> t
             stack(input_ids=ids, past_key_values=known, use_cache=True)
         plan = LayerPlan.early_exit(count, lora.exit_layer, deltas)
         with obeying(ForwardPass(plan)), at_positions(geometry):
-            output = stack(
-                input_ids=ids, position_ids=places.expand(b, s), past_key_values=_Behind(known), use_cache=True
-            )
+            # Their keys and values come behind those of the first forward.
+            output = stack(input_ids=ids, position_ids=places.expand(b, s), past_key_values=known, use_cache=True)
     return states_of(output)
-
-
-class _Behind(Cache):
-    """Keys and values of a forward over the same tokens again, behind those of the first."""
-
-    def __init__(self, known: DynamicCache) -> None:
-        super().__init__(layers=[_BehindLayer(layer) for layer in known.layers])
-
-
-class _BehindLayer(CacheLayerMixin):
-    is_sliding = False
-
-    def __init__(self, known: Any) -> None:
-        super().__init__()
-        self._known = known
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        known = self._known
-        return torch.cat([known.keys, key_states], dim=-2), torch.cat([known.values, value_states], dim=-2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return 2 * query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1

@@ -80,8 +80,7 @@ def test_processes_answer_their_share_and_draft_from_all_answers(tmp_path: Path)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     script, options = EXAMPLES / "batch_inference.py", ("--model", tmp_path / "model", "--max-new-tokens", "24")
-    done = in_two_processes(script, *options, *places)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(script, *options, *places)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == prompts
     assert not list(tmp_path.glob("answers.jsonl.*"))
@@ -124,8 +123,7 @@ def test_processes_without_a_prompt(tmp_path: Path) -> None:
     data, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     data.write_text(json.dumps({"prompt": "def f(x):"}) + "\n")
     options = ("--model", EXAMPLES / "demo_model", "--max-new-tokens", "4", "--data", data, "--output", output)
-    done = in_two_processes(EXAMPLES / "batch_inference.py", *options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(EXAMPLES / "batch_inference.py", *options)
     assert len(output.read_text().splitlines()) == 1
 
 
