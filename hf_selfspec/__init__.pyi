@@ -31,8 +31,8 @@ from .errors import UnsupportedModelError as UnsupportedModelError
 from .errors import UnsupportedOptionError as UnsupportedOptionError
 from .grammar import Grammar as Grammar
 from .grammar import register_grammar as register_grammar
-from .hooks.attached import attach as attach
-from .hooks.attached import detach as detach
+from .hooks.choosing import attach as attach
+from .hooks.choosing import detach as detach
 from .hooks.seams import install as install
 from .hooks.seams import uninstall as uninstall
 from .learned.registry import register as register

@@ -62,14 +62,9 @@ class Text:
 
     def last_tokens(self) -> torch.Tensor:
         """The last token of each row, ``[b, 1]``."""
-        return self._ahead(-1, 1)
-
-    def _ahead(self, first: int, count: int) -> torch.Tensor:
-        """The ids ``[b, count]`` that start ``first`` columns after each row's end."""
         if min(self.lengths) == max(self.lengths):
-            start = self.lengths[0] + first
-            return self.ids[:, start : start + count]
-        return self.ids.gather(1, self._columns(first, count))
+            return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
+        return self.ids.gather(1, self._columns(-1, 1))
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """The indices ``[b, count]`` of the columns that start ``first`` columns after each row's end."""
@@ -99,11 +94,17 @@ class Text:
 
     def write_draft(self, tokens: torch.Tensor, ahead: int) -> None:
         """Writes ``tokens`` ``[b]`` to scratch columns, ``ahead`` columns after each row's end."""
-        self.ensure(max(self.lengths) + ahead + 1)
+        self._write(tokens[:, None], ahead)
+
+    def _write(self, tokens: torch.Tensor, ahead: int) -> None:
+        """Writes ``tokens`` ``[b, n]`` to the columns that start ``ahead`` columns after each row's end."""
+        count = tokens.shape[1]
+        self.ensure(max(self.lengths) + ahead + count)
         if min(self.lengths) == max(self.lengths):
-            self.ids[:, self.lengths[0] + ahead] = tokens
+            start = self.lengths[0] + ahead
+            self.ids[:, start : start + count] = tokens
         else:
-            self.ids.scatter_(1, self._columns(ahead, 1), tokens[:, None])
+            self.ids.scatter_(1, self._columns(ahead, count), tokens)
 
     def put_one(self, row: int, ahead: int, token: int) -> None:
         """Writes one token to a scratch column, ``ahead`` columns after the end of ``row``."""
@@ -123,15 +124,11 @@ class Text:
         most = max(map(len, tokens))
         if not most:
             return
-        self.ensure(max(self.lengths) + most)
         lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
         # What short rows get beyond their end is scratch space.
         rows = [[length, *new, *[0] * (most - len(new))] for length, new in zip(lengths, tokens, strict=True)]
         packed = upload(rows, self.ids.device)
-        if min(self.lengths) == max(self.lengths):
-            self.ids[:, self.lengths[0] : self.lengths[0] + most] = packed[:, 1:]
-        else:
-            self.ids.scatter_(1, self._columns(0, most), packed[:, 1:])
+        self._write(packed[:, 1:], 0)
         self._move_to(RowNumbers.made(lengths, lambda device: packed[:, :1].to(device)))
 
     def ensure(self, columns: int) -> None:

@@ -25,21 +25,21 @@ from .decoding import Decoder
 from .draft.constrained import ConstrainedDrafter
 from .draft.controlled import controlled
 from .draft.source import DraftSource, Session
-from .errors import SelfSpecError, UnsupportedOptionError, warn_once, warn_once_ignoring_numbers
+from .errors import SelfSpecError, UnsupportedOptionError, warn_once
 from .grammar.rows import Constraint, with_grammars
 from .learned.knowledge import Knowledge, KnowledgeOfCall
 from .model.anatomy import Anatomy
-from .model.given_cache import cache_for, cache_name, given_cache
+from .model.cache import cache_for
 from .model.inputs import Inputs
 from .model.linear import are_faster
 from .model.modules import all_modules, is_tensor_parallel
 from .model.patching import without_checkpointing
 from .model.plan import LayerPlan
-from .model.prompt import Prompt, is_right_padded
+from .model.prompt import Prompt, cache_name, given_cache, is_right_padded
 from .model.target import Target
 from .refusals import check_call, check_length
+from .settings import Settings
 from .stats import GenerationStats
-from .stop.rules import StopRule
 from .verify.scoring import Scorer
 from .verify.stopping import Stopper
 from .verify.tree import Tree
@@ -73,25 +73,14 @@ class Call:
 
     @property
     def do_sample(self) -> bool:
-        """Whether tokens are sampled."""
         return bool(self.generation_config.do_sample)
-
-    def with_cache(self) -> Call:
-        """The call with a cache, also where the model's own config switches it off: the ids are the same."""
-        if self.model_kwargs.get("use_cache") is not False:
-            return self
-        given = self.past
-        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
-        return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The model's parts."""
         return Anatomy.of(self.model)
 
     @cached_property
     def stopper(self) -> Stopper:
-        """The stopping criteria."""
         return Stopper(self.stopping_criteria)
 
     @property
@@ -105,17 +94,36 @@ class Call:
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return None if pad is None else int(pad)
 
-    def compile_config(self, wanted: bool | CompileConfig) -> CompileConfig | None:
-        """How forwards are compiled, if the ``SelfSpec`` wants it (:attr:`SelfSpec.compile`) or the call."""
-        if wanted is not False:
-            return CompileConfig() if wanted is True else wanted
-        config: CompileConfig | None = self.generation_config.compile_config
-        if config is not None and self.input_ids.device.type == "cpu" and not config._compile_all_devices:
-            return None  # as in transformers
-        return config
+    def with_cache(self) -> Call:
+        """The call with a cache, also where the model's own config switches it off: the ids are the same."""
+        if self.model_kwargs.get("use_cache") is not False:
+            return self
+        given = self.past
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True)) if given is None else given
+        return replace(self, model_kwargs=self.model_kwargs | {cache_name(self.model): cache, "use_cache": True})
 
 
-def check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
+def serve(given: Call, spec: Settings, default_of: str = "") -> Any:
+    """Decodes a call whose options were checked.
+
+    With ``default_of``, which tells where the ``SelfSpec`` was set, the caller did not choose it: plain ``generate``
+    serves what it cannot serve, and invalid logits are no error.
+    """
+    call, decoder = given.with_cache(), None
+    knowledge = spec._known(call.model, (call.do_sample, len(call.input_ids) > 1))
+    try:
+        _check(call, spec._source, knowledge)
+        why = _why_plain(call, spec._source, knowledge)
+        if not why:
+            decoder = _lay_out(call, spec, knowledge, checks_logits=not default_of)
+    except SelfSpecError as error:
+        if not default_of:
+            raise
+        call, why = given, cannot_serve(default_of, error)
+    return _decode_plainly(call, knowledge, why) if decoder is None else _decode(given, decoder, knowledge)
+
+
+def _check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
     """Refuses what cannot be served, as far as that is known before prompts are laid out."""
     knowledge.knowledge.check(call.model)
     check_call(call.model, call.input_ids, call.model_kwargs)
@@ -129,7 +137,7 @@ def check(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> None:
         )
 
 
-def why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
+def _why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> str:
     """Why transformers' own loop serves the call as well as ours or better, empty where it does not.
 
     Where no draft pays, ours is as fast, and faster only with faster linear layers (float32 on a CPU).
@@ -154,19 +162,9 @@ def why_plain(call: Call, source: DraftSource, knowledge: KnowledgeOfCall) -> st
     return "its prompts are padded on the right"
 
 
-def lay_out(
-    call: Call,
-    source: DraftSource,
-    knowledge: KnowledgeOfCall,
-    *,
-    stop: StopRule | None,
-    tree: Tree | None,
-    max_draft: int,
-    compile_config: CompileConfig | None,
-    checks_logits: bool,
-) -> Decoder:
+def _lay_out(call: Call, spec: Settings, knowledge: KnowledgeOfCall, checks_logits: bool) -> Decoder:
     """Lays out the prompts, the text and the cache, and starts the drafter."""
-    batch_size, stopper, config = len(call.input_ids), call.stopper, call.generation_config
+    batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
     inputs = Inputs.of(call.model, call.anatomy, call.input_ids, call.model_kwargs, config)
     anatomy, prompt = inputs.anatomy, inputs.prompt
     check_length(call.model, inputs, config.max_length)
@@ -183,15 +181,15 @@ def lay_out(
         following=inputs.following,
         plan=source.whole_model(anatomy),
     )
-    if compile_config is not None:
+    if (compile_config := _compile_config(call, spec.compile)) is not None:
         target.compile(compile_config)
     stateful = (*scorer.stateful, *stopper.stateful)
     session = Session(
         target=target,
         scorer=scorer.for_drafts,
-        stop=stop,
-        tree=_usable_tree(tree, anatomy, prompt),
-        max_draft=max_draft,
+        stop=spec.stop,
+        tree=_usable_tree(spec.tree, anatomy, prompt),
+        max_draft=spec.max_draft,
         eos_tokens=stopper.eos_tokens,
         new_tokens=new_tokens,
         max_new=call.max_new,
@@ -218,7 +216,43 @@ def lay_out(
     )
 
 
-def decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
+def _compile_config(call: Call, wanted: bool | CompileConfig) -> CompileConfig | None:
+    """How forwards are compiled, if the ``SelfSpec`` wants it (:attr:`SelfSpec.compile`) or the call."""
+    if wanted is not False:
+        return CompileConfig() if wanted is True else wanted
+    config: CompileConfig | None = call.generation_config.compile_config
+    if config is not None and call.input_ids.device.type == "cpu" and not config._compile_all_devices:
+        return None  # as in transformers
+    return config
+
+
+def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
+    if prompt.padding is not None:
+        warn_once(
+            f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
+            "shortest acceptance. The output is exact; small batches are faster."
+        )
+    if tree is None or (anatomy.tree and prompt.padding is None):
+        return tree
+    warn_once(
+        f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
+        "is exact all the same."
+    )
+    return None
+
+
+def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
+    """Whether any process is unfinished, given whether this one is; all have to ask together, as in plain generate."""
+
+    def ask(is_unfinished: bool) -> bool:
+        count = torch.tensor(float(is_unfinished), device=device)
+        torch.distributed.all_reduce(count)
+        return bool(count.item())
+
+    return ask
+
+
+def _decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
     """Runs the loop and returns what ``generate`` does."""
     cache = call.past if decoder.target.plan is None else None
     try:
@@ -230,7 +264,9 @@ def decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
         decoder.target.cache.layers.clear()  # memory, now rather than when Python next looks for reference cycles
         knowledge.write()
     knowledge.knowledge.add_call(decoder.stats)
-    _remind_of_length(call.stopping_criteria, ids)
+    for criterion in call.stopping_criteria:
+        if type(criterion) is MaxLengthCriteria:
+            criterion(ids[:, :-1], None)  # transformers' warning that the text is longer than the model was made for
     return decoder.output(ids, cache) if call.generation_config.return_dict_in_generate else ids
 
 
@@ -239,9 +275,10 @@ def decode(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
 
 def cannot_serve(default_of: str, error: SelfSpecError) -> str:
     """Warns that plain ``generate`` serves a call in place of a default, and returns why, for the statistics."""
-    warn_once_ignoring_numbers(
+    warn_once(
         f"the SelfSpec {default_of} cannot serve a call, so plain generate serves it: {error} (A call with "
-        "generate(assistant=False) does without it and without this warning.)"
+        "generate(assistant=False) does without it and without this warning.)",
+        ignore_numbers=True,
     )
     return f"this SelfSpec cannot serve it ({error})"
 
@@ -261,7 +298,7 @@ def leave(
     return output
 
 
-def decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
+def _decode_plainly(call: Call, knowledge: KnowledgeOfCall, why: str) -> Any:
     """Decodes a prepared call by transformers' own loop."""
     options = {one.name: getattr(call, one.name) for one in fields(call)}
     options |= options.pop("model_kwargs")
@@ -297,39 +334,3 @@ def _generated(row: list[int], eos_tokens: frozenset[int], padding: int | None) 
     while count and row[count - 1] == padding:
         count -= 1
     return count
-
-
-# Details --------------------------------------------------------------------------------------------------------------
-
-
-def _usable_tree(tree: Tree | None, anatomy: Anatomy, prompt: Prompt) -> Tree | None:
-    if prompt.padding is not None:
-        warn_once(
-            f"{anatomy.model_name} cannot take rows at different lengths: all rows of a batch advance by the "
-            "shortest acceptance. The output is exact; small batches are faster."
-        )
-    if tree is None or (anatomy.tree and prompt.padding is None):
-        return tree
-    warn_once(
-        f"{anatomy.model_name} cannot take a tree mask, so siblings are not used and drafts are linear. The output "
-        "is exact all the same."
-    )
-    return None
-
-
-def _remind_of_length(criteria: StoppingCriteriaList, ids: torch.Tensor) -> None:
-    """Issues transformers' warning, where it has one, that the text is longer than the model was made for."""
-    for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria:
-            criterion(ids[:, :-1], None)
-
-
-def _others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:
-    """Whether any process is unfinished, given whether this one is; all have to ask together, as in plain generate."""
-
-    def ask(is_unfinished: bool) -> bool:
-        count = torch.tensor(float(is_unfinished), device=device)
-        torch.distributed.all_reduce(count)
-        return bool(count.item())
-
-    return ask

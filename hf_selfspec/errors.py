@@ -53,14 +53,14 @@ def brief(error: Exception) -> str:
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
 
 
-def warn_once(message: str) -> None:
-    """Warns the user, once for each ``message``."""
-    _warn(message, message)
-
-
-def warn_once_ignoring_numbers(message: str) -> None:
-    """Warns the user, once for all messages that differ only in their numbers."""
-    _warn(message, re.sub(r"\d+", "#", message))
+def warn_once(message: str, ignore_numbers: bool = False) -> None:
+    """Warns the user, once for each ``message``, or for all that differ only in their numbers."""
+    key = re.sub(r"\d+", "#", message) if ignore_numbers else message
+    if key not in _warned:
+        if len(_warned) >= _MOST:
+            _warned.clear()
+        _warned.add(key)
+        warnings.warn(message, UserWarning, stacklevel=_levels_inside())
 
 
 @contextmanager
@@ -75,17 +75,9 @@ def muted() -> Iterator[None]:
         _warned.intersection_update(issued)
 
 
-def _warn(message: str, key: str) -> None:
-    if key not in _warned:
-        if len(_warned) >= _MOST:
-            _warned.clear()
-        _warned.add(key)
-        warnings.warn(message, UserWarning, stacklevel=_levels_inside() + 1)
-
-
 def _levels_inside() -> int:
-    """Returns the number of stack frames between the warning and the user's own line."""
+    """Returns the number of stack frames from the caller's to that of the user's own line."""
     frame, levels = sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
         frame, levels = frame.f_back, levels + 1
-    return levels - 1
+    return levels

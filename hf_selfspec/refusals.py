@@ -1,27 +1,21 @@
-"""What is refused by name, before any work: options and prompts of a call, and settings of a ``SelfSpec``."""
+"""What is refused by name, before any work: options, prompts and models of a call."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
 
-from .draft.source import DraftSource
-from .errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError, warn_once
+from .errors import SettingError, UnsupportedModelError, UnsupportedOptionError, warn_once
 from .model.attention import served_attention
-from .model.given_cache import check_cache, given_cache
 from .model.inputs import Inputs
 from .model.modules import hooks_of
 from .model.patching import checkpoints
+from .model.prompt import check_cache, given_cache
 from .model.recurrences.kernels import check_kernels
-from .stop.rules import RememberingRule
 from .validation import check_count
-from .verify.tree import Tree
 
 # Options of the generation config, the values that leave them off, and what to do instead.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -38,9 +32,6 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("output_attentions", (None, False), "drafted tokens do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
 )
-
-# Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
-_LONGEST_TASK = 50
 
 
 def check_options(model: PreTrainedModel, config: Any) -> None:
@@ -134,44 +125,4 @@ def _check_adapters(model: PreTrainedModel) -> None:
             "PEFT's aLoRA (alora_invocation_tokens) adapts a number of tokens at the end of each forward, but a "
             "forward of self-speculative decoding ends with drafts. Call generate without `assistant`; LoRA and "
             "other adapters that apply to all tokens work."
-        )
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-def check_parts(draft: Any, stop: Any, tree: Any) -> None:
-    """Checks the types of a draft, a stop rule and a tree."""
-    if not isinstance(draft, (DraftSource, CandidateGenerator)):
-        raise SettingTypeError(
-            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
-            f"DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
-        )
-    is_rule = callable(stop) or isinstance(stop, RememberingRule)
-    if stop is not None and (not is_rule or isinstance(stop, type)):
-        raise SettingTypeError(
-            "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p), "
-            "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
-            f"chosen, got {stop!r}."
-        )
-    if tree is not None and not isinstance(tree, Tree):
-        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {tree!r}.")
-
-
-def check_whole_drafts(source: DraftSource, stop: Any, tree: Any) -> None:
-    """Checks that drafts whose tokens come all at once have no stop rule and no tree, which would have no effect."""
-    why = source.fixed_because
-    for name, value in (("stop", stop), ("tree", tree)):
-        if why and value is not None:
-            raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
-
-
-def check_folder_and_task(folder: Any, task: Any) -> None:
-    """Checks where findings are kept, and under which name."""
-    if folder is not None and not isinstance(folder, (str, os.PathLike)):
-        raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {folder!r}.")
-    if not isinstance(task, str) or not re.fullmatch(r"[\w.-]+", task) or len(task) > _LONGEST_TASK:
-        raise SettingError(
-            "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
-            f"{_LONGEST_TASK} of them, got {task!r}."
         )

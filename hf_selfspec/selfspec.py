@@ -1,50 +1,39 @@
-"""``SelfSpec``: what the user configures."""
+"""``SelfSpec``: what users pass to ``generate``, and what they can do with it."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
-    CompileConfig,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from .call import Call, cannot_serve, check, decode, decode_plainly, lay_out, why_plain
+from .call import Call, serve
 from .data.prompts import checked_texts, token_ids
-from .draft.candidates import Candidates
-from .draft.cascade import Cascade
+from .draft.candidates import standalone_draft
 from .draft.lookup import NAME, Lookup
 from .draft.partial import PartialDraft
-from .draft.skip_layers import SkipLayers
-from .draft.source import DraftSource
-from .draft.standalone import standalone_draft
-from .errors import SelfSpecError, SettingError, SettingTypeError, warn_once
+from .errors import SettingError, warn_once
 from .learned import saving
 from .learned.files import path_of, reported
-from .learned.knowledge import Knowledge, KnowledgeOfCall
-from .learned.saving import Kind
 from .lookup.observing import observe
 from .model.anatomy import causal_lm
-from .presets import Presets
-from .refusals import check_folder_and_task, check_options, check_parts, check_whole_drafts
+from .refusals import check_options
 from .search.choice import ExitChoice, SkipChoice
-from .search.on_the_fly import ClosestLayers
 from .search.skip_search import SkipSearch
+from .settings import Settings
 from .stats import GenerationStats
-from .stop.rules import StopRule
-from .validation import MOST_DRAFT, check_count
-from .verify.tree import Tree
+from .validation import check_count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +43,7 @@ CONFIG_KEY = "hf_selfspec"
 
 
 @dataclass(frozen=True)
-class SelfSpec(Presets):
+class SelfSpec(Settings):
     """Self-speculative decoding: part of a model drafts, the whole model verifies.
 
     ``model.generate(**inputs, assistant=SelfSpec())`` returns the tokens of plain ``generate``, faster. A ``SelfSpec``
@@ -87,29 +76,6 @@ class SelfSpec(Presets):
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
     """
-
-    draft: DraftSource | CandidateGenerator = field(
-        default_factory=lambda: Cascade((Lookup(), SkipLayers(search=ClosestLayers())))
-    )
-    stop: StopRule | None = None
-    tree: Tree | None = None
-    max_draft: int = 25
-    cache_dir: str | os.PathLike[str] | None = None
-    task: str = "default"
-    compile: bool | CompileConfig = field(default=False, hash=False)
-    _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_parts(self.draft, self.stop, self.tree)
-        check_whole_drafts(self._source, self.stop, self.tree)
-        check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
-        check_folder_and_task(self.cache_dir, self.task)
-        if not isinstance(self.compile, (bool, CompileConfig)):
-            raise SettingTypeError(
-                f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
-            )
-        if self.cache_dir is not None:
-            self._settings(checked=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfSpec:
         return copy.copy(self)
@@ -160,7 +126,7 @@ class SelfSpec(Presets):
         rows = [token_ids(tokenizer, text, answered=max_new_tokens is not None) for text in given]
         if max_new_tokens is None:
             size = inner.config.get_text_config(decoder=True).vocab_size
-            known = known_of(self, inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
+            known = self._known(inner).of_all_kinds(NAME, lambda _: lookup.findings(size))
             observe(inner, known, rows)
             return
         for row in rows:
@@ -189,7 +155,7 @@ class SelfSpec(Presets):
                 used and none is given, ``model`` is not a model, or the file cannot be written.
         """
         inner = self._only_model("SelfSpec.save_pretrained", model)
-        settings, path = self._settings(checked=True), path_of(folder) / saving.FILE_NAME
+        settings, path = self._saved(checked=True), path_of(folder) / saving.FILE_NAME
         with reported(path):
             self._knowledge.save(path, inner, settings)
 
@@ -230,7 +196,7 @@ class SelfSpec(Presets):
         """
         from .export.exporting import USUAL_TOKENS, export_draft  # few calls need it
 
-        known = known_of(self, causal_lm(model, "SelfSpec.export_draft"))
+        known = self._known(causal_lm(model, "SelfSpec.export_draft"))
         tokens = min(getattr(self.stop, "max_draft", USUAL_TOKENS), self.max_draft)
         export_draft(self._source, known, folder, tokenizer, tokens)
 
@@ -242,7 +208,7 @@ class SelfSpec(Presets):
         cannot be saved; a warning reports it once.
         """
         try:
-            settings = self._settings().items()
+            settings = self._saved().items()
             return {CONFIG_KEY: {name: saving.encode(value, f"SelfSpec({name})") for name, value in settings}}
         except SettingError as error:
             warn_once(f"a GenerationConfig with this assistant can be used but not saved: {error}")
@@ -302,7 +268,7 @@ class SelfSpec(Presets):
         Raises:
             SettingTypeError: the draft is not an early exit; others need the full model's cache.
         """
-        known = known_of(replace(self, cache_dir=None), model, (do_sample, False))  # of a call of its own
+        known = replace(self, cache_dir=None)._known(model, (do_sample, False))  # of a call of its own
         return standalone_draft(self._source, self.stop, self.max_draft, model, known, logits_processor, do_sample)
 
     def __call__(
@@ -319,53 +285,7 @@ class SelfSpec(Presets):
         """Decodes a call; ``generate`` calls it with everything prepared (``custom_generate``)."""
         check_options(model, generation_config)
         prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-        return self._serve(Call(*prepared, synced_gpus, streamer, model_kwargs))
-
-    def _serve(self, given: Call, default_of: str = "") -> Any:
-        """Decodes a call whose options were checked.
-
-        With ``default_of``, which tells where the ``SelfSpec`` was set, the caller did not choose it: plain
-        ``generate`` serves what it cannot serve, and invalid logits are no error.
-        """
-        call, source = given.with_cache(), self._source
-        knowledge = known_of(self, call.model, (call.do_sample, len(call.input_ids) > 1))
-        decoder = None
-        try:
-            check(call, source, knowledge)
-            why = why_plain(call, source, knowledge)
-            if not why:
-                decoder = lay_out(
-                    call,
-                    source,
-                    knowledge,
-                    stop=self.stop,
-                    tree=self.tree,
-                    max_draft=self.max_draft,
-                    compile_config=call.compile_config(self.compile),
-                    checks_logits=not default_of,
-                )
-        except SelfSpecError as error:
-            if not default_of:
-                raise
-            call, why = given, cannot_serve(default_of, error)
-        return decode_plainly(call, knowledge, why) if decoder is None else decode(given, decoder, knowledge)
-
-    @property
-    def _source(self) -> DraftSource:
-        return self.draft if isinstance(self.draft, DraftSource) else Candidates(self.draft)
-
-    def _settings(self, checked: bool = False) -> dict[str, Any]:
-        """The settings that are saved; with ``checked``, raises an error if they cannot be."""
-        settings = {"draft": self.draft, "stop": self.stop, "tree": self.tree, "max_draft": self.max_draft}
-        if checked:
-            for name, value in settings.items():
-                saving.encode(value, f"SelfSpec({name})")
-        return settings
-
-
-def known_of(spec: SelfSpec, model: PreTrainedModel, kind: Kind = (False, False)) -> KnowledgeOfCall:
-    """What is known of a model, for calls that draw tokens (``kind[0]``) or have several rows (``kind[1]``)."""
-    return KnowledgeOfCall(spec._knowledge, model, kind, spec._settings, spec.cache_dir, spec.task)
+        return serve(Call(*prepared, synced_gpus, streamer, model_kwargs), self)
 
 
 def begun_anew(spec: SelfSpec) -> SelfSpec:

@@ -1,11 +1,9 @@
-"""What one call of ``generate`` tells: statistics, and which tokens of a stream were drafted."""
+"""The statistics of one call of ``generate``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-
-from transformers.generation.streamers import BaseStreamer
 
 # How the characters of a plan are shown as two lines, one of attention and one of MLP blocks.
 _ATTENTION, _MLP = str.maketrans("#am.", "■■□□"), str.maketrans("#am.", "■□■□")
@@ -141,15 +139,3 @@ class GenerationStats:
             lines.append(("attention blocks", self.plan.translate(_ATTENTION)))
             lines.append(("MLP blocks", self.plan.translate(_MLP)))
         return "\n".join(f"{name:<24} {value}" for name, value in lines)
-
-
-class DraftStreamer(BaseStreamer):
-    """A streamer that is told which tokens were drafted.
-
-    Attributes:
-        from_draft: for each row whether the token that ``put`` gets was drafted and accepted; empty where that is not
-            known, as in calls that are left to plain ``generate``.
-    """
-
-    def __init__(self) -> None:
-        self.from_draft: list[bool] = []

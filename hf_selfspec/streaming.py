@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from .data.prompts import Prompt, encoded
 from .errors import SettingError
 from .model.anatomy import causal_lm
 from .selfspec import SelfSpec
-from .stats import DraftStreamer
 from .validation import check_count, check_share
 
 # What an unfinished character is decoded to.
@@ -33,7 +33,7 @@ class Piece:
     from_draft: bool
 
 
-class MarkedStreamer(DraftStreamer):
+class MarkedStreamer(BaseStreamer):
     """A streamer for ``generate`` that marks which pieces of the text were drafted.
 
     ::
@@ -44,12 +44,15 @@ class MarkedStreamer(DraftStreamer):
     Args:
         tokenizer: the model's tokenizer.
         write: called with each :class:`Piece` as soon as it is known, without the prompt and special tokens.
+
+    Attributes:
+        from_draft: for each row whether the token that :meth:`put` gets was drafted and accepted; empty where that is
+            not known, as in calls that are left to plain ``generate``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[Piece], None]) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-        self._write = write
+        self._tokenizer, self._write = tokenizer, write
+        self.from_draft: list[bool] = []
         self._begin()
 
     def _begin(self) -> None:

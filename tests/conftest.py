@@ -14,16 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from transformers import (
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from helpers.calls import new_spec
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
-from hf_selfspec.control import arms as control
-from hf_selfspec.control.arms import ArmStats
+from hf_selfspec.control import controller as control
+from hf_selfspec.control.controller import ArmStats
 from hf_selfspec.control.costs import CostCurve
 from hf_selfspec.draft import probe
 from hf_selfspec.model import graphs
@@ -97,6 +95,16 @@ def llama() -> LlamaForCausalLM:
 def fresh_llama() -> LlamaForCausalLM:
     """The same model for one test alone, which may change it."""
     return tiny_llama(factor=0.5)
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Takes back what commands set for their process."""
+    verbosity, bars, threads = logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_num_threads()
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar() if bars else logging.disable_progress_bar()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -280,12 +280,11 @@ def check(model: PreTrainedModel, spec: SelfSpec, call: str) -> None:
 # The matrix ----------------------------------------------------------------------------------------------------------
 
 
-def one_of(count: int, *names: Any) -> list[Any]:
+def one_of(count: int, *names: Iterable[str]) -> list[Any]:
     """All combinations, of which each run has every ``count``-th and the others are slow."""
-    numbered = itertools.product(*(list(enumerate(of)) for of in names))
     return [
         pytest.param(*(name for _, name in pairs), marks=pytest.mark.slow if sum(i for i, _ in pairs) % count else ())
-        for pairs in numbered
+        for pairs in itertools.product(*(list(enumerate(of)) for of in names))
     ]
 
 
@@ -302,7 +301,7 @@ FEW = ("one token", "two tokens", "forced eos", "counting processor")
 RARE = ("adapter", "adapter tree", "heads", "layerskip")
 
 
-@pytest.mark.parametrize(("kind", "call"), one_of(3, SPECS, CALLS))
+@pytest.mark.parametrize(("kind", "call"), one_of(9, SPECS, CALLS))
 def test_every_draft_in_every_call(kind: str, call: str) -> None:
     model = model_of("llama")
     spec = SPECS[kind](model)
@@ -317,12 +316,12 @@ MODELS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "call"), one_of(3, MODELS, CALLS))
+@pytest.mark.parametrize(("name", "call"), one_of(10, MODELS, CALLS))
 def test_every_call_of_every_model(name: str, call: str) -> None:
     if call in ("holes", "chat, rows end") and name in STATEFUL:
         pytest.skip("refused: recurrent states would change")
     model, kinds = model_of(name), list(SPECS)
-    check(model, SPECS[kinds[(7 * MODELS.index(name) + list(CALLS).index(call)) % len(kinds)]](model), call)
+    check(model, SPECS[kinds[(8 * MODELS.index(name) + list(CALLS).index(call)) % len(kinds)]](model), call)
 
 
 def check_architecture(name: str, kinds: Iterable[str]) -> None:
@@ -362,10 +361,11 @@ def can(name: str, kind: str) -> bool:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture(name: str) -> None:
-    """All of the first kinds on those that differ most, one on the rest; one of the other kinds on each."""
+    """Three kinds on those that differ most, one on the rest; over all architectures each kind has its turns."""
     place = list(ARCHITECTURES).index(name)
-    kinds = ALWAYS if re.fullmatch(EVERY_RUN, name) else [ALWAYS[place % len(ALWAYS)]]
-    check_architecture(name, [kind for kind in (*kinds, OTHERS[place % len(OTHERS)]) if can(name, kind)])
+    usual, other = [ALWAYS[(place + step) % len(ALWAYS)] for step in (0, 2)], OTHERS[place % len(OTHERS)]
+    kinds = [*usual, other] if re.fullmatch(EVERY_RUN, name) else [other if place % 2 else usual[0]]
+    check_architecture(name, [kind if can(name, kind) else "exit" for kind in kinds])
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ def test_at_least_forty_architectures() -> None:
     assert len(ARCHITECTURES) >= 40
 
 
-@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("kind", one_of(4, SPECS))
 def test_up_to_the_last_position(kind: str) -> None:
     """Learned positions end somewhere, and rows come there at different times."""
     model = tiny_gpt2(positions=40)

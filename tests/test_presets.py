@@ -8,8 +8,8 @@ import pytest
 
 from hf_selfspec import AdaptiveThreshold, ConfidenceThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.draft import EarlyExitOnly, SkipLayers
-from hf_selfspec.presets import Presets
 from hf_selfspec.search import OnTheFlySearch
+from hf_selfspec.settings import Settings
 
 
 class Custom(SelfSpec):
@@ -17,7 +17,7 @@ class Custom(SelfSpec):
 
 
 def test_selfspec_inherits_all_presets() -> None:
-    presets = {name for name in vars(Presets) if not name.startswith("_")}
+    presets = {name for name, value in vars(Settings).items() if isinstance(value, classmethod)}
     assert presets >= {"adaspeed", "dssd", "early_exit_only", "kangaroo", "layerskip", "swift"}
     assert not presets & set(vars(SelfSpec))
     for name in presets:

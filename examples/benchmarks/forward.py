@@ -12,7 +12,7 @@ from timing import print_head, print_row, print_table_head
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.given_cache import cache_for
+from hf_selfspec.model.cache import cache_for
 from hf_selfspec.model.target import Target
 from hf_selfspec.search.costs import seconds_of
 

@@ -27,7 +27,7 @@ from hf_selfspec import EarlyExit, FixedLength, SelfSpec, __version__
 from hf_selfspec.bench.compare import machine
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import without_cudnn_attention
-from hf_selfspec.model.given_cache import cache_for
+from hf_selfspec.model.cache import cache_for
 from hf_selfspec.model.partial import ForwardPass
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.prompts import Prompt, checked_texts, encoded
 from ..errors import SettingTypeError
 from ..model.anatomy import causal_lm
+from ..reports.tables import as_text
 from ..selfspec import SelfSpec
 from ..streaming import sampling
 from ..validation import check_count, check_positive
@@ -27,8 +28,6 @@ Parting = Difference
 _STEPS, _SHORT_PROMPT = 4, 16
 # A correct implementation falls below this p-value once in ten thousand audits.
 _SIGNIFICANCE = 1e-4
-_GREEDY = "{:>6} {:>6} {:>16} {:>16} {:>10} {:>10}  {}"
-_SAMPLED = "{:>6} {:>7} {:>9} {:>8} {:>9}"
 # Stands where one text has ended and the other has not.
 _NOTHING = -1
 
@@ -108,39 +107,38 @@ class Audit:
         ]
         if not self.drafted:
             head.append("nothing was drafted, so this shows little: use more tokens, or another method")
-        return "\n".join([*head, *(self._greedy() if self.tests is None else self._sampled())])
+        test = self.test
+        rest = self._greedy() if self.tests is None or test is None else self._sampled(self.tests, test)
+        return "\n".join([*head, *rest])
 
     def _greedy(self) -> list[str]:
-        lines = ["", _GREEDY.format("prompt", "token", "plain", "ours", "gap", "rounding", "verdict")]
+        rows = []
         for one in self.partings:
             tokens = ["(end)" if text is None else repr(text) for text in one.texts]
-            verdict = "near tie" if one.is_near_tie else "DIFFERENT"
-            numbers = f"{one.margin:.2g}", f"{one.tolerance:.2g}"
-            lines.append(_GREEDY.format(one.row + 1, one.column + 1, *tokens, *numbers, verdict))
-        equal = self.prompts - len(self.partings)
+            numbers = [f"{one.margin:.2g}", f"{one.tolerance:.2g}", "near tie" if one.is_near_tie else "DIFFERENT"]
+            rows.append([str(one.row + 1), str(one.column + 1), *tokens, *numbers])
+        head = ["prompt", "token", "plain", "ours", "gap", "rounding", "verdict"]
         wrong = sum(not one.is_near_tie for one in self.partings)
         verdict = f"{wrong} differ where rounding does not explain it: NOT exact"
         if self.passed:
             ties = "no error found: the others diverge where both tokens' logits are within rounding of the highest"
             verdict = ties if self.partings else "exact"
-        lines = [*lines, ""] if self.partings else [""]
-        return [*lines, f"{equal} of {self.prompts} prompts have equal ids; {verdict}"]
+        equal = self.prompts - len(self.partings)
+        table = ["", as_text(head, rows, right=True)] if rows else []
+        return [*table, "", f"{equal} of {self.prompts} prompts have equal ids; {verdict}"]
 
-    def _sampled(self) -> list[str]:
-        tests, total = self.tests, self.test
-        assert tests is not None
-        assert total is not None
-        lines = ["", _SAMPLED.format("prompt", "draws", "chi2", "freedom", "p")]
-        for name, one in [*enumerate(tests, start=1), ("all", total)]:
-            lines.append(
-                _SAMPLED.format(name, one.draws, f"{one.statistic:.1f}", one.degrees_of_freedom, f"{one.p_value:.2g}")
-            )
+    def _sampled(self, tests: Sequence[ChiSquared], total: ChiSquared) -> list[str]:
+        rows = [
+            [str(name), str(one.draws), f"{one.statistic:.1f}", str(one.degrees_of_freedom), f"{one.p_value:.2g}"]
+            for name, one in [*enumerate(tests, start=1), ("all", total)]
+        ]
         verdict = f"consistent with plain generate's distribution (p above {_SIGNIFICANCE:g})"
         if not self.passed:
             verdict = f"NOT plain generate's distribution (p at most {_SIGNIFICANCE:g})"
         elif not total.degrees_of_freedom:
             verdict = "no continuation is likely enough to be counted in so few draws, so this shows nothing"
-        return [*lines, "", f"first {_STEPS} tokens: {verdict}"]
+        table = as_text(["prompt", "draws", "chi2", "freedom", "p"], rows, right=True)
+        return ["", table, "", f"first {_STEPS} tokens: {verdict}"]
 
 
 def audit(
@@ -188,15 +186,22 @@ def audit(
         raise SettingTypeError(f"audit(sample) must be SampleTest(...) or None, got {sample!r}.")
     longest = max_prompt_tokens if sample is None else min(max_prompt_tokens, _SHORT_PROMPT)
     rows = [encoded(tokenizer, prompt, inner.device, longest)["input_ids"] for prompt in prompts]
-    run = _Run(inner, tokenizer, spec)
+    counts = dict.fromkeys(("tokens", "drafted", "accepted"), 0)
+
+    def count() -> None:
+        """Counts what the last call has generated and drafted."""
+        for one in counts:
+            counts[one] += getattr(spec.stats, one)
+
     partings: list[Parting] = []
     tests: list[ChiSquared] = []
     for index, ids in enumerate(rows):
         if sample is None:
-            partings += run.partings(index, ids, max_new_tokens)
+            partings += _partings(inner, tokenizer, spec, index, ids, max_new_tokens)
+            count()
         else:
             drawn = Sampling(inner, ids, _STEPS, sample.draws, sample.options())
-            tests.append(drawn.expected().test(drawn.draw(spec, run.count)))
+            tests.append(drawn.expected().test(drawn.draw(spec, count)))
         if after_prompt is not None:
             after_prompt()
     return Audit(
@@ -205,39 +210,25 @@ def audit(
         dtype=str(inner.dtype).removeprefix("torch."),
         device=str(inner.device),
         prompts=len(rows),
-        **run.counts,
+        **counts,
         partings=tuple(partings),
         tests=None if sample is None else tuple(tests),
     )
 
 
-class _Run:
-    """The calls of one audit."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: SelfSpec) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.spec = spec
-        self.counts = {"tokens": 0, "drafted": 0, "accepted": 0}
-
-    def count(self) -> None:
-        """Counts what the last call has generated and drafted."""
-        for name in self.counts:
-            self.counts[name] += getattr(self.spec.stats, name)
-
-    def partings(self, prompt: int, ids: torch.Tensor, max_new_tokens: int) -> list[Parting]:
-        """Where the two texts after a prompt diverge, with the scores of plain ``generate``, processors included."""
-        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
-        plain = self.model.generate(ids, assistant=False, **options)[0].tolist()
-        ours = self.model.generate(ids, assistant=self.spec, **options)[0].tolist()
-        self.count()
-        pairs = list(zip_longest(plain, ours, fillvalue=_NOTHING))
-        column = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
-        if column is None:
-            return []
-        options |= {"return_dict_in_generate": True, "output_scores": True}
-        scores = self.model.generate(ids, assistant=False, **options).scores
-        token = column - ids.shape[1]
-        found = difference_at(prompt, token, *pairs[column], scores[min(token, len(scores) - 1)][0], self.model.dtype)
-        expected, got = (None if one == _NOTHING else str(self.tokenizer.decode([one])) for one in pairs[column])
-        return [replace(found, texts=(expected, got))]
+def _partings(
+    model: PreTrainedModel, tokenizer: Any, spec: SelfSpec, prompt: int, ids: torch.Tensor, max_new_tokens: int
+) -> list[Parting]:
+    """Where the two texts after a prompt diverge, with the scores of plain ``generate``, processors included."""
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
+    plain: Any = model.generate(ids, assistant=False, return_dict_in_generate=True, output_scores=True, **options)
+    ours: Any = model.generate(ids, assistant=spec, **options)
+    pairs = list(zip_longest(plain.sequences[0].tolist(), ours[0].tolist(), fillvalue=_NOTHING))
+    column = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    if column is None:
+        return []
+    token = column - ids.shape[1]
+    scores = plain.scores[min(token, len(plain.scores) - 1)][0]
+    found = difference_at(prompt, token, *pairs[column], scores, model.dtype)
+    expected, got = (None if one == _NOTHING else str(tokenizer.decode([one])) for one in pairs[column])
+    return [replace(found, texts=(expected, got))]

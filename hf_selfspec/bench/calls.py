@@ -16,7 +16,7 @@ from ..model.transfer import wait_for
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from .methods import LOOKUP_GROUP, Method
-from .prompts import Batch
+from .request import Batch
 
 # So many tokens in a row that occurred before are a repetition.
 _REPETITION = 12

@@ -25,13 +25,11 @@ from ..model.anatomy import causal_lm, max_positions
 from ..model.attention import without_cudnn_attention
 from ..model.patching import evaluating
 from ..reports.plots import save
-from .methods import Methods, fitting
-from .prompts import KIND, Batch, Encoder, Prompt
-from .report import as_svg, html, markdown, speedups
+from .methods import Method, Methods, fitting, methods_of
+from .report import as_svg, html, main_table, markdown, speedups, title, verdict
+from .request import KIND, Batch, Clock, Encoder, Prompt, Settings
 from .results import Json, results
-from .settings import Clock, Settings
 from .stream import Journal, Stream
-from .tables import main_table, title, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,7 +154,8 @@ def compare(
     stream = [prompt for prompt in prompts if prompt is not None]
     about = {"prompts_left_out": dict(+encoder.left_out)}
     folder = None if out is None else path_of(out)
-    return measured(inner, tokenizer, stream, settings, methods, folder, about, progress)
+    wanted = None if methods is None else methods_of(methods)
+    return measured(inner, tokenizer, stream, settings, wanted, folder, about, progress)
 
 
 def measured(
@@ -164,7 +163,7 @@ def measured(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     settings: Settings,
-    methods: Methods | None = None,
+    methods: Sequence[Method] | None = None,
     out: Path | None = None,
     about: Mapping[str, Any] | None = None,
     progress: bool = True,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from transformers import CompileConfig, PreTrainedModel
 
-from ..cli.spec_text import read_spec, split
+from ..cli.spec_text import read_spec
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
 from ..selfspec import SelfSpec, begun_anew
-from .prompts import Batch
+from .request import Batch
 
 PLAIN = "plain"
 # How tables group methods.
@@ -109,25 +109,10 @@ SHORT = {
 }
 
 
-def methods_of(texts: Iterable[str]) -> dict[str, str | SelfSpec]:
-    """Returns the methods that a command line names: by name, also a short one, or as values of ``--spec``."""
-    found: dict[str, str | SelfSpec] = {}
-    for text in split(texts):
-        if text in SHORT or _named(text) is not None:
-            found |= {name: name for name in SHORT.get(text, (text,))}
-            continue
-        try:
-            found[text] = read_spec(text, "--methods")
-        except SettingError as error:
-            names = ", ".join([PLAIN, "static-compiled", *SHORT])
-            raise SettingError(f"{error} Other methods are {names}.") from error
-    return found
-
-
-def all_of(methods: Methods) -> list[Method]:
+def methods_of(given: Methods) -> list[Method]:
     """Returns plain generate and the given methods."""
-    given = list(methods.items()) if isinstance(methods, Mapping) else [(None, method) for method in methods]
-    found = [_method(name, method) for name, method in given]
+    items = list(given.items()) if isinstance(given, Mapping) else [(None, method) for method in given]
+    found = [one for name, method in items for one in _methods(name, method)]
     names = [method.name for method in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -135,22 +120,25 @@ def all_of(methods: Methods) -> list[Method]:
     return list({method.name: method for method in (KNOWN[PLAIN], *found)}.values())
 
 
-def _named(name: str) -> Method | None:
-    if found := _LOOKUP.fullmatch(name):
-        return _lookup(int(found[1]), int(found[2] or _LOOKUP_TOKENS))
-    return KNOWN.get(name)
-
-
-def _method(name: str | None, given: Any) -> Method:
+def _methods(name: str | None, given: Any) -> list[Method]:
+    """The methods of a name, also a short one, of a text as for ``--spec``, or of a ``SelfSpec``."""
     if isinstance(given, SelfSpec):
-        return _ours(name or _shown(given), lambda: begun_anew(given), COMPILED_GROUP if given.compile else OURS_GROUP)
+        group = COMPILED_GROUP if given.compile else OURS_GROUP
+        return [_ours(name or _shown(given), lambda: begun_anew(given), group)]
     if not isinstance(given, str):
         raise SettingTypeError(f"methods must be names or SelfSpec objects, got {given!r}.")
-    method = _named(given)
-    if method is None:
-        names = ", ".join(map(repr, KNOWN))
-        raise SettingError(f"methods: {given!r} is not known. Give a SelfSpec, prompt-lookup(N, K), or one of {names}.")
-    return method
+    if given in SHORT:
+        return [KNOWN[one] for one in SHORT[given]]
+    if found := _LOOKUP.fullmatch(given):
+        return [_lookup(int(found[1]), int(found[2] or _LOOKUP_TOKENS))]
+    if given in KNOWN:
+        return [KNOWN[given]]
+    try:
+        spec = read_spec(given, "--methods")
+    except SettingError as error:
+        names = ", ".join([PLAIN, "static-compiled", *SHORT])
+        raise SettingError(f"{error} Other methods are {names}.") from error
+    return _methods(name or given, spec)
 
 
 def _shown(spec: SelfSpec) -> str:
@@ -161,10 +149,12 @@ def _shown(spec: SelfSpec) -> str:
     return f"SelfSpec({', '.join(shown)})"
 
 
-def fitting(model: PreTrainedModel, given: Methods | None, batch: Batch) -> tuple[list[Method], dict[str, str]]:
+def fitting(
+    model: PreTrainedModel, given: Sequence[Method] | None, batch: Batch
+) -> tuple[list[Method], dict[str, str]]:
     """Returns the methods, or of all known ones those that fit by calls of a few tokens, and others with reasons."""
     found, left_out = [], dict(_WITH_PARTS) if given is None else {}
-    for method in KNOWN.values() if given is None else all_of(given):
+    for method in KNOWN.values() if given is None else given:
         unasked = given is None and method.group == COMPILED_GROUP and model.device.type == "cpu"
         why = _ON_CPU if unasked else _why_not(model, method, batch)
         if why and given is not None:

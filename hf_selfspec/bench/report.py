@@ -1,19 +1,19 @@
-"""The report as Markdown, and as one HTML page with plots that needs no other files, by ``report.html.jinja``."""
+"""The report: conclusions and tables of what was measured, as text, Markdown and one HTML page with plots in it."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..reports.plots import new_figure
+from ..reports.tables import as_text
 from .methods import COMPILED_GROUP, LOOKUP_GROUP, OURS_GROUP, PLAIN, PLAIN_GROUP
-from .results import Json
-from .tables import condition_tables, last_tables, title, verdict
+from .results import FEWEST, Json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +28,222 @@ _STYLES = {
 }
 # The most characters of a method's name on an axis.
 _LONGEST = 34
+_NOTHING = "–"
+_OF_ALL = (
+    "Speed-up: mean of the prompts' tokens per second over plain generate's (Spec-Bench's protocol), whole calls. By "
+    "totals: all tokens over all seconds. Decoding: after the first token. Tokens a round: with the bonus token."
+)
+_OF_DRAFTS = "By position: how often a token was kept if those before it were; an ended draft counts as not kept."
+_OF_FIRST = (
+    "The first prompt of the stream, which the figures above leave out if the stream runs once; they also leave out "
+    "prompts at which a run was restarted."
+)
+
+
+class Table(NamedTuple):
+    """A table with a title, a note on its columns, and the row to mark, if any."""
+
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    best: int | None = None
+
+    def markdown(self) -> str:
+        """The table in Markdown, without its title."""
+        rows = [
+            [f"**{cell}**" if index == self.best and cell else cell for cell in row]
+            for index, row in enumerate(self.rows)
+        ]
+        cells = [[cell.replace("|", "/") for cell in row] for row in rows]
+        return as_text(self.head, cells, markdown=True)
+
+    def text(self) -> str:
+        """The table as plain text with aligned columns."""
+        return as_text(self.head, self.rows)
+
+
+class Verdict(NamedTuple):
+    """A conclusion in one sentence, further ones, and the fastest method's call of ``generate`` if it pays."""
+
+    headline: str
+    details: Sequence[str]
+    call: str
+
+
+def title(condition: Json) -> str:
+    """The name of the condition."""
+    temperature = condition["temperature"]
+    return f"{f'temperature {temperature:g}' if temperature else 'greedy'}, batch {condition['batch_size']}"
+
+
+def verdict(condition: Json) -> Verdict:
+    """Returns whether self-speculation pays under a condition."""
+    methods = {method["name"]: method for method in condition["methods"]}
+    best = methods.pop(condition["best"])
+    plain, found = best["name"] == PLAIN, best["whole"]["ratio_of_means"]
+    lossless = sorted((method for method in methods.values() if method["is_lossless"]), key=_value, reverse=True)
+    rivals = {"The fastest SelfSpec": OURS_GROUP, "The best setting of prompt lookup": LOOKUP_GROUP}
+    details = []
+    for what, group in rivals.items():
+        for first in [method for method in lossless if method["group"] == group != best["group"]][:1]:
+            details.append(f"{what}, {first['name']}, runs at {_value(first):.2f} times the speed of plain generate.")
+    low = None if plain else found["low"]
+    close = [_told(one) for one in lossless if low is not None and one["name"] != PLAIN and _value(one) >= low]
+    if close:
+        details.append(f"These prompts do not distinguish its speed from that of {', '.join(close)}.")
+    if best["equal_ids"] is not None and not plain:
+        near = "; where they differ, both tokens' logits are within rounding of the model's highest"
+        near = near if best["equal_ids"]["differences"] else ""
+        details.append(f"The ids of {best['name']} are plain generate's in {_same(best)}{near}.")
+    lossy = [one for one in methods.values() if not one["is_lossless"] and _value(one) > _value(best)]
+    for one in lossy:
+        where = "" if one["equal_ids"] is None else f" (the ids are the same in {_same(one)})"
+        details.append(f"{_told(one)} does not count: it does not write the model's own text{where}.")
+    count = condition["prompts"]
+    if count < FEWEST:
+        counted = "1 prompt counts" if count == 1 else f"{count} prompts count"
+        details.append(f"Only {counted}, too few for an interval: give more.")
+    fastest = f"the fastest, {best['name']}, runs at {found['value']:.2f} times the speed of plain generate"
+    if plain:
+        which = "No method that writes the model's own text" if lossy else "Nothing that was measured"
+        return Verdict(f"{which} is faster than plain generate here.", details, "")
+    if found["low"] is None:
+        return Verdict(f"Too few prompts to call it a gain: {fastest}.", details, "")
+    if found["low"] <= 1:
+        return Verdict(f"No clear gain: {fastest} ({_interval(found)}).", details, "")
+    speeds = [method["output_token_throughput"]["value"] for method in (best, methods[PLAIN])]
+    interval = f"{found['value']:.2f} times as fast as plain generate (95 % interval {_interval(found)})"
+    headline = f"{best['name']} is {interval}: {speeds[0]:.1f} tokens per second instead of {speeds[1]:.1f}."
+    imported = "from hf_selfspec import SelfSpec\n" if "SelfSpec" in best["call"] else ""
+    return Verdict(headline, details, f"{imported}model.generate(**inputs, {best['call']})")
+
+
+def _value(method: Json) -> float:
+    return 0.0 if method["whole"] is None else float(method["whole"]["ratio_of_means"]["value"])
+
+
+def _told(method: Json) -> str:
+    return f"{method['name']} ({_value(method):.2f})"
+
+
+def _same(method: Json) -> str:
+    return f"{method['equal_ids']['equal']} of {method['equal_ids']['texts']} texts"
+
+
+def _interval(found: Json) -> str:
+    return "" if found["low"] is None else f"{found['low']:.2f} to {found['high']:.2f}"
+
+
+# Columns of tables with a row for each method: where the figure stands in the results, and its format.
+_ALL = {
+    "speed-up": ("whole.ratio_of_means.value", ".2f"),
+    "95 % interval": ("whole.ratio_of_means", "interval"),
+    "by totals": ("whole.ratio_of_totals.value", ".2f"),
+    "decoding": ("decode.ratio_of_means.value", ".2f"),
+    "tokens/s": ("output_token_throughput.value", ".1f"),
+    "tokens a round": ("acceptance.mean_acceptance_length", ".2f"),
+    "accepted": ("acceptance.draft_acceptance_rate", ".0%"),
+    "same ids": ("equal_ids", "of"),
+}
+_DRAFTS = {
+    "rounds": ("acceptance.num_rounds", "d"),
+    "drafted": ("acceptance.num_draft_tokens", "d"),
+    "kept": ("acceptance.num_accepted_tokens", "d"),
+    "by position": ("acceptance.conditional_acceptance", "list"),
+}
+_LATENCY = {
+    **{name: (name, "ms") for name in ("time_to_first_token", "inter_token_latency", "request_latency")},
+    "output_sequence_length": ("output_sequence_length", ".0f"),
+}
+_FIRST = {
+    "seconds": ("first_call.request_latency", ".2f"),
+    "speed-up there": ("first_call.ratio", ".2f"),
+    "graphs compiled": ("compiled_graphs", "d"),
+}
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "interval": _interval,
+    "of": lambda equal: f"{equal['equal']}/{equal['texts']}",
+    "list": lambda shares: " ".join(f"{share:.2f}" for share in shares[:8]),
+    "ms": lambda seconds: f"{1e3 * seconds:.1f}",
+    "MiB": lambda size: f"{size / 2**20:,.0f}",
+}
+
+
+def condition_tables(condition: Json) -> list[Table]:
+    """All tables of one condition."""
+    methods = condition["methods"]
+    drafting = [method for method in methods if method["acceptance"]]
+    found = [
+        main_table(condition),
+        _kinds("Speed-up by kind of prompt", methods, "by_kind"),
+        _kinds("Texts that repeat themselves, and others", methods, "by_looping"),
+        _by_method("Drafts", _OF_DRAFTS, drafting, _DRAFTS),
+        _by_method("Latency", "Means in milliseconds.", methods, _LATENCY),
+        _by_method("First calls", _OF_FIRST, methods, _FIRST),
+        _differences(methods),
+    ]
+    return [table for table in found if table.rows]
+
+
+def main_table(condition: Json) -> Table:
+    """A row for each method, with the peak memory where the device reports it."""
+    methods = condition["methods"]
+    has_memory = any(method["peak_memory_bytes"] for method in methods)
+    columns = {**_ALL, "peak MiB": ("peak_memory_bytes", "MiB")} if has_memory else _ALL
+    best = [method["name"] for method in methods].index(condition["best"])
+    return _by_method("All methods", _OF_ALL, methods, columns)._replace(best=best)
+
+
+def _by_method(title: str, note: str, methods: Sequence[Json], columns: Mapping[str, tuple[str, str]]) -> Table:
+    rows = [[method["name"], *(_cell(method, *column) for column in columns.values())] for method in methods]
+    return Table(title, note, ["method", *columns], rows)
+
+
+def _cell(method: Json, path: str, form: str) -> str:
+    value: Any = method
+    for name in path.split("."):
+        value = None if value is None else value[name]
+    if value is None:
+        return _NOTHING
+    return _FORMS[form](value) if form in _FORMS else format(value, form)
+
+
+def _kinds(title: str, methods: Sequence[Json], groups: str) -> Table:
+    plain, *others = methods
+    rows = []
+    for kind, found in plain[groups].items():
+        ratios = [_cell(method[groups][kind], "decode.ratio_of_means.value", ".2f") for method in others]
+        rows.append([kind, str(found["prompts"]), *ratios])
+    head = ["kind", "prompts", *(method["name"] for method in others)]
+    return Table(title, "Decoding, ratio of means.", head, rows)
+
+
+def _differences(methods: Sequence[Json]) -> Table:
+    rows = []
+    for method in methods:
+        for one in (method["equal_ids"] or {}).get("differences", ()):
+            place = [str(one[name]) for name in ("prompt", "row", "position")]
+            rows.append([method["name"], *place, f"{one['margin']:.2g}", "yes" if one["near_tie"] else "no"])
+    note = "Where ids differ from plain generate's, and how far the lower token's logit is below the model's highest."
+    head = ["method", "prompt", "row", "new token", "gap to the highest", "within rounding"]
+    return Table("Texts that differ", note, head, rows)
+
+
+def last_tables(results: Json) -> list[Table]:
+    """Methods that were not measured; model, machine, versions and settings."""
+    left_out = Table("Not measured", "", ["method", "why"], list(results["left_out"].items()))
+    rows = [[name, _shown(value)] for part in ("about", "settings") for name, value in results[part].items()]
+    about = Table("Model, machine and settings", "", ["what", "value"], rows)
+    return [left_out, about] if left_out.rows else [about]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(one)}" for name, one in value.items()) or _NOTHING
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shown, value)) or _NOTHING
+    return _NOTHING if value is None else str(value)
 
 
 def markdown(results: Json) -> str:

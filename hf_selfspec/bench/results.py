@@ -63,7 +63,8 @@ class _Condition:
     def as_json(self) -> Json:
         methods = [self._method(method) for method in self.part.methods]
         return {
-            **self.part.condition._asdict(),
+            "temperature": self.part.temperature,
+            "batch_size": self.part.batch_size,
             "prompts": len(self.plain),
             "kinds": dict(Counter(call.kind for call in self.plain)),
             "input_sequence_length": mean(length for call in self.plain for length in call.prompt_tokens),
@@ -76,7 +77,7 @@ class _Condition:
         calls = self.calls[name]
         decoded = [(len(call.ids), *call.decoding(clock)) for call in calls]
         between = [rows * seconds / tokens for rows, tokens, seconds in decoded if tokens]
-        equal = None if self.part.condition.temperature else self._equal(calls)
+        equal = None if self.part.temperature else self._equal(calls)
         return {
             "name": name,
             "group": method.group,

@@ -19,11 +19,10 @@ from ..auditing.differences import Difference, first_differences
 from ..errors import SettingError, warn_once
 from ..learned import saving
 from ..learned.files import check_folder, read_text, reported
-from ..selfspec import SelfSpec, known_of
+from ..selfspec import SelfSpec
 from .calls import Call, Place, timed
 from .methods import Method
-from .prompts import Batch, Prompt
-from .settings import Condition, Settings
+from .request import Batch, Prompt, Settings
 
 FILE = "calls.jsonl"
 _STATES = "states"
@@ -68,7 +67,7 @@ class Journal:
         """Starts a new ``SelfSpec`` from its saved state, if there is one."""
         path = None if self._folder is None else self._folder / _STATES / name / saving.FILE_NAME
         if path is not None and path.exists():
-            known_of(spec, model).knowledge.load(path, model)  # checked here, so that no timed call does it
+            spec._knowledge.load(path, model)  # checked here, so that no timed call does it
 
     def _read(self, path: Path, header: Mapping[str, Any]) -> None:
         try:
@@ -96,7 +95,8 @@ class Part(NamedTuple):
     """What is measured under one condition: the stream, and the methods that support its batch size."""
 
     number: int
-    condition: Condition
+    temperature: float  # 0 for greedy
+    batch_size: int
     batches: Sequence[Batch]
     methods: Sequence[Method]
 
@@ -119,11 +119,10 @@ class Stream:
     ) -> None:
         self.model, self.settings, self.pad, self.journal = model, settings, pad, journal
         self.parts = []
-        for index, condition in enumerate(settings.conditions):
-            size = condition.batch_size
+        for index, (temperature, size) in enumerate(settings.conditions):
             starts = range(0, len(prompts) - size + 1, size)
             batches = [Batch.of(prompts[start : start + size], pad, model.device) for start in starts]
-            self.parts.append(Part(index, condition, batches, [one for one in methods if one.takes(size)]))
+            self.parts.append(Part(index, temperature, size, batches, [one for one in methods if one.takes(size)]))
         self._cache_size = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
         self._called: set[str] = set()
         self._warm: set[tuple[int, str]] = set()
@@ -155,7 +154,7 @@ class Stream:
                 self._keep(_state_name(part, turn, name), spec)
 
     def _call(self, part: Part, method: Method, turn: int, prompt: int, spec: SelfSpec | None) -> Call:
-        batch, options = part.batches[prompt], self.settings.options(part.condition, self.pad)
+        batch, options = part.batches[prompt], self.settings.options(part.temperature, self.pad)
         if method.is_static:
             options["max_cache_len"] = self._cache_size
         elif method.make is None and (part.number, method.name) not in self._warm:

@@ -1,7 +1,7 @@
 """``hf-selfspec``, the command line of ``hf_selfspec``.
 
-Each command is a file, which declares its options and imports what it needs of the package when it runs, so that
-``--help`` need not wait for torch and transformers.
+A command imports what it needs of the package when it runs, so that ``--help`` need not wait for torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import Any
 import typer
 
 from . import fit
-from .audit import audit
 from .bench import bench
+from .commands import audit, exit_report, inspect, tune
 from .generate import generate
-from .reports import exit_report, inspect
-from .tune import tune
 
 __all__ = ["main"]
 
@@ -33,12 +31,8 @@ _UsageError: Any = typer.BadParameter.__base__
 app = typer.Typer(
     help="Generate faster with drafts from the model itself.", add_completion=False, pretty_exceptions_enable=False
 )
-app.command()(audit)
-app.command()(bench)
-app.command()(exit_report)
-app.command()(generate)
-app.command()(inspect)
-app.command()(tune)
+for _command in (audit, bench, exit_report, generate, inspect, tune):
+    app.command()(_command)
 app.add_typer(fit.app, name="fit")
 
 
@@ -59,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
     except _UsageError as error:
-        _tell(_told(error))
+        where = PROGRAM if error.ctx is None else error.ctx.command_path
+        _tell(f"{error.format_message().strip().removesuffix('.')}. See `{where} --help`.")
         return _WRONG
     except _mistakes() as error:
         _tell(error)
@@ -67,13 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == _STOPPED:
         _tell("stopped.")
     return int(code)
-
-
-def _told(error: Any) -> str:
-    """The message for an error in the command line, and the command that shows its help."""
-    message = error.format_message().strip().removesuffix(".")
-    where = PROGRAM if error.ctx is None else error.ctx.command_path
-    return f"{message}. See `{where} --help`."
 
 
 def _mistakes() -> tuple[type[Exception], ...]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..draft.lora import EarlyExitLora
+from ..draft.early_exit import EarlyExitLora
 from ..errors import SelfSpecError, SettingError, brief
 from ..learned.files import path_of
 from ..learned.registry import class_named
@@ -17,12 +17,8 @@ from ..modules.draft_module import CONFIG
 from ..selfspec import SelfSpec
 
 # The presets that need no further argument, by their names in the table of methods.
-PRESETS: dict[str, Callable[[], SelfSpec]] = {
-    "adaspeed": SelfSpec.adaspeed,
-    "layerskip": SelfSpec.layerskip,
-    "lookup": SelfSpec.lookup,
-    "selfspec": SelfSpec,
-    "swift": SelfSpec.swift,
+PRESETS: dict[str, Callable[[], SelfSpec]] = {"selfspec": SelfSpec} | {
+    name: getattr(SelfSpec, name) for name in ("adaspeed", "layerskip", "lookup", "swift")
 }
 # Methods of SelfSpec that an expression may call.
 _CONSTRUCTORS = ("adaspeed", "dssd", "early_exit_only", "from_pretrained", "kangaroo", "layerskip", "lookup", "swift")
@@ -103,20 +99,19 @@ def _of_expression(text: str) -> SelfSpec:
 def _value(node: ast.expr) -> Any:
     """Evaluates an expression of literals and settings."""
     match node:
-        case ast.Constant(value=None | bool() | int() | float() | str() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
         case ast.List(elts=items):
             return [_value(item) for item in items]
         case ast.Tuple(elts=items):
             return tuple(_value(item) for item in items)
         case ast.Call(func=function, args=args, keywords=keywords) if all(word.arg for word in keywords):
             return _called(function, [_value(arg) for arg in args], {str(w.arg): _value(w.value) for w in keywords})
-    raise SettingError(
-        f"`{ast.unparse(node)}` is not allowed in it: give only numbers, strings, lists, SelfSpec, its presets and "
-        "classes of settings."
-    )
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError) as error:
+        raise SettingError(
+            f"`{ast.unparse(node)}` is not allowed in it: give only numbers, strings, lists, SelfSpec, its presets and "
+            "classes of settings."
+        ) from error
 
 
 def _called(function: ast.expr, args: list[Any], keywords: dict[str, Any]) -> Any:

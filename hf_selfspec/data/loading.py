@@ -5,46 +5,56 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..errors import SettingError, brief
-from .hub import hub_error, is_name
+from ..learned.files import is_name
 
 _CONFIG = "config.json"
 _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
+# Errors that mean that the Hub did not answer. The Hub's errors derive from those of its HTTP library, which differs
+# between versions.
+NO_ANSWER: tuple[type[Exception], ...] = (
+    OSError,
+    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
+)
+# Seconds within which the Hub has to answer. Downloads retry for half a minute before they give up.
+_PATIENCE = 10.0
 
 
-@dataclass(frozen=True)
+def hub_error(ask: Callable[..., object], name: str) -> str:
+    """Returns why ``HfApi``'s ``dataset_info`` or ``model_info`` finds no such repository; empty in offline mode."""
+    if not is_name(name):
+        return "this is not a valid name"
+    if constants.HF_HUB_OFFLINE:
+        return ""
+    try:
+        ask(name, timeout=_PATIENCE)
+    except NO_ANSWER as error:
+        return brief(error)
+    return ""
+
+
 class NamedModel:
-    """A causal LM that is not loaded yet."""
+    """A causal LM of which only the config is loaded yet; it is a folder, on the Hub, or in the cache of downloads."""
 
-    name: str  # folder or name on the Hub
-    local_files_only: bool = False  # the Hub does not answer, so only what was downloaded before is used
-
-    @classmethod
-    def find(cls, name: str) -> NamedModel:
-        """Looks for a folder, then on the Hub, then in the cache of downloads."""
-        if os.path.isdir(name):
-            return cls(name)
-        why = hub_error(HfApi().model_info, name) if is_name(name) else "this is not a valid name"
-        if not why:
-            return cls(name)
-        if is_name(name) and isinstance(try_to_load_from_cache(name, _CONFIG), str):
-            return cls(name, local_files_only=True)
-        raise SettingError(
-            f"--model {name}: there is no such folder, and the Hub has no such model ({why}). {_GIVE_MODEL}"
-        )
-
-    def config(self) -> Any:
-        """The config."""
-        return self._load("config", AutoConfig.from_pretrained)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._options: dict[str, Any] = {"trust_remote_code": False}  # code from its repository is not run
+        if not os.path.isdir(name) and (why := hub_error(HfApi().model_info, name)):
+            if not is_name(name) or not isinstance(try_to_load_from_cache(name, _CONFIG), str):
+                raise SettingError(
+                    f"--model {name}: there is no such folder, and the Hub has no such model ({why}). {_GIVE_MODEL}"
+                )
+            self._options["local_files_only"] = True
+        self.config = self._load("config", AutoConfig.from_pretrained)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer."""
@@ -59,11 +69,8 @@ class NamedModel:
         return found
 
     def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
-        """Loads a part of the model; code from its repository is not run."""
-        if self.local_files_only:
-            options["local_files_only"] = True
         try:
-            return load(self.name, trust_remote_code=False, **options)
+            return load(self.name, **self._options, **options)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # errors for damaged files come from many libraries and share no other base class
@@ -72,27 +79,22 @@ class NamedModel:
             ) from error
 
 
-def set_up(device: str | None, threads: int | None) -> None:
-    """Sets up the process of a command, and checks that the machine has the device."""
+def set_up(device: str | None, threads: int | None) -> torch.device:
+    """Sets up the process of a command; returns the device, without a name the accelerator, or the CPU."""
     logging.set_verbosity_error()  # hf_selfspec reports what is wrong with a call, in one line
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    device_named(device)
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def device_named(name: str | None) -> torch.device:
-    """Returns a device of this machine; without a name the accelerator, or the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if name is None:
+    if device is None:
         return accelerator
     known = ["cpu"] if accelerator.type == "cpu" else ["cpu", accelerator.type]
     try:
-        device = torch.device(name)
+        found = torch.device(device)
     except RuntimeError as error:
-        raise SettingError(f"--device {name}: there is no such device. Give one of {', '.join(known)}.") from error
-    count = 1 if device.type == "cpu" else torch.accelerator.device_count()
-    if device.type not in known or (device.index or 0) >= count:
-        raise SettingError(f"--device {name}: this machine has none. Give one of {', '.join(known)}.")
-    return device
+        raise SettingError(f"--device {device}: there is no such device. Give one of {', '.join(known)}.") from error
+    count = 1 if found.type == "cpu" else torch.accelerator.device_count()
+    if found.type not in known or (found.index or 0) >= count:
+        raise SettingError(f"--device {device}: this machine has none. Give one of {', '.join(known)}.")
+    return found

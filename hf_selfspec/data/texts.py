@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
 from ..errors import SettingError, brief
-from ..learned.files import path_of, read_text
-from .hub import NO_ANSWER, hub_error, is_name
+from ..learned.files import is_name, path_of, read_text
+from .loading import NO_ANSWER, hub_error
 from .prompts import Prompt, is_chat
 
 _LINES, _WHOLE = (".jsonl", ".json"), ".txt"
 # Columns in which a prompt is looked for; the first one that exists counts.
 COLUMNS = ("messages", "prompt", "text", "question", "instruction")
-# Column of a text unless another one is named, and the one that examples of prompts have.
-_TEXT, _EXAMPLE = "text", "prompt"
 # Characters of a row that a message repeats.
 _SHOWN = 60
+_EXAMPLE = 'e.g. {"text": "..."}.'
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line of a file, or a row of a dataset."""
 
     place: str  # for messages
@@ -34,51 +31,39 @@ class Row:
 
     def prompt(self, field: str | None = None) -> Prompt:
         """Returns the text or the chat in a column, by default in the first one of ``COLUMNS`` that exists."""
-        names = COLUMNS if field is None else (field,)
-        found: Any = next((self.columns[name] for name in names if self.columns.get(name)), None)
-        if not isinstance(found, str) and not is_chat(found):
-            where = f"any of the columns {', '.join(COLUMNS)}" if field is None else f"the column {field!r}"
-            raise SettingError(
-                f"{self.place}: there is no text in {where}, and no chat. Of the columns {self._names} name the one "
-                "that is meant with --field."
-            )
-        return self._checked(found) if isinstance(found, str) else found
+        found: Any = next(filter(None, map(self.columns.get, COLUMNS if field is None else (field,))), None)
+        where = f"any of the columns {', '.join(COLUMNS)}" if field is None else f"the column {field!r}"
+        return found if is_chat(found) else self._text(found, f"{where}, and no chat")
 
     def text(self, field: str) -> str:
         """Returns the text in a column."""
-        if not isinstance(found := self.columns.get(field), str):
-            raise SettingError(
-                f"{self.place}: there is no text in the column {field!r}. Name one of the columns {self._names} with "
-                "--field."
-            )
-        return self._checked(found)
+        return self._text(self.columns.get(field), f"the column {field!r}")
 
-    @property
-    def _names(self) -> list[str]:
-        return sorted(map(str, self.columns))
-
-    def _checked(self, text: str) -> str:
+    def _text(self, found: Any, where: str) -> str:
         """The text, unless it contains half of a surrogate pair, which no tokenizer accepts."""
+        if not isinstance(found, str):
+            raise SettingError(
+                f"{self.place}: there is no text in {where}. Name one of the columns "
+                f"{sorted(map(str, self.columns))} with --field."
+            )
         try:
-            text.encode()
+            found.encode()
         except UnicodeEncodeError as error:
             raise SettingError(
                 f"{self.place}: this text is not Unicode, so no tokenizer accepts it ({error}). Leave that character "
                 "out."
             ) from error
-        return text
+        return found
 
 
 def texts(data: str, field: str | None = None) -> list[str]:
     """Returns the texts of a file or dataset: a ``.txt`` file is one text; see :func:`read_rows` for others."""
     if Path(data).suffix == _WHOLE:
         _check_no_field(data, field, "is one text")
-        found = [_content(data)]
+        found = [content("--data", data)]
     else:
-        found = [row.text(field or _TEXT) for row in _rows(data, field or _TEXT)]
-    if not any(text.strip() for text in found):
-        raise SettingError(f"--data {data}: the dataset is empty. Give texts that the model is used for.")
-    return found
+        found = [row.text(field or "text") for row in _rows(data)]
+    return _some(found, data, any(text.strip() for text in found))
 
 
 def read_rows(data: str, field: str | None = None) -> list[Row]:
@@ -89,12 +74,10 @@ def read_rows(data: str, field: str | None = None) -> list[Row]:
     """
     if Path(data).suffix == _WHOLE:
         _check_no_field(data, field, "has a prompt in each line")
-        found = [Row(f"--data {data}, line {number}", {_TEXT: line}) for number, line in _lines(data)]
+        found = [Row(f"--data {data}, line {number}", {"text": line}) for number, line in _lines(data)]
     else:
-        found = list(_rows(data, field or _EXAMPLE))
-    if not found:
-        raise SettingError(f"--data {data}: the dataset is empty. Give prompts that the model is used for.")
-    return found
+        found = list(_rows(data))
+    return _some(found, data, bool(found))
 
 
 def read_prompts(data: str, field: str | None = None) -> list[Prompt]:
@@ -102,46 +85,52 @@ def read_prompts(data: str, field: str | None = None) -> list[Prompt]:
     return [row.prompt(field) for row in read_rows(data, field)]
 
 
+def content(option: str, file: str) -> str:
+    """Returns the text of a file that an option names."""
+    try:
+        return read_text(path_of(file))
+    except FileNotFoundError as error:
+        raise SettingError(f"{option} {file}: there is no such file.") from error
+    except ValueError as error:
+        raise SettingError(f"{option} {file} cannot be read as text in UTF-8 ({error}).") from error
+
+
+def _some(found: list[Any], data: str, is_any: bool) -> list[Any]:
+    if not is_any:
+        raise SettingError(f"--data {data}: the dataset is empty. Give texts that the model is used for.")
+    return found
+
+
 def _check_no_field(data: str, field: str | None, why: str) -> None:
     if field is not None:
         raise SettingError(f"--field {field} has no effect on --data {data}, which {why}. Leave it out.")
 
 
-def _rows(data: str, example: str) -> Iterator[Row]:
-    """The objects of a file, or the rows of a dataset of the Hub; messages show an ``example`` of a field."""
+def _rows(data: str) -> Iterator[Row]:
+    """The objects of a file, or the rows of a dataset of the Hub."""
     suffix = Path(data).suffix
+    found: Iterable[tuple[int, Any]]
     if suffix in _LINES:
         found, place = _objects(data), "line"
     elif os.path.exists(data):
         kind = "a folder" if os.path.isdir(data) else f"a file of another kind ({suffix or 'no suffix'})"
         raise SettingError(
-            f"--data {data} is {kind}. Give a .txt file, or a .jsonl file with an object in each line, e.g. "
-            f'{{"{example}": "..."}}.'
+            f"--data {data} is {kind}. Give a .txt file, or a .jsonl file with an object in each line, {_EXAMPLE}"
         )
     else:
         found, place = enumerate(_rows_of_hub(data), start=1), "row"
     for number, row in found:
         if not isinstance(row, dict):
             raise SettingError(
-                f"--data {data}, {place} {number}: {repr(row)[:_SHOWN]} is not an object with a text, e.g. "
-                f'{{"{example}": "..."}}.'
+                f"--data {data}, {place} {number}: {repr(row)[:_SHOWN]} is not an object with a text, {_EXAMPLE}"
             )
         yield Row(f"--data {data}, {place} {number}", row)
-
-
-def _content(data: str) -> str:
-    try:
-        return read_text(path_of(data))
-    except FileNotFoundError as error:
-        raise SettingError(f"--data {data}: there is no such file.") from error
-    except ValueError as error:
-        raise SettingError(f"--data {data} cannot be read as text in UTF-8 ({error}).") from error
 
 
 def _lines(data: str) -> Iterator[tuple[int, str]]:
     """The lines that are not empty, with their numbers."""
     # Not splitlines, which also splits at line ends that may occur inside a JSON string.
-    lines = enumerate(_content(data).split("\n"), start=1)
+    lines = enumerate(content("--data", data).split("\n"), start=1)
     return ((number, line.strip()) for number, line in lines if line.strip())
 
 
@@ -151,12 +140,11 @@ def _objects(data: str) -> Iterator[tuple[int, Any]]:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             raise SettingError(
-                f"--data {data}, line {number}: this is not JSON ({error}). Each line is one object, e.g. "
-                '{"text": "..."}.'
+                f"--data {data}, line {number}: this is not JSON ({error}). Each line is one object, {_EXAMPLE}"
             ) from error
 
 
-def _rows_of_hub(data: str) -> Iterable[Any]:
+def _rows_of_hub(data: str) -> Sequence[Any]:
     if not is_name(data):
         raise SettingError(f"--data {data}: there is no such file, and it is not the name of a dataset of the Hub.")
     try:
@@ -170,7 +158,7 @@ def _rows_of_hub(data: str) -> Iterable[Any]:
     if why := hub_error(HfApi().dataset_info, data):
         raise SettingError(f"--data {data}: there is no such file, and the Hub has no such dataset ({why}). {advice}")
     try:
-        rows: Iterable[Any] = load_dataset(data, split="train")
+        rows: Sequence[Any] = load_dataset(data, split="train")
     except (*NO_ANSWER, ValueError, RuntimeError, exceptions.DatasetsError) as error:
         raise SettingError(f"--data {data}: the dataset cannot be loaded ({brief(error)}). {advice}") from error
     return rows

@@ -2,10 +2,9 @@
 
 from .adapter import EarlyExitAdapter
 from .cascade import Cascade
-from .early_exit import EarlyExit, EarlyExitOnly
+from .early_exit import EarlyExit, EarlyExitLora, EarlyExitOnly
 from .exit_heads import DynamicExit
 from .lookup import Lookup
-from .lora import EarlyExitLora
 from .skip_layers import SkipLayers
 from .source import Drafter, DraftSource, FixedDrafter, Session
 

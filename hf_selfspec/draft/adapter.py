@@ -20,7 +20,7 @@ from ..model.transfer import RowNumbers
 from ..modules.adapter import Adapter
 from ..modules.reduced_head import ReducedHead
 from ..stop.rules import ConfidenceThreshold
-from .exit_source import ExitSource, load_module
+from .early_exit import ExitSource
 from .growing import DraftStep
 from .partial import PartialDraft
 from .source import DraftBlocks, Drafter, FindChoice, Session
@@ -31,7 +31,7 @@ _LATE = 32
 
 @register("draft")
 @dataclass(frozen=True, repr=False)
-class EarlyExitAdapter(ExitSource):
+class EarlyExitAdapter(ExitSource[Adapter]):
     """Drafts with layers ``0 .. E-1``, an adapter that was fitted to them, and the model's own head.
 
     Args:
@@ -47,37 +47,16 @@ class EarlyExitAdapter(ExitSource):
     head: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        module = load_module(self, "adapter", Adapter)
-        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "module", self._load("adapter", Adapter))
         self._load_head()
-        if self.head is not None and module.head is not None:
+        if self.head is not None and self.module.head is not None:
             raise SettingError(
                 "EarlyExitAdapter(head): this adapter has a head of its own, so the model's is not run. Leave `head` "
                 "out, or fit an adapter with own_head=False."
             )
 
-    @property
-    def module(self) -> Adapter:
-        """The adapter itself."""
-        found: Adapter = self.__dict__["_module"]
-        return found
-
     def plan(self, anatomy: Anatomy) -> LayerPlan:
-        """The blocks that run for this model.
-
-        Raises:
-            SettingError: the model has too few layers.
-        """
-        layer = self.module.exit_layer
-        if layer >= anatomy.num_layers:
-            raise SettingError(
-                f"the adapter takes states of exit layer {layer}, but {anatomy.model_name} has {anatomy.num_layers} "
-                "layers. Use it with the model that it was fitted to."
-            )
-        return LayerPlan.early_exit(anatomy.num_layers, layer)
-
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        self.plan(anatomy)
+        return self.exit_at(self.module.exit_layer, anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         self.check_whole_head()

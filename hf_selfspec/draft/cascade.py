@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
@@ -74,7 +74,7 @@ class Cascade(DraftSource):
         free = next(source for source in self.sources if isinstance(source, Lookup))
         controller = controller_of(session)
         drafts = free.free_drafts(session, controller)
-        within = session.with_settings(in_cascade=True, round_seconds=controller.round_seconds)
+        within = replace(session, in_cascade=True, round_seconds=controller.round_seconds)
         others: dict[str, FixedDrafter] = {}
         for source in self.sources:
             if source is free:

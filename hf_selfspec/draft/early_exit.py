@@ -1,30 +1,96 @@
-"""Early exit: drafting with the first layers and the model's own head (LayerSkip §4.2)."""
+"""Early exit: drafting with the first layers and the model's head (LayerSkip §4.2), or some of its rows (FR-Spec)."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
+from transformers import PreTrainedModel
+
+from ..errors import SettingError, UnsupportedOptionError
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
+from ..model.head import HeadRows
 from ..model.plan import LayerPlan
+from ..modules.draft_module import DraftModule, module_of
+from ..modules.lora import DraftLora
 from ..modules.reduced_head import ReducedHead
 from ..search.choice import ExitChoice
 from ..stats import GenerationStats
-from ..stop.rules import FixedLength
+from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, check_count, check_exit
-from .exit_source import ExitSource
 from .partial import PartialDraft
-from .probe import start_probe
+from .probe import ProbingDraft
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, FixedDrafter, Session
 
-# Tokens in a draft until a probe has chosen.
-_FIRST = FixedLength(2)
+_M = TypeVar("_M", bound=DraftModule)
+
+
+class ExitSource(DraftSource, Generic[_M]):
+    """A source that drafts at an exit layer, perhaps with a module that was fitted to it, or some rows of the head.
+
+    Attributes:
+        module: what was fitted, itself.
+    """
+
+    module: _M
+    head: ReducedHead | str | os.PathLike[str] | None = None
+
+    def _load(self, setting: str, kind: type[DraftModule]) -> Any:
+        """Loads the module that a setting holds or names, and makes a relative path a whole one."""
+        kept, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), kind)
+        object.__setattr__(self, setting, kept)
+        return module
+
+    def _load_head(self) -> None:
+        """Loads the reduced head, if there is one."""
+        if self.head is not None:
+            object.__setattr__(self, "_reduced", self._load("head", ReducedHead))
+
+    def __repr__(self) -> str:
+        settings: Any = fields(self)  # type: ignore[arg-type]
+        shown = [(setting.name, getattr(self, setting.name)) for setting in settings]
+        values = ", ".join(f"{name}={value!r}" for name, value in shown if name != "head" or value is not None)
+        return f"{type(self).__name__}({values})"
+
+    def head_rows(self, model: PreTrainedModel) -> HeadRows | None:
+        """Returns what runs in place of a model's head in one generation, ``None`` for the whole head."""
+        return None if self.head is None else HeadRows(model, self.__dict__["_reduced"].tokens)
+
+    def check_whole_head(self) -> None:
+        """Checks that the source drafts with the whole head, as checkpoints do."""
+        if self.head is not None:
+            raise SettingError(
+                f"{self!r} drafts with some rows of the head, but a checkpoint has all of them. Export the same draft "
+                "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
+                "--speculative-token-map)."
+            )
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan | None:
+        """The blocks that run for this model, ``None`` where a probe has to find them.
+
+        Raises:
+            SettingError: the model has too few layers.
+        """
+        raise NotImplementedError
+
+    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+        self.plan(anatomy)
+
+    def exit_at(self, layer: int, anatomy: Anatomy) -> LayerPlan:
+        """The blocks below the exit layer that the module was fitted to."""
+        if layer >= anatomy.num_layers:
+            raise SettingError(
+                f"the {self.module.kind} is for exit layer {layer}, but {anatomy.model_name} has {anatomy.num_layers} "
+                "layers. Use it with the model that it was fitted to."
+            )
+        return LayerPlan.early_exit(anatomy.num_layers, layer)
 
 
 @register("draft")
 @dataclass(frozen=True, repr=False)
-class EarlyExit(ExitSource):
+class EarlyExit(ExitSource[DraftModule]):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
 
     Lossless with any model; fast with a model whose early layers were trained to predict tokens.
@@ -48,15 +114,7 @@ class EarlyExit(ExitSource):
         self._load_head()
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:
-        """The blocks that run for this model, ``None`` where a probe has to find them.
-
-        Raises:
-            SettingError: the model has too few layers.
-        """
         return None if self.layer is None else _plan("EarlyExit", self.layer, anatomy)
-
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         self.check_whole_head()
@@ -67,8 +125,50 @@ class EarlyExit(ExitSource):
     def start(self, session: Session) -> Drafter:
         plan, head = self.plan(session.anatomy), self.head_rows(session.target.model)
         if plan is None or session.stop is None:
-            return start_probe(session, self.layer, _FIRST, repr(self), head)
+            return ProbingDraft(session, self.layer, repr(self), head)
         return PartialDraft(session, plan, repr(self), head)
+
+
+@register("draft")
+@dataclass(frozen=True, repr=False)
+class EarlyExitLora(ExitSource[DraftLora]):
+    """Drafts with layers ``0 .. E-1`` with LoRA that is off in verification, and the model's own norm and head.
+
+    The model's output is that without LoRA. Drafts run without compiled graphs.
+
+    Args:
+        lora: the LoRA, or the folder or Hub repository that holds it, see ``fit_draft_lora``.
+        head: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
+
+    Raises:
+        SettingError, SettingTypeError: there is no such LoRA or head.
+    """
+
+    lora: DraftLora | str | os.PathLike[str]
+    head: ReducedHead | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "module", self._load("lora", DraftLora))
+        self._load_head()
+
+    def plan(self, anatomy: Anatomy) -> LayerPlan:
+        return self.exit_at(self.module.exit_layer, anatomy)
+
+    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
+        raise UnsupportedOptionError(
+            f"{self!r} cannot be exported: it drafts after keys and values that the layers without LoRA have written, "
+            "while an engine would run one kind of layers for all tokens. Export EarlyExit(layer), SkipLayers(...) or "
+            "an adapter."
+        )
+
+    def start(self, session: Session) -> Drafter:
+        self.module.check(session.knowledge.fingerprint)
+        deltas = self.module.deltas(session.anatomy)
+        plan = LayerPlan.early_exit(session.anatomy.num_layers, self.module.exit_layer, deltas)
+        head = self.head_rows(session.target.model)
+        draft = PartialDraft(session.limits(ConfidenceThreshold()), plan, repr(self), head)
+        session.target.deltas.append(deltas)
+        return draft
 
 
 @register("draft")
@@ -103,18 +203,17 @@ class EarlyExitOnly(DraftSource):
         return DraftBlocks(self.whole_model(anatomy))
 
     def start(self, session: Session) -> Drafter:
-        return NoDraft(self.whole_model(session.anatomy))
+        return _NoDraft(self.whole_model(session.anatomy))
 
 
-class NoDraft(FixedDrafter):
+class _NoDraft(FixedDrafter):
     """Drafts nothing: each step generates one token with the blocks that stand in for the whole model."""
 
     def __init__(self, plan: LayerPlan) -> None:
-        self.plan = plan
+        self._plan = plan
 
     def report(self, stats: GenerationStats) -> None:
-        """Adds which blocks run."""
-        stats.plan = self.plan.picture()
+        stats.plan = self._plan.picture()
 
 
 def _plan(name: str, layer: int, anatomy: Anatomy) -> LayerPlan:

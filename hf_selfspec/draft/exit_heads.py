@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..batch import Draft, Text
-from ..errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from ..errors import UnsupportedModelError, UnsupportedOptionError
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.partial import ForwardPass
@@ -21,15 +21,15 @@ from ..modules.heads import METRICS, ExitHeads
 from ..stats import GenerationStats
 from ..stop.rules import ConfidenceThreshold
 from ..validation import check_flag, check_share
-from .exit_source import load_module
+from .early_exit import ExitSource
 from .growing import DraftStep
 from .partial import PartialDraft
-from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
+from .source import DraftBlocks, Drafter, FindChoice, Session
 
 
 @register("draft")
 @dataclass(frozen=True)
-class DynamicExit(DraftSource):
+class DynamicExit(ExitSource[ExitHeads]):
     """Drafts each token at the first exit head that is sure enough; the draft ends where none is.
 
     Args:
@@ -52,16 +52,9 @@ class DynamicExit(DraftSource):
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
         check_flag("DynamicExit(lossless)", self.lossless)
-        module = load_module(self, "heads", ExitHeads)
-        find = module.draft_thresholds if self.lossless else module.thresholds
+        object.__setattr__(self, "module", self._load("heads", ExitHeads))
+        find = self.module.draft_thresholds if self.lossless else self.module.thresholds
         object.__setattr__(self, "_thresholds", find(self.epsilon, self.metric))
-        object.__setattr__(self, "_module", module)
-
-    @property
-    def module(self) -> ExitHeads:
-        """The heads themselves."""
-        found: ExitHeads = self.__dict__["_module"]
-        return found
 
     @property
     def thresholds(self) -> list[float]:
@@ -77,20 +70,13 @@ class DynamicExit(DraftSource):
             UnsupportedModelError: its layers cannot continue from stored states.
         """
         layers = self.module.layers
-        if layers[-1] >= anatomy.num_layers:
-            raise SettingError(
-                f"these heads take the states of exit layer {layers[-1]}, but {anatomy.model_name} has "
-                f"{anatomy.num_layers} layers. Use them with the model that they were fitted to."
-            )
+        self.exit_at(layers[-1], anatomy)
         if not anatomy.replay:
             raise UnsupportedModelError(
                 f"{anatomy.model_name} has layers that read what earlier ones have stored, so none can be run later: "
                 "exit heads cannot draft for it."
             )
         return LayerPlan.early_exit(anatomy.num_layers, layers[0])
-
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
-        self.plan(anatomy)
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         """See :meth:`DraftSource.blocks`.

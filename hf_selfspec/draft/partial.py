@@ -7,13 +7,14 @@ import math
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingTypeError
+from ..errors import SettingError, SettingTypeError, warn_once
 from ..model.head import HeadRows
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..model.transfer import RowNumbers, read, upload
+from ..modules.probe import LinearProbe
 from ..stats import GenerationStats
-from ..stop.fitted import check_fitted_rule
+from ..stop.adaptive import AdaptiveThreshold
 from ..stop.rules import FixedLength, RunningBound, RunningRule, StopRule, start
 from ..verify.greedy import best_tokens
 from ..verify.sampling import draw_without_replacement
@@ -33,7 +34,7 @@ class PartialDraft(FixedDrafter):
     skips_forced = True
 
     def __init__(self, session: Session, plan: LayerPlan, name: str, head: HeadRows | None = None) -> None:
-        check_fitted_rule(session.stop, plan, name, session.scorer.do_sample, session.knowledge.fingerprint)
+        _check_probe(session, plan, name)
         self.target, self.scorer, self.constraint = session.target, session.scorer, session.constraint
         self.limits = session
         self.plan = plan
@@ -172,7 +173,7 @@ class PartialDraft(FixedDrafter):
         forced = upload(tokens, text.ids.device)[:, None]
         if not self.scorer.do_sample:
             return forced, None
-        q = torch.zeros(len(tokens), self.constraint.vocabulary, device=forced.device, dtype=torch.float32)
+        q = torch.zeros(len(tokens), self.constraint.masks[0].vocabulary, device=forced.device, dtype=torch.float32)
         return forced, q.scatter_(1, forced, 1.0)
 
     def _pick(self, scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -217,6 +218,25 @@ class PartialDraft(FixedDrafter):
     def report(self, stats: GenerationStats) -> None:
         """Adds which blocks run."""
         stats.plan = self.plan.picture()
+
+
+def _check_probe(session: Session, plan: LayerPlan, source: str) -> None:
+    """Checks that the probe of the stop rule, if it has one, was fitted to the states that it will get."""
+    rule, do_sample = session.stop, session.scorer.do_sample
+    probe = getattr(rule.rule if isinstance(rule, AdaptiveThreshold) else rule, "confidence", None)
+    if not isinstance(probe, LinearProbe):
+        return
+    probe.check(session.knowledge.fingerprint)
+    if plan != LayerPlan.early_exit(plan.num_layers, probe.exit_layer):
+        raise SettingError(
+            f"the probe was fitted to the states of exit layer {probe.exit_layer}, but {source} drafts from others. "
+            f"Draft with EarlyExit({probe.exit_layer}), or fit another probe."
+        )
+    if probe.do_sample != do_sample:
+        modes = {True: "sampled tokens", False: "greedy text"}
+        warn_once(
+            f"the probe was fitted for {modes[probe.do_sample]} but is used for {modes[do_sample]}: it may mislead."
+        )
 
 
 def _of_rows(wanted: list[bool], *values: torch.Tensor) -> list[torch.Tensor]:

@@ -14,9 +14,9 @@ from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.choice import ExitChoice
 from ..search.costs import Budget, share_of
-from ..search.exit_study import ExitStudy, exits_to_try
+from ..search.exit_study import ExitStudy
 from ..search.replay import Trace, rules_for, trace
-from ..stop.rules import StopRule, confidence
+from ..stop.rules import FixedLength, confidence
 from .looking import LookingDraft
 from .source import Session
 
@@ -36,26 +36,8 @@ _SOON, _FIRST = 32, 24
 # Texts on which forwards are timed, and how often each is on the first.
 _TIMED_TEXTS = 4
 _TIMINGS = 2
-
-
-def start_probe(
-    session: Session, layer: int | None, usual_stop: StopRule, name: str, head: HeadRows | None = None
-) -> ProbingDraft:
-    """Returns the drafter that finds its exit layer, its stop rule, or both on the first texts.
-
-    ``usual_stop`` is the stop rule until one is chosen, ``head`` runs in place of the model's own.
-    """
-    anatomy, model_name = session.anatomy, session.anatomy.model_name
-    advice = "Give SelfSpec.layerskip an exit_layer and a num_draft."
-    if anatomy.num_layers < 2:
-        raise SettingError(
-            f"{model_name} has one layer, so there is no earlier exit. Call generate without `assistant`."
-        )
-    if not anatomy.exits:
-        raise UnsupportedModelError(
-            f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. {advice}"
-        )
-    return ProbingDraft(session, layer, usual_stop, name, head)
+# The stop rule until one is chosen.
+_FIRST_STOP = FixedLength(2)
 
 
 class ProbingDraft(LookingDraft):
@@ -65,25 +47,33 @@ class ProbingDraft(LookingDraft):
     costs and what it would have predicted tell whether it may pay. Where one may, a forward over the last tokens shows
     what every exit would have predicted after each of them, and a few forwards over one and several tokens show what
     they cost. Later texts are looked at, too, until 1,024 tokens were seen; each choice is based on all of them. All
-    this takes a budgeted share of the time of all calls.
+    this takes a budgeted share of the time of all calls. A given ``layer`` is the only one, and a stop rule of the
+    session stays; ``head`` runs in place of the model's own.
     """
 
-    def __init__(
-        self, session: Session, layer: int | None, usual_stop: StopRule, name: str, head: HeadRows | None
-    ) -> None:
-        num_layers = session.anatomy.num_layers
+    def __init__(self, session: Session, layer: int | None, name: str, head: HeadRows | None) -> None:
+        num_layers, model_name = session.anatomy.num_layers, session.anatomy.model_name
+        if num_layers < 2:
+            raise SettingError(
+                f"{model_name} has one layer, so there is no earlier exit. Call generate without `assistant`."
+            )
+        if not session.anatomy.exits:
+            raise UnsupportedModelError(
+                f"{model_name} fixes the batch after its last layer, so a probe cannot run its exits together. Give "
+                "SelfSpec.layerskip an exit_layer and a num_draft."
+            )
         none = LayerPlan(num_layers)
         plan = none if layer is None else LayerPlan.early_exit(num_layers, layer)
-        super().__init__(session.limits(usual_stop), plan, name, _TRIED, head)
+        super().__init__(session.limits(_FIRST_STOP), plan, name, _TRIED, head)
         self.plan = none  # until an exit is chosen
-        self._layers = exits_to_try(num_layers) if layer is None else [layer]
         self._own_stop, self._rules = session.stop, rules_for(session.stop, session.max_draft)
         self._round_seconds = session.round_seconds
         kind = "exit probe" if head is None else f"exit probe with {head.size} tokens"
-        self.study: ExitStudy = session.knowledge.of(kind, lambda _: ExitStudy(num_layers))
+        self.study: ExitStudy = session.knowledge.of(kind, lambda _: ExitStudy(num_layers, layer))
         self.exits = Exits(self.target.model)
         self._pace = self.study.pace
-        self._budget = Budget(0.0, self.target.clock, self.study.take_unspent())
+        self._budget = Budget(0.0, self.target.clock, self.study.unspent)
+        self.study.unspent = 0.0
         self._seen_columns: list[int] | None = None
         self._used: ExitChoice | None = None
         self._round_begun: float | None = None
@@ -153,7 +143,7 @@ class ProbingDraft(LookingDraft):
         """Tries an exit on the last tokens, once there is time for it."""
         study, left = self.study, self._budget.left
         self._tried_at = self._tried_at or text.prompt_width
-        layer = study.next_exit(self._layers)
+        layer = study.next_exit()
         share = layer / self.target.anatomy.num_layers
         cost = share * study.pace.seconds(_TRIED)
         if left < _SAVING * cost:
@@ -187,15 +177,12 @@ class ProbingDraft(LookingDraft):
     @torch.no_grad()
     def _probe(self, text: Text) -> None:
         """Times forwards and looks at what all exits predict along the unseen text, as far as there is time."""
-        study, layers = self.study, self._layers
+        study = self.study
         with self._budget.spending():
-            stopwatch = None
-            if study.timings.count < _TIMED_TEXTS:
-                middle = layers[len(layers) // 3]
-                stopwatch = study.timings.stopwatch(LayerPlan.early_exit(self.target.anatomy.num_layers, middle))
-                repeats = _TIMINGS if study.choice is None else 1
-                if not self.measure(text, stopwatch, repeats, self._has_time):
-                    return
+            is_timed = study.timings.texts < _TIMED_TEXTS
+            repeats = _TIMINGS if study.choice is None else 1
+            if is_timed and not self.measure(text, study.timings, repeats, self._has_time):
+                return
             n = min(max(self._unseen(text)), max(_LEAST, _WINDOW // text.batch_size))
             if self._budget.share < 1.0:
                 most = study.pace.tokens(self._budget.left / study.look)
@@ -208,7 +195,8 @@ class ProbingDraft(LookingDraft):
             begun, expected = self._now(), study.pace.seconds(n)
             traces = self._traces(text, n)
             study.look = (self._now() - begun) / expected or study.look
-            study.add(traces, stopwatch, self._rules, self.limits.max_draft, self._round_seconds())
+            rounds = self._round_seconds() if is_timed else None
+            study.add(traces, self._rules, self.limits.max_draft, rounds)
 
     def _traces(self, text: Text, n: int) -> dict[int, list[Trace]]:
         """What each exit predicts along the last ``n`` tokens of each row, as far as they are unseen."""
@@ -225,7 +213,7 @@ class ProbingDraft(LookingDraft):
         self.exits.attach()
         try:
             few = self.study.tokens >= _SHORTLIST
-            self.exits.chosen = tuple(self.study.best(_LISTED) if few else self._layers)
+            self.exits.chosen = tuple(self.study.best(_LISTED) if few else self.study.layers)
             logits = self.target.step(tokens, starts).logits
             assert logits is not None
             assert self.exits.states is not None

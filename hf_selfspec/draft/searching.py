@@ -8,21 +8,17 @@ from dataclasses import replace
 import torch
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedModelError, warn_once, warn_once_ignoring_numbers
-from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
 from ..model.plan import LayerPlan
 from ..search.costs import MANY, Budget, share_of
-from ..search.on_the_fly import OnTheFlySearch, Search, usual_ratio
-from ..search.proposers import closest_layers
+from ..search.on_the_fly import Search, usual_ratio
+from ..search.proposers import SkipSpace, closest_layers
 from ..search.replay import Trace, rules_for
 from ..search.skip_search import SkipSearch
-from ..search.skip_space import SkipSpace
 from ..stats import GenerationStats
 from ..verify.tree import CostTree
 from .looking import LookingDraft
-from .partial import PartialDraft
 from .source import Session
 
 # How often each forward is timed on a text.
@@ -33,53 +29,16 @@ _TREE = 2.0
 _SOON, _LEAST = 32, 8
 
 
-def start_search(
-    session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str, name: str
-) -> PartialDraft:
-    """Returns the drafter that searches while it drafts; without a search where the model cannot run its text again.
-
-    The stop rule of the session is used until the search has chosen one, if it ``chooses_stop``.
-    """
-    if session.takes_trees:
-        return SearchingDraft(session, chooses_stop, start, search, ratio, name)
-    why = f"{session.anatomy.model_name} cannot run over its text a second time (it cannot take a tree mask)"
-    if session.in_cascade:
-        raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
-    warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
-    return PartialDraft(session, start, name)
-
-
-def check_window(search: Search, anatomy: Anatomy, max_new: int | None) -> None:
-    """Rejects a window that no text of the model can fill, and warns if this text is too short for it."""
-    window = search.context_window
-    name = f"{type(search).__name__}(context_window={window})"
-    if anatomy.max_positions is not None and window >= anatomy.max_positions:
-        raise SettingError(
-            f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
-            "Give a shorter window; 32 is usual."
-        )
-    if isinstance(search, OnTheFlySearch) and max_new is not None and max_new <= window:
-        warn_once_ignoring_numbers(
-            f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
-            "more, or give a shorter window."
-        )
-
-
 class SearchingDraft(LookingDraft):
     """Drafts with the best set of skipped blocks so far, and tries another set after each round.
 
     A trial is one forward of that set over the last generated tokens, with the context's keys and values as they are.
-    The window goes into slots beyond the text, whose own keys and values stay as they are.
+    The window goes into slots beyond the text, whose own keys and values stay as they are. The stop rule of the session
+    is used until the search has chosen one, if it ``chooses_stop``.
     """
 
     def __init__(
-        self,
-        session: Session,
-        chooses_stop: bool,
-        start: LayerPlan,
-        search: Search,
-        ratio: float | str,
-        name: str,
+        self, session: Session, chooses_stop: bool, start: LayerPlan, search: Search, ratio: float | str, name: str
     ) -> None:
         rows = 1 if search.tries_each_round else session.num_rows
         self._window = max(_LEAST, search.context_window // rows)
@@ -100,10 +59,9 @@ class SearchingDraft(LookingDraft):
         self._looked = 0
         self._behind = 0
         self._timed = self._tried = False
-        self._clock = self.target.clock()
         self._used: tuple[object, object] | None = None
         self._lengths: list[int] | None = None
-        self._begun = self._clock
+        self._begun = self.target.clock()
         self.target.cache.reserve(min(search.context_window, session.new_tokens))
         self.target.cache.look_back(max(search.context_window, MANY))
         self._use_best()
@@ -141,8 +99,8 @@ class SearchingDraft(LookingDraft):
                 search.generated += sum(new)
             else:
                 self._watch(new, verdicts, draft, begun - self._begun)
-            if self._budget.left == math.inf or self._has_time(search.proposal_tokens):
-                search.begin(lambda most: self._propose_layers(text, most))
+            if not search.auto:  # otherwise nothing drafts before it was tried
+                self._find_closest(text)
             if self._last_logits is not None:
                 if search.is_over and search.choice.drafts:
                     self._last_logits.forget()
@@ -153,9 +111,8 @@ class SearchingDraft(LookingDraft):
                 self._begin_window(text, unseen)
             self._work(text, self._behind)
             self._use_best()
-        now = self.target.clock()
-        search.spent(now - self._clock, now - begun)
-        self._clock = self._begun = now
+        self._begun = self.target.clock()
+        search.search_seconds += self._begun - begun
 
     def _watch(self, new: list[int], verdicts: list[Verdict], draft: Draft, seconds: float) -> None:
         """Reports a round to the search, with a draft of its own or without a draft."""
@@ -180,7 +137,7 @@ class SearchingDraft(LookingDraft):
         if self._behind and not (search.settings.tries_each_round and self._tried):
             with self._budget.spending():
                 self._work(text, min(_LEAST, self._behind))
-            search.spent(0.0, self.target.clock() - begun)
+            search.search_seconds += self.target.clock() - begun
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what the search found."""
@@ -190,20 +147,26 @@ class SearchingDraft(LookingDraft):
         search, choice = self.search, self.search.choice
         self.needs_ended_rows = not search.is_over
         self.expected_speedup = choice.expected_speedup if choice.drafts else 0.0
-        if self._used == (choice, search.timings.costs):
+        if self._used == (choice, search.timings.found):
             return
         self._budget.share = share_of(search.settings.budget, choice.drafts)
-        self._used = (choice, search.timings.costs)
+        self._used = (choice, search.timings.found)
         self.plan = choice.plan
         self.limits = replace(self.limits, stop=(choice.stop if self._chooses else None) or self._stop)
-        costs = search.timings.costs
+        costs = search.timings.found
         self.reuse_from = costs.reuse_from(choice.plan.first_altered) if costs is not None else 0
         if costs is not None and isinstance(self._tree, CostTree) and self._tree.price is None:
             price = min(_TREE * costs.num_layers * costs.token / costs.plain(), 1.0)
             self.limits = replace(self.limits, tree=replace(self._tree, price=price))
 
-    def _propose_layers(self, text: Text, most: int) -> list[LayerPlan]:
-        return closest_layers(self.target, text, self.search.space.whole_layers, most)
+    def _find_closest(self, text: Text) -> bool:
+        """Finds the closest layers if the next set needs them; returns ``False`` if there is no time for that."""
+        most = self.search.wants_closest
+        if most and not self._has_time(most + 1):
+            return False
+        if most:
+            self.search.see_closest(closest_layers(self.target, text, self.search.space.whole_layers, most))
+        return True
 
     def _begin_window(self, text: Text, unseen: int) -> None:
         """Starts the trials on a complete window of text."""
@@ -217,28 +180,24 @@ class SearchingDraft(LookingDraft):
         if not self._behind or not self._has_time(least):
             return
         if search.wants_timings and not self._timed:
-            stopwatch = search.timings.stopwatch(*search.space.timed_plans())
-            if not self.measure(text, stopwatch, _TIMINGS, self._has_time):
+            if not self.measure(text, search.timings, _TIMINGS, self._has_time):
                 return
             self._timed = True
-            search.pace.add(MANY, min(stopwatch.seconds["many"]))
-            search.time(stopwatch, self._round_seconds())
+            search.pace.add(MANY, min(search.timings.seconds["many"][-_TIMINGS:]))
+            search.time(self._round_seconds())
         while self._try(text, least) and not search.settings.tries_each_round:
             pass
 
     def _try(self, text: Text, least: int) -> bool:
         """Tries a set on the last tokens, if there is one to try and time for it."""
-        pace, size = self.search.pace, self.search.proposal_tokens
-        if size:
-            if not self._has_time(size):
-                return False
-            self.search.prepare(lambda most: self._propose_layers(text, most))
-        left = self._budget.left
+        if not self._find_closest(text):
+            return False
+        pace, left = self.search.pace, self._budget.left
         window = self._behind if left == math.inf else min(self._behind, pace.tokens(left))
         known = self._last_logits is None or any(self._last_logits.counts())
         if window < least or not known:
             return False
-        plan = self.search.propose(lambda most: self._propose_layers(text, most))
+        plan = self.search.propose()
         if plan is None:
             return False
         begun = self.target.clock()

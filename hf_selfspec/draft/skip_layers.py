@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import SettingError, SettingTypeError
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError, warn_once
 from ..learned.registry import register
 from ..model.anatomy import Anatomy
 from ..model.plan import LayerPlan, check_plan
 from ..search.choice import SkipChoice
-from ..search.on_the_fly import Search
+from ..search.on_the_fly import OnTheFlySearch, Search
 from ..stop.rules import ConfidenceThreshold
 from ..validation import MOST_LAYERS, check_count, check_share
 from .partial import PartialDraft
-from .searching import check_window, start_search
+from .searching import SearchingDraft
 from .source import DraftBlocks, Drafter, DraftSource, FindChoice, Session
 
 
@@ -58,14 +58,12 @@ class SkipLayers(DraftSource):
                     "search=OnTheFlySearch() too, or name the blocks."
                 )
         for name in ("attention", "mlp"):
-            value = getattr(self, name)
-            if value is None:
+            if (value := getattr(self, name)) is None:
                 continue
-            is_list = isinstance(value, Iterable) and not isinstance(value, str)
-            indices = tuple(value) if is_list else ()
-            if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in indices):
+            indices = tuple(value) if isinstance(value, Iterable) else (value,)
+            if any(type(index) is not int for index in indices) or not isinstance(value, Iterable):
                 raise SettingTypeError(f"SkipLayers({name}) must be a list of layer numbers, got {value!r}.")
-            if any(i < 1 for i in indices):
+            if min(indices, default=1) < 1:
                 raise SettingError(
                     f"SkipLayers({name}={list(indices)}): layer numbers start at 0, and layer 0 is never skipped."
                 )
@@ -114,8 +112,21 @@ class SkipLayers(DraftSource):
 
     def check(self, anatomy: Anatomy, max_new: int | None) -> None:
         self.plan(anatomy)
-        if self.search is not None:
-            check_window(self.search, anatomy, max_new)
+        if self.search is None:
+            return
+        window = self.search.context_window
+        name = f"{type(self.search).__name__}(context_window={window})"
+        if anatomy.max_positions is not None and window >= anatomy.max_positions:
+            raise SettingError(
+                f"{name} is longer than any text of {anatomy.model_name}, which has {anatomy.max_positions} positions. "
+                "Give a shorter window; 32 is usual."
+            )
+        if isinstance(self.search, OnTheFlySearch) and max_new is not None and max_new <= window:
+            warn_once(
+                f"{name} is longer than texts of {max_new} new tokens: no set of blocks is tried on them. Generate "
+                "more, or give a shorter window.",
+                ignore_numbers=True,
+            )
 
     def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> DraftBlocks:
         if self.search is None:
@@ -124,6 +135,12 @@ class SkipLayers(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         plan, limits = self.plan(session.anatomy), session.limits(ConfidenceThreshold())
-        if self.search is None:
-            return PartialDraft(limits, plan, repr(self))
-        return start_search(limits, session.stop is None, plan, self.search, self.ratio, repr(self))
+        if self.search is not None and session.takes_trees:
+            return SearchingDraft(limits, session.stop is None, plan, self.search, self.ratio, repr(self))
+        if self.search is not None:
+            model_name = session.anatomy.model_name
+            why = f"{model_name} cannot run over its text a second time (it cannot take a tree mask)"
+            if session.in_cascade:
+                raise UnsupportedModelError(f"{why}, so there is no search for blocks to skip.")
+            warn_once(f"{why}, so there is no search for blocks to skip, and its initial set drafts.")
+        return PartialDraft(limits, plan, repr(self))

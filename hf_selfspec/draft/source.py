@@ -56,15 +56,18 @@ class Drafter(Protocol):
             verdicts: for each row what verification decided.
             logits: ``[b, t + 1, v]`` of the full model at the last token and at each drafted one.
         """
+        return None
 
     def finish(self, text: Text) -> None:
         """Learns from the whole text, after the generation."""
+        return None
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what only the drafter knows to the statistics of the call."""
+        return None
 
 
-class FixedDrafter:
+class FixedDrafter(Drafter):
     """Base class of drafters, which drafts and learns nothing and has nothing to report.
 
     Attributes:
@@ -90,15 +93,6 @@ class FixedDrafter:
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts nothing."""
         return Draft.none(text)
-
-    def update(self, text: Text, verdicts: list[Verdict], logits: Any) -> None:
-        """Learns nothing."""
-
-    def finish(self, text: Text) -> None:
-        """Learns nothing."""
-
-    def report(self, stats: GenerationStats) -> None:
-        """Adds nothing."""
 
 
 class _Completed(FixedDrafter):
@@ -189,11 +183,7 @@ class Session:
 
     def limits(self, usual_stop: StopRule) -> Session:
         """The session with ``usual_stop`` where no stop rule was given."""
-        return self.with_settings(stop=self.stop or usual_stop)
-
-    def with_settings(self, **settings: Any) -> Session:
-        """A copy with other attributes."""
-        return replace(self, **settings)
+        return replace(self, stop=self.stop or usual_stop)
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,96 @@
-"""Adapters for the grammars of libraries, found by the names of their classes, so that no library is imported here."""
+"""Grammars of one row: their interface, those of libraries, found by the names of their classes, and users' own."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers.generation import logits_process as lp
 
-from ..errors import UnsupportedOptionError
+from ..errors import SettingTypeError, UnsupportedOptionError
+
+# Returns the grammars of all rows, given a processor and the ``input_ids`` ``[b, s]`` of its latest call.
+Adapter = Callable[[Any, torch.Tensor], Sequence["Grammar"]]
 
 # The most allowed tokens of an outlines-core state whose next states are looked up, which takes 0.3 µs each.
 _MOST_LEADS = 1024
+_METHODS = ("mask", "advance", "rollback")
+_registered: dict[type, Adapter] = {}
 
 
-def _refusal(library: str, token: int) -> UnsupportedOptionError:
-    return UnsupportedOptionError(
-        f"a grammar of {library} does not allow token {token}, which was generated nevertheless: plain generate fails "
-        "here, too, or continues with a text that the grammar does not allow. Another logits processor forbids all "
-        "tokens that the grammar allows, or forces one, or the grammar was made for fewer tokens than the model has."
-    )
+class Grammar(Protocol):
+    """Which tokens may follow in one row of a batch; tokens can be rolled back.
+
+    A grammar may also have a method ``expected()``, which returns the token that most likely comes next where there is
+    hardly a choice (a key of an object, which can be split into tokens in several ways), or ``None``.
+    """
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        """A BoolTensor ``[vocabulary]`` on the CPU, true for the tokens that may come next; the state does not change.
+
+        If only one token may come next, it is drafted without a forward.
+        """
+
+    def advance(self, token: int) -> None:
+        """Advances by the next token, as the processor does at the beginning of its next call."""
+
+    def rollback(self, count: int) -> None:
+        """Rolls back the last ``count`` tokens, at most as many as :meth:`advance` was called with."""
+
+
+def register_grammar(kind: type, adapter: Adapter) -> None:
+    """Declares that a class of logits processors does nothing but forbid tokens, by grammars that can be rolled back.
+
+    The processor itself is called once for each generation, with the prompts and scores of 0, before anything goes
+    through the model. Then ``adapter(processor, input_ids)``, with the ``input_ids`` ``[b, s]`` of that call, returns
+    for each row an object with ``mask(vocabulary)``, ``advance(token)`` and ``rollback(count)``, see :class:`Grammar`.
+    These work on the state of the processor itself: at the end of the generation they have consumed all new tokens
+    of their rows but the last one of the batch, and no padding, so that the processor is as plain ``generate`` leaves
+    it, except for padding. Processors of xgrammar and outlines (with outlines-core, llguidance or xgrammar) are known.
+
+    Args:
+        kind: the class itself; subclasses are registered on their own. Also the class of a function that is passed as
+            ``prefix_allowed_tokens_fn``.
+        adapter: a function of ``(processor, input_ids)``, see above.
+
+    Raises:
+        SettingTypeError: ``kind`` is not a class, or ``adapter`` is not a function.
+    """
+    if not isinstance(kind, type):
+        raise SettingTypeError(f"register_grammar(kind) takes a class of logits processors, got {kind!r}.")
+    if not callable(adapter):
+        raise SettingTypeError(
+            f"register_grammar({kind.__name__}, adapter) takes a function of (processor, input_ids) that returns a "
+            f"grammar for each row, got {adapter!r}."
+        )
+    _registered[kind] = adapter
+
+
+def find_adapter(processor: Any) -> Callable[[torch.Tensor], Sequence[Grammar]] | None:
+    """The function from ``input_ids`` ``[b, s]`` to a processor's grammars, ``None`` if none is known."""
+    if type(processor) is lp.PrefixConstrainedLogitsProcessor:
+        processor = processor._prefix_allowed_tokens_fn
+    kind = type(processor)
+    adapter = _registered.get(kind) or LIBRARIES.get(f"{kind.__module__}.{kind.__qualname__}")
+    if adapter is None:
+        return None
+
+    def grammars(input_ids: torch.Tensor) -> Sequence[Grammar]:
+        found = adapter(processor, input_ids)
+        complete = isinstance(found, Sequence) and len(found) == len(input_ids)
+        if not complete or not all(callable(getattr(one, name, None)) for one in found for name in _METHODS):
+            raise SettingTypeError(
+                f"the adapter that is registered for {kind.__name__} must return a grammar for each of the "
+                f"{len(input_ids)} rows, with the methods mask(vocabulary), advance(token) and rollback(count), got "
+                f"{found!r}."
+            )
+        return found
+
+    return grammars
 
 
 def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tensor:
@@ -36,34 +105,41 @@ def _unpacked(words: torch.Tensor, vocabulary: int, beyond: bool) -> torch.Tenso
 class _Matching:
     """A matcher that ignores tokens after its end, where its processor no longer calls it."""
 
+    library: str
+
     def __init__(self) -> None:
-        # For each token whether the matcher consumed it, and the tokens that it consumed.
-        self.steps: list[bool] = []
-        self.taken: list[int] = []
+        self._steps: list[int | None] = []  # ``None`` for tokens that the matcher ignored
+
+    @property
+    def taken(self) -> list[int]:
+        """The tokens that the matcher has consumed."""
+        return [token for token in self._steps if token is not None]
 
     def advance(self, token: int) -> None:
         """Advances by the next token."""
-        takes = self.takes(token)
-        if takes:
-            self.take(token)
-            self.taken.append(token)
-        self.steps.append(takes)
+        took = self.take(token)
+        if took is False:
+            raise UnsupportedOptionError(
+                f"a grammar of {self.library} does not allow token {token}, which was generated nevertheless: plain "
+                "generate fails here, too, or continues with a text that the grammar does not allow. Another logits "
+                "processor forbids all tokens that the grammar allows, or forces one, or the grammar was made for "
+                "fewer tokens than the model has."
+            )
+        self._steps.append(token if took else None)
 
     def rollback(self, count: int) -> None:
         """Rolls back the last ``count`` tokens."""
-        taken = sum(self.steps[-count:])
-        del self.steps[-count:]
-        if taken:
-            self.take_back(taken)
-            del self.taken[-taken:]
+        back = sum(token is not None for token in self._steps[-count:])
+        del self._steps[-count:]
+        if back:
+            self.take_back(back)
 
-    def takes(self, token: int) -> bool:
-        raise NotImplementedError
-
-    def take(self, token: int) -> None:
+    def take(self, token: int) -> bool | None:
+        """Whether the matcher consumed the token, ``None`` if it has ended and ignores it."""
         raise NotImplementedError
 
     def take_back(self, count: int) -> None:
+        """Takes back the last ``count`` tokens that were consumed, which are no longer among :attr:`taken`."""
         raise NotImplementedError
 
 
@@ -75,6 +151,8 @@ class XGrammar(_Matching):
         texts: the texts of all tokens; if empty, :meth:`expected` returns ``None``.
     """
 
+    library = "xgrammar"
+
     def __init__(self, matcher: Any, bitmask: torch.Tensor, row: int, texts: Sequence[bytes] = ()) -> None:
         super().__init__()
         self.matcher, self.bitmask, self.row, self.texts = matcher, bitmask, row, texts
@@ -83,42 +161,35 @@ class XGrammar(_Matching):
         """The mask as xgrammar's processor applies it: after the end it stays as it was before the last token."""
         if not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(self.bitmask, self.row)
-        elif self.taken:
+        elif taken := self.taken:
             self.matcher.rollback(1)
             self.matcher.fill_next_token_bitmask(self.bitmask, self.row)
-            self.matcher.accept_token(self.taken[-1])
+            self.matcher.accept_token(taken[-1])
         return _unpacked(self.bitmask[self.row], vocabulary, beyond=True)
 
     def expected(self) -> int | None:
         """The longest token with which the text that has to come next begins."""
         if self.matcher.is_terminated() or not self.texts:
             return None
-        text = _forced_text(self.matcher)
+        try:
+            text = self.matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # it ends within a character
+            text = error.object
         texts = {token: bytes(self.texts[token]) for token in self.mask(len(self.texts)).nonzero()[:, 0].tolist()}
         found = [token for token in texts if texts[token] and text.startswith(texts[token])]
         return max(found, key=lambda token: len(texts[token]), default=None)
 
-    def takes(self, token: int) -> bool:
-        return not self.matcher.is_terminated()
-
-    def take(self, token: int) -> None:
-        if not self.matcher.accept_token(token):
-            raise _refusal("xgrammar", token)
+    def take(self, token: int) -> bool | None:
+        return None if self.matcher.is_terminated() else bool(self.matcher.accept_token(token))
 
     def take_back(self, count: int) -> None:
         self.matcher.rollback(count)
 
 
-def _forced_text(matcher: Any) -> bytes:
-    """The text that has to come next, which may end within a character."""
-    try:
-        return matcher.find_jump_forward_string().encode()
-    except UnicodeDecodeError as error:
-        return error.object
-
-
 class LLGuidance(_Matching):
     """An ``LLMatcher`` of llguidance."""
+
+    library = "llguidance"
 
     def __init__(self, matcher: Any) -> None:
         super().__init__()
@@ -126,17 +197,14 @@ class LLGuidance(_Matching):
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """The mask as processors of llguidance apply it."""
-        return _unpacked(
-            torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32), vocabulary, False
-        )
+        words = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)
+        return _unpacked(words, vocabulary, beyond=False)
 
-    def takes(self, token: int) -> bool:
-        return not self.matcher.is_stopped() or self.matcher.validate_tokens([token]) == 1
-
-    def take(self, token: int) -> None:
+    def take(self, token: int) -> bool | None:
+        if self.matcher.is_stopped() and self.matcher.validate_tokens([token]) != 1:
+            return None
         # Unlike ``consume_token`` this leaves the matcher as it is where the token is not allowed.
-        if not self.matcher.try_consume_tokens([token]):
-            raise _refusal("llguidance", token)
+        return bool(self.matcher.try_consume_tokens([token]))
 
     def take_back(self, count: int) -> None:
         self.matcher.rollback(count)
@@ -144,6 +212,8 @@ class LLGuidance(_Matching):
 
 class OutlinesCore(_Matching):
     """One of a list of ``Guide`` objects of outlines-core, and its ``Index``."""
+
+    library = "outlines-core"
 
     def __init__(self, guides: list[Any], row: int, index: Any) -> None:
         super().__init__()
@@ -177,13 +247,11 @@ class OutlinesCore(_Matching):
         ends = {token: index.get_next_state(state, token) for token in tokens if len(tokens) <= _MOST_LEADS}
         return {token: end for token, end in ends.items() if end is not None}
 
-    def takes(self, token: int) -> bool:
-        return not self.guide.is_finished() or self.guide.accepts_tokens([token])
-
-    def take(self, token: int) -> None:
+    def take(self, token: int) -> bool | None:
         if not self.guide.accepts_tokens([token]):
-            raise _refusal("outlines-core", token)
+            return None if self.guide.is_finished() else False
         self.guide.advance(token, return_tokens=False)
+        return True
 
     def take_back(self, count: int) -> None:
         if count <= self.guide.get_allowed_rollback():
@@ -193,19 +261,15 @@ class OutlinesCore(_Matching):
             self.guide.reset()
         else:
             self.guides[self.row] = copy.copy(self.begun)
-        for token in self.taken[:-count]:
+        for token in self.taken:
             self.guide.advance(token, return_tokens=False)
 
 
 def _xgrammars(matchers: Sequence[Any], bitmask: torch.Tensor, grammar: Any) -> Sequence[XGrammar]:
-    texts = _texts_of(grammar.tokenizer_info)
+    # The texts of all tokens, in xgrammar's own list, which creates each as it is read.
+    texts = getattr(getattr(grammar.tokenizer_info, "_handle", None), "decoded_vocab", ())
+    texts = texts() if callable(texts) else texts
     return [XGrammar(matcher, bitmask, row, texts) for row, matcher in enumerate(matchers)]
-
-
-def _texts_of(info: Any) -> Sequence[bytes]:
-    """The texts of all tokens, in xgrammar's own list, which creates each as it is read."""
-    texts = getattr(getattr(info, "_handle", None), "decoded_vocab", ())
-    return texts() if callable(texts) else texts
 
 
 def _own(processor: Any, name: str) -> Any:
@@ -218,26 +282,17 @@ def _own(processor: Any, name: str) -> Any:
     return getattr(processor, name)
 
 
-def _xgrammar(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
-    return _xgrammars(processor.matchers, processor.token_bitmask, processor.compiled_grammars[0])
-
-
-def _xgrammar_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[XGrammar]:
-    return _xgrammars(_own(processor, "_matchers"), _own(processor, "_bitmask"), _own(processor, "compiled_grammar"))
-
-
-def _llguidance_of_outlines(processor: Any, input_ids: torch.Tensor) -> Sequence[LLGuidance]:
-    return [LLGuidance(matcher) for matcher in _own(processor, "ll_matchers")]
-
-
-def _outlines_core(processor: Any, input_ids: torch.Tensor) -> Sequence[OutlinesCore]:
-    guides, index = _own(processor, "_guides"), _own(processor, "index")
-    return [OutlinesCore(guides, row, index) for row in range(len(input_ids))]
-
-
-LIBRARIES: dict[str, Callable[[Any, torch.Tensor], Sequence[Any]]] = {
-    "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
-    "outlines.backends.xgrammar.XGrammarLogitsProcessor": _xgrammar_of_outlines,
-    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _llguidance_of_outlines,
-    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": _outlines_core,
+LIBRARIES: dict[str, Adapter] = {
+    "xgrammar.contrib.hf.LogitsProcessor": lambda processor, _: _xgrammars(
+        processor.matchers, processor.token_bitmask, processor.compiled_grammars[0]
+    ),
+    "outlines.backends.xgrammar.XGrammarLogitsProcessor": lambda processor, _: _xgrammars(
+        _own(processor, "_matchers"), _own(processor, "_bitmask"), _own(processor, "compiled_grammar")
+    ),
+    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": lambda processor, _: [
+        LLGuidance(matcher) for matcher in _own(processor, "ll_matchers")
+    ],
+    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": lambda processor, input_ids: [
+        OutlinesCore(_own(processor, "_guides"), row, _own(processor, "index")) for row in range(len(input_ids))
+    ],
 }

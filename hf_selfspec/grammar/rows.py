@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from transformers.generation import logits_process as lp
 
 from ..batch import Text
 from ..errors import SettingTypeError
-from .protocol import Grammar, find_adapter
+from .libraries import Grammar, find_adapter
 
-# Masks that a row keeps: those of one draft and its verification.
+# Masks, and expected tokens, that a row keeps: those of one draft and its verification.
 _KEPT = 64
 
 # The most allowed tokens among which an expected one is looked for, and the probability that it comes: SmolLM2-135M
@@ -23,6 +23,7 @@ _KEPT = 64
 _NARROW, _LIKELY = 32, 0.67
 
 Path = tuple[int, ...]
+_F = TypeVar("_F")
 
 
 class _Row:
@@ -41,23 +42,12 @@ class _Row:
 
     def expected(self, text: list[int], path: Path) -> int | None:
         """The token that most likely follows ``text`` and ``path``, ``None`` where the grammar does not know."""
-        if not hasattr(self._grammar, "expected"):
-            return None
-        self._go_on_from(text)
-        if path not in self._expected:
-            self.go_to(text, path)
-            self._expected[path] = self._grammar.expected()
-        return self._expected[path]
+        expected = getattr(self._grammar, "expected", None)
+        return None if expected is None else self._found(self._expected, text, path, expected)
 
     def mask(self, text: list[int], path: Path) -> torch.Tensor:
         """A BoolTensor ``[v]``, true for the tokens that may follow ``text`` and ``path``."""
-        self._go_on_from(text)
-        if path not in self._masks:
-            self.go_to(text, path)
-            if len(self._masks) >= _KEPT:
-                self._masks.clear()
-            self._masks[path] = self.fresh_mask()
-        return self._masks[path]
+        return self._found(self._masks, text, path, self.fresh_mask)
 
     def mask_after(self, tokens: list[int]) -> torch.Tensor:
         """A BoolTensor ``[v]``, true for the tokens that may follow all these tokens."""
@@ -90,12 +80,19 @@ class _Row:
             self._grammar.advance(token)
             taken.append(token)
 
-    def _go_on_from(self, text: list[int]) -> None:
+    def _found(self, known: dict[Path, _F], text: list[int], path: Path, find: Callable[[], _F]) -> _F:
+        """What ``find`` returns after ``text`` and ``path``, found once."""
         if text is not self._text:
             if text != self._text:
                 self._masks.clear()
                 self._expected.clear()
             self._text = text
+        if path not in known:
+            self.go_to(text, path)
+            if len(known) >= _KEPT:
+                known.clear()
+            known[path] = find()
+        return known[path]
 
 
 class GrammarMask:
@@ -110,21 +107,15 @@ class GrammarMask:
     def __init__(self, processor: Any, adapt: Callable[[torch.Tensor], Sequence[Grammar]]) -> None:
         self._processor, self._adapt = processor, adapt
         self.name = type(processor).__name__
-        self._rows: list[_Row] = []
+        self.rows: list[_Row] = []
         self._start = 0
         # Transformers forces what a prefix function allows where all of it has been forbidden.
         self._is_prefix_function = type(processor) is lp.PrefixConstrainedLogitsProcessor
 
-    @classmethod
-    def of(cls, processor: Any) -> GrammarMask | None:
-        """Returns what replaces ``processor``, ``None`` if no grammars that can be rolled back are known for it."""
-        adapt = find_adapter(processor)
-        return None if adapt is None else cls(processor, adapt)
-
     @property
     def vocabulary(self) -> int:
         """``v``, known after :meth:`begin`."""
-        return self._rows[0].vocabulary
+        return self.rows[0].vocabulary
 
     def begin(self, input_ids: torch.Tensor, vocabulary: int) -> None:
         """Calls the processor with the prompts ``input_ids`` ``[b, s]``, as the first step of plain ``generate`` does.
@@ -133,17 +124,13 @@ class GrammarMask:
         """
         scores = torch.zeros(len(input_ids), vocabulary, device=input_ids.device, dtype=torch.float32)
         self._processor(input_ids, scores)
-        self._rows = [_Row(grammar, vocabulary, self.name) for grammar in self._adapt(input_ids)]
+        self.rows = [_Row(grammar, vocabulary, self.name) for grammar in self._adapt(input_ids)]
         self._start = input_ids.shape[1]
 
     def fit(self, vocabulary: int) -> None:
         """Makes masks as wide as the logits, whose width is known by now."""
-        for row in self._rows:
+        for row in self.rows:
             row.vocabulary = vocabulary
-
-    def row(self, row: int) -> _Row:
-        """The grammar of a row."""
-        return self._rows[row]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``[b, v]`` that follow the rows ``input_ids`` ``[b, s]``."""
@@ -151,7 +138,7 @@ class GrammarMask:
 
     def of_row(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``[n, v]`` that follow ``ids`` ``[s]`` of one row."""
-        mask = self._rows[row].mask_after(ids[self._start :].tolist())
+        mask = self.rows[row].mask_after(ids[self._start :].tolist())
         if self._is_prefix_function:
             tokens = mask.nonzero()[:, 0]
             return lp.PrefixConstrainedLogitsProcessor(lambda *_: tokens, 1)(ids.expand(len(scores), -1), scores)
@@ -159,7 +146,7 @@ class GrammarMask:
 
     def finish(self, texts: Sequence[Sequence[int]]) -> None:
         """Leaves the processor as plain ``generate`` leaves it, which would have seen these new tokens of each row."""
-        for row, tokens in zip(self._rows, texts, strict=True):
+        for row, tokens in zip(self.rows, texts, strict=True):
             row.go_to(tokens)
             row.fresh_mask()
 
@@ -189,7 +176,9 @@ class Spot:
         count = int(np.count_nonzero(allowed))
         if count == 1:
             return int(allowed.argmax()), 1.0
-        found = [mask.row(self.row).expected(self.text, tuple(path)) for mask in self.masks] if count <= _NARROW else []
+        found = (
+            [mask.rows[self.row].expected(self.text, tuple(path)) for mask in self.masks] if count <= _NARROW else []
+        )
         return next(((token, _LIKELY) for token in found if token is not None and allowed[token]), None)
 
     def forced(self, most: int) -> Path:
@@ -200,7 +189,7 @@ class Spot:
         return found
 
     def _masks(self, path: Sequence[int]) -> list[torch.Tensor]:
-        return [mask.row(self.row).mask(self.text, tuple(path)) for mask in self.masks]
+        return [mask.rows[self.row].mask(self.text, tuple(path)) for mask in self.masks]
 
     def _has_ended(self, path: Sequence[int]) -> bool:
         return bool(path) and path[-1] in self.ends
@@ -215,11 +204,6 @@ class Constraint:
 
     def __bool__(self) -> bool:
         return bool(self.masks)
-
-    @property
-    def vocabulary(self) -> int:
-        """``v``."""
-        return self.masks[0].vocabulary
 
     def forced(self, text: Text, ahead: int, wanted: list[bool]) -> list[int] | None:
         """The tokens that likely follow ``ahead`` scratch columns, ``None`` unless there is one in all wanted rows."""
@@ -241,4 +225,7 @@ class Constraint:
 
 def with_grammars(processors: lp.LogitsProcessorList) -> lp.LogitsProcessorList:
     """The processors, with a :class:`GrammarMask` in place of each whose grammars can be rolled back."""
-    return lp.LogitsProcessorList(GrammarMask.of(processor) or processor for processor in processors)
+    known = [(processor, find_adapter(processor)) for processor in processors]
+    return lp.LogitsProcessorList(
+        processor if adapt is None else GrammarMask(processor, adapt) for processor, adapt in known
+    )

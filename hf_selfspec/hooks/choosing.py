@@ -1,19 +1,21 @@
-"""Which ``SelfSpec`` serves a call of ``generate``."""
+"""Which ``SelfSpec`` serves a call of ``generate``: of the call, of a generation config, or attached to the model."""
 
 from __future__ import annotations
 
 import json
+import threading
+import weakref
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedOptionError, warn_once
 from ..learned import saving
+from ..model.anatomy import causal_lm
 from ..selfspec import CONFIG_KEY, SelfSpec
-from .attached import attached
 
 # Options of a call or generation config that choose another way of decoding, and so override one set elsewhere.
 _OTHER_WAYS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
@@ -23,6 +25,9 @@ CONFIG_NAMES = ("custom_generate", "assistant")
 # How many SelfSpecs of saved configs are kept.
 _RESTORED = 64
 
+_specs: weakref.WeakKeyDictionary[PreTrainedModel, SelfSpec] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
 
 def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:
     """Chooses what serves a call: its arguments, its generation config, the model's, or the attached, in this order.
@@ -30,9 +35,18 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
     Returns it with where it was set, if not in the call itself: plain ``generate`` then serves the calls that it cannot
     serve. ``None`` is for transformers' own decoding.
     """
+    custom = call.get("custom_generate")
+    if isinstance(custom, SelfSpec):
+        if assistant is False:
+            raise UnsupportedOptionError(
+                "generate(assistant=False) is plain generate, and generate(custom_generate=...) holds a SelfSpec: give "
+                "one."
+            )
+        if assistant is None:
+            assistant, custom = custom, None
+    if assistant is not None:
+        return (_checked(assistant, custom, call), "") if assistant is not False else None
     passed, own = call.get("generation_config"), getattr(model, "generation_config", None)
-    if assistant is not None or isinstance(call.get("custom_generate"), SelfSpec):
-        return _of_call(assistant, call)
     # A model that drafts for transformers' own assisted generation gets a copy of the main model's config.
     if _has_other_way(call) or getattr(passed, "is_assistant", None):
         return None
@@ -45,34 +59,25 @@ def choose(model: Any, assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpe
         return None
     if in_own is not None:
         return (in_own, default_of) if in_own else None
-    spec = attached(model)
+    spec = _attached(model)
     return None if spec is None else (spec, f"attached to this {type(model).__name__}")
 
 
-def _of_call(assistant: Any, call: Mapping[str, Any]) -> tuple[SelfSpec, str] | None:
-    custom = call.get("custom_generate")
-    if assistant is False and isinstance(custom, SelfSpec):
-        raise UnsupportedOptionError(
-            "generate(assistant=False) is plain generate, and generate(custom_generate=...) holds a SelfSpec: give one."
-        )
-    if assistant is None or assistant is False:
-        spec = custom if isinstance(custom, SelfSpec) else None
-    elif not isinstance(assistant, SelfSpec):
+def _checked(assistant: Any, custom: Any, call: Mapping[str, Any]) -> SelfSpec:
+    if not isinstance(assistant, SelfSpec):
         raise SettingTypeError(
             f"generate(assistant=...) takes {_ALLOWED}, got {assistant!r}. For a second model use transformers' "
             "`assistant_model`."
         )
-    elif custom is not None:
+    if custom is not None:
         raise UnsupportedOptionError(
             "generate(assistant=...) and generate(custom_generate=...) both replace the decode loop: give one."
         )
-    else:
-        spec = assistant
-    if spec is not None and call.get("assistant_model") is not None:
+    if call.get("assistant_model") is not None:
         raise UnsupportedOptionError(
             "generate(assistant_model=...) is another way of drafting than `assistant`: give one of the two."
         )
-    return None if spec is None else (spec, "")
+    return assistant
 
 
 def _has_other_way(options: Mapping[str, Any]) -> bool:
@@ -134,3 +139,89 @@ def _in_own_config(config: Any) -> SelfSpec | Literal[False] | None:
     except (SettingError, SettingTypeError) as error:
         warn_once(f"the model's generation config has an assistant that cannot be used and is left out: {error}")
         return None
+
+
+# Attaching ------------------------------------------------------------------------------------------------------------
+
+
+class Attachment:
+    """What :func:`attach` returns: a context manager that ends the attachment.
+
+    Attributes:
+        spec: the attached ``SelfSpec``; ``with ... as`` binds it, too.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: SelfSpec) -> None:
+        self.spec = spec
+        self._model = model
+        self._before = _replace(model, spec)
+
+    def __enter__(self) -> SelfSpec:
+        if _attached(self._model) is not self.spec:
+            self._before = _replace(self._model, self.spec)
+        return self.spec
+
+    def __exit__(self, *error: object) -> None:
+        _replace(self._model, self._before)
+
+
+def attach(model: Any, spec: SelfSpec) -> Attachment:
+    """Makes every ``model.generate(...)`` use ``spec``, for trainers, harnesses, pipelines and agents that call it.
+
+    A call that chooses for itself is not changed: ``assistant=`` with another ``SelfSpec``, ``assistant=False`` for
+    plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
+    whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
+    an encoder-decoder model) use plain ``generate``, and a warning gives the reason once.
+
+    The attachment belongs to the model object, in all threads. Nothing is stored on the model, so copies and pickles
+    of it have no attachment. It lasts until :func:`detach`, or until the end of a ``with`` block, which restores what
+    was attached before::
+
+        hf_selfspec.attach(model, SelfSpec())
+
+        with hf_selfspec.attach(model, SelfSpec()) as spec:
+            model.generate(**inputs)
+        print(spec.stats)
+
+    Args:
+        model: a model of transformers or a PEFT model around one; may be wrapped by PEFT or accelerate later.
+        spec: the ``SelfSpec`` to use; it replaces one that was attached before.
+
+    Returns:
+        A context manager; using it as one is optional.
+
+    Raises:
+        SettingTypeError: ``model`` is not such a model, or ``spec`` is not a ``SelfSpec``.
+    """
+    if not isinstance(spec, SelfSpec):
+        raise SettingTypeError(
+            "attach(model, spec) takes a SelfSpec, e.g. SelfSpec() or SelfSpec(draft=EarlyExit(layer=8)), got "
+            f"{spec!r}."
+        )
+    return Attachment(causal_lm(model, "attach"), spec)
+
+
+def detach(model: Any) -> None:
+    """Undoes :func:`attach`; a model that has nothing attached is left as it is.
+
+    Args:
+        model: the model that was given to :func:`attach`, or the PEFT model around it, or the one inside.
+
+    Raises:
+        SettingTypeError: ``model`` is neither a model of transformers nor a PEFT model around one.
+    """
+    _replace(causal_lm(model, "detach"), None)
+
+
+def _attached(model: PreTrainedModel) -> SelfSpec | None:
+    with _lock:
+        return _specs.get(model)
+
+
+def _replace(model: PreTrainedModel, spec: SelfSpec | None) -> SelfSpec | None:
+    """Attaches ``spec``, or nothing, and returns what was attached before."""
+    with _lock:
+        before = _specs.pop(model, None)
+        if spec is not None:
+            _specs[model] = spec
+        return before

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 _ORIGINAL = "_hf_selfspec_original"
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-@dataclass(frozen=True)
-class _Seam:
-    owner: type
-    name: str
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-
-    def put_on(self) -> None:
-        original = getattr(self.owner, self.name)
-        if not hasattr(original, _ORIGINAL):
-            wrapped = self.wrap(original)
-            setattr(wrapped, _ORIGINAL, original)
-            setattr(self.owner, self.name, wrapped)
-
-    def take_off(self) -> None:
-        original = getattr(getattr(self.owner, self.name), _ORIGINAL, None)
-        if original is not None:
-            setattr(self.owner, self.name, original)
-
-
-_seams: list[_Seam] = []
+_seams: list[tuple[type, str, Wrap]] = []
 _is_installed = True
 
 
-def add_seam(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def add_seam(owner: type, name: str, wrap: Wrap) -> None:
     """Wraps a method of transformers, now and at each :func:`install`."""
-    _seams.append(_Seam(owner, name, wrap))
+    _seams.append((owner, name, wrap))
     if _is_installed:
-        _seams[-1].put_on()
+        install()
 
 
 def install() -> None:
@@ -49,8 +30,12 @@ def install() -> None:
     """
     global _is_installed
     _is_installed = True
-    for seam in _seams:
-        seam.put_on()
+    for owner, name, wrap in _seams:
+        original = getattr(owner, name)
+        if not hasattr(original, _ORIGINAL):
+            wrapped = wrap(original)
+            setattr(wrapped, _ORIGINAL, original)
+            setattr(owner, name, wrapped)
 
 
 def uninstall() -> None:
@@ -61,5 +46,6 @@ def uninstall() -> None:
     """
     global _is_installed
     _is_installed = False
-    for seam in _seams:
-        seam.take_off()
+    for owner, name, _ in _seams:
+        if (original := getattr(getattr(owner, name), _ORIGINAL, None)) is not None:
+            setattr(owner, name, original)

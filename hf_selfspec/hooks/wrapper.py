@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..call import Call, cannot_serve, leave
+from ..call import Call, cannot_serve, leave, serve
 from ..errors import SelfSpecError, UnsupportedOptionError
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
@@ -64,7 +64,12 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
 def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) -> dict[str, Any]:
     """The arguments that make ``generate`` decode with a ``SelfSpec``; raises if it cannot serve this call."""
     Anatomy.of(model)
-    named = {**named, "generation_config": _without_assistant(named.get("generation_config"))}
+    config = named.get("generation_config")
+    if isinstance(config, GenerationConfig):
+        config = copy.copy(config)
+        for name in CONFIG_NAMES:
+            vars(config).pop(name, None)
+    named = {**named, "generation_config": config}
     effective = _Options(model, named)
     check_options(model, effective)
     check_inputs(model, named.get("inputs"))
@@ -72,15 +77,22 @@ def _served(model: Any, spec: SelfSpec, default_of: str, named: dict[str, Any]) 
         # Ours is one, if need be.
         compile_config = effective.compile_config or CompileConfig()
         named |= {"cache_implementation": "dynamic", "compile_config": compile_config}
-    if effective.stop_strings is not None:
-        _serve_stop_strings(named, effective.stop_strings)
+    if (strings := effective.stop_strings) is not None:
+        # Transformers makes no criterion of them where a callable decodes, since that gets no tokenizer.
+        if (tokenizer := named.get("tokenizer")) is None:
+            raise UnsupportedOptionError(
+                f"stop_strings={strings!r} need the tokenizer: pass generate(tokenizer=tokenizer)."
+            )
+        criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+        criteria = StoppingCriteriaList([*(named.get("stopping_criteria") or ()), criterion])
+        named |= {"stopping_criteria": criteria, "stop_strings": None}
     streamer, synced_gpus = named.get("streamer"), _is_synced(model, named.get("synced_gpus"))
 
     def decode(
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
     ) -> Any:
         prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-        return spec._serve(Call(*prepared, synced_gpus, streamer, rest), default_of)
+        return serve(Call(*prepared, synced_gpus, streamer, rest), spec, default_of)
 
     vars(decode)["__signature__"] = _SIGNATURE
     return named | {"custom_generate": decode}
@@ -105,38 +117,13 @@ class _Options:
         return None if name == "cache_implementation" and found == "hybrid" else found
 
 
-def _without_assistant(config: Any) -> Any:
-    """Returns a copy of a passed generation config without the ``SelfSpec`` in it."""
-    if not isinstance(config, GenerationConfig):
-        return config
-    kept = copy.copy(config)
-    for name in CONFIG_NAMES:
-        vars(kept).pop(name, None)
-    return kept
-
-
 def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
     """The value that ``generate`` resolves ``synced_gpus`` to, which it does not pass to callables."""
     if synced_gpus is not None:
         return synced_gpus
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not several or torch.distributed.get_world_size() == 1:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-
-
-def _serve_stop_strings(named: dict[str, Any], stop_strings: str | list[str]) -> None:
-    """Builds the criterion for stop strings, since transformers drops the tokenizer when a callable decodes."""
-    tokenizer = named.get("tokenizer")
-    if tokenizer is None:
-        raise UnsupportedOptionError(
-            f"stop_strings={stop_strings!r} need the tokenizer: pass generate(tokenizer=tokenizer)."
-        )
-    criteria = named.get("stopping_criteria") or ()
-    named["stopping_criteria"] = StoppingCriteriaList(
-        [*criteria, StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)]
-    )
-    named["stop_strings"] = None
+    return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and torch.distributed.get_world_size() > 1
 
 
 def _passing_assistant(original: Callable[..., Any]) -> Callable[..., Any]:

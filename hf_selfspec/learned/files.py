@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,12 @@ from ..validation import LARGEST
 
 # How deep JSON that is read may be nested; the files that this package writes are at most 9 deep.
 _DEEPEST = 32
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def is_name(text: str) -> bool:
+    """Returns whether a repository of the Hub can have this name."""
+    return _NAME.fullmatch(text) is not None
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from ..control.arms import Measurements
+from ..control.controller import Measurements
 from ..errors import SettingError, warn_once
 from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.hub import is_name
 from ..errors import SelfSpecError, SettingError
 from ..model.fingerprint import Fingerprint
-from .files import read_json, write_json
+from .files import is_name, read_json, write_json
 from .registry import is_registered, registered
 
 FILE_NAME = "selfspec.json"

@@ -6,6 +6,7 @@ written against :class:`Anatomy` and never against a model class.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from .modules import forward_parameters
 from .recurrences import SERVED
 
 _ATTENTION_NAMES = (
-    "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "mixer",
+    ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),
 )  # fmt: skip
 _MLP_NAMES = (
     ("mlp",),
@@ -162,12 +163,15 @@ class Anatomy:
         has_places = alibi or architecture.tree is False or takes_positions
         # Without attention there are no positions.
         has_places = has_places or (is_recurrent and "cache_params" in forward_parameters(model))
-        attention = tuple(_find_attention(layer, architecture) for layer in layers)
+        names = _ATTENTION_NAMES if architecture.attention is None else [(architecture.attention,)]
+        attention = tuple(next(iter(_find_blocks(layer, names)), None) for layer in layers)
         return cls(
             model_name=name,
             layers=layers,
             attention=attention,
-            mlp=tuple(_find_mlp(layer, architecture) for layer in layers),
+            mlp=tuple(
+                _find_blocks(layer, _MLP_NAMES if architecture.mlp is None else [architecture.mlp]) for layer in layers
+            ),
             decoder=decoder if isinstance(decoder, nn.Module) else model,
             stack=_find_stack(model, layers),
             kv_sources=kv_sources,
@@ -239,14 +243,10 @@ def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _find_attention(layer: nn.Module, architecture: Architecture) -> nn.Module | None:
-    names = _ATTENTION_NAMES if architecture.attention is None else (architecture.attention,)
-    return next((found for name in names if (found := _submodule(layer, name)) is not None), None)
-
-
-def _find_mlp(layer: nn.Module, architecture: Architecture) -> tuple[nn.Module, ...]:
-    for names in _MLP_NAMES if architecture.mlp is None else (architecture.mlp,):
-        found = [_submodule(layer, name) for name in names]
+def _find_blocks(layer: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[nn.Module, ...]:
+    """The modules of the first choice of paths that all exist, none where there is no such choice."""
+    for paths in choices:
+        found = [_submodule(layer, path) for path in paths]
         if all(module is not None for module in found):
             return tuple(module for module in found if module is not None)
     return ()

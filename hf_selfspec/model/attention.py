@@ -21,10 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layout import TreeLayout
+from .layout import Feed
 from .patching import InstanceForwards, PerThread, SharedChange
 from .prompt import Holes
-from .transfer import RowNumbers
 
 # sdpa's kernels on a GPU need a multiple of this many numbers from each row of a mask to the next.
 _ALIGNED = 8
@@ -47,23 +46,16 @@ class MaskSpec:
     grouped: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        positions: torch.Tensor,
-        cursors: RowNumbers,
-        nodes: TreeLayout | None,
-        first_node: int,
-        holes: Holes | None,
-    ) -> MaskSpec:
-        """The spec of tokens at positions ``[b, s]``, which may be nodes of a tree; see :meth:`Target.step`."""
-        device = positions.device
+    def of(cls, feed: Feed, positions: torch.Tensor, holes: Holes | None) -> MaskSpec:
+        """The spec of a forward's tokens at positions ``[b, s]``, which may be nodes of a tree."""
+        device, cursors, nodes = positions.device, feed.starts, feed.nodes
         length = max(cursors) + positions.shape[1]
         keys: torch.Tensor | None = None
         visible: torch.Tensor | None = None
         if nodes is not None:
             # The slots of the tree: from each row's first node on, one per node, in order.
-            slots = cursors.on(device) - first_node + torch.arange(nodes.size, device=device)
-            keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, first_node)
+            slots = cursors.on(device) - feed.first_node + torch.arange(nodes.size, device=device)
+            keys, visible = nodes.keys(slots.expand(len(cursors), -1), length, feed.first_node)
         if holes is not None:
             keys = torch.arange(length, device=device)[None] if keys is None else keys
             positions, keys = holes.at(positions), holes.at(keys)
@@ -119,14 +111,6 @@ class MaskSpec:
             # The mask itself is kept too: once it is freed, another one could get its id.
             self.grouped[key] = mask, laid_out
         return self.grouped[key][1]
-
-
-def padded_mask(padding: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the attention mask ``[b, length]`` of left-padded prompts ``[b, m]`` and all tokens after them."""
-    missing = length - padding.shape[1]
-    if missing <= 0:
-        return padding[:, :length]
-    return torch.cat([padding, padding.new_ones(padding.shape[0], missing)], dim=1)
 
 
 _current = PerThread[MaskSpec]()
@@ -205,17 +189,14 @@ def without_cudnn_attention() -> AbstractContextManager[None]:
     """
 
     def switch_off(forwards: InstanceForwards) -> None:
-        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-        forwards.afterwards(lambda: torch.backends.cuda.enable_cudnn_sdp(was_enabled))
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled and not _others_enabled())
+        of = torch.backends.cuda
+        was_enabled = of.cudnn_sdp_enabled()
+        forwards.callback(of.enable_cudnn_sdp, was_enabled)
+        # A caller may have chosen cuDNN's kernel alone.
+        others = of.flash_sdp_enabled() or of.mem_efficient_sdp_enabled() or of.math_sdp_enabled()
+        of.enable_cudnn_sdp(was_enabled and not others)
 
     return _without_cudnn.of(torch.backends, switch_off)
-
-
-def _others_enabled() -> bool:
-    """Whether attention has another kernel than cuDNN's: a caller may have chosen that one alone."""
-    of = torch.backends.cuda
-    return of.flash_sdp_enabled() or of.mem_efficient_sdp_enabled() or of.math_sdp_enabled()
 
 
 def grouped_attention(

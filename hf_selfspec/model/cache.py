@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from .layout import TreeLayout
+from .recurrences import SERVED
 from .recurrences.recurrence import Recurrence
-from .recurrences.state_log import StateLog
-from .recurrences.states import StateLayer, StateUpdate
+from .recurrences.states import StateLayer, StateLog, StateUpdate
 from .traceable import ChangingNumber, Place, size_for, step_above
 from .transfer import RowNumbers, upload
 
@@ -79,7 +80,6 @@ class _SpeculativeLayer(CacheLayerMixin):
             self.filled = min(end, self.keys.shape[2])
 
     def grow(self) -> None:
-        """Grows the buffers to the capacity of the cache."""
         if self.keys.shape[2] < self._cache.capacity:
             self.keys, self.values = self._grown("keys", self.keys), self._grown("values", self.values)
 
@@ -125,14 +125,7 @@ class SpeculativeCache(Cache):
         self.state_update = StateUpdate(self.cursors)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._history = 0
-        self._has_states = False
-
-    def hold_states(self, like: Cache, recurrence: type[Recurrence] | None, name: str) -> None:
-        """Prepares for the recurrent states that a model keeps in its own cache."""
-        for index, layer in enumerate(like.layers):
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                self._has_states = True
-                self.layers[index] = _RecurrentLayer(self, layer.number_of_states, recurrence, name)
+        self.has_states = False  # recurrent ones
 
     @property
     def _logs(self) -> list[StateLog]:
@@ -144,7 +137,7 @@ class SpeculativeCache(Cache):
 
     def first_slots(self) -> list[int]:
         """For each row the first slot at which a forward can begin; 0 unless older recurrent states were dropped."""
-        known = [log.first_slots for log in self._logs if not log.is_empty]
+        known = [log.floor.slots for log in self._logs if not log.is_empty]
         return [max(slots) for slots in zip([0] * len(self.cursors), *known, strict=True)]
 
     def commit(self, roots: Sequence[int]) -> None:
@@ -167,7 +160,7 @@ class SpeculativeCache(Cache):
     ) -> None:
         """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.cursors = RowNumbers.of(cursors)
-        if self._has_states:
+        if self.has_states:
             self.state_update = StateUpdate.of(self.cursors, counts, nodes)
         self.max_cursor = max(cursors)
         self._places = None
@@ -224,7 +217,6 @@ class SpeculativeCache(Cache):
         return self.layers[layer_idx].update(key_states, value_states)
 
     def keep_rows(self, kept: list[int]) -> None:
-        """Drops all rows but ``kept``."""
         self.cursors = RowNumbers([self.cursors[row] for row in kept])
         self._places = None
         rows: torch.Tensor | None = None
@@ -302,6 +294,18 @@ class SpeculativeCache(Cache):
                     picked = _picked(buffer, places.clamp(min=0))
                     pair.append(picked.masked_fill((places < 0)[:, None, :, None], 0).contiguous())
             other.update(*pair, layer_idx=index)
+
+
+def cache_for(model: PreTrainedModel, batch_size: int, capacity: int, like: Cache | None = None) -> SpeculativeCache:
+    """Returns the cache that a model needs; ``like`` is its own, ``None`` for a new one."""
+    like = DynamicCache(config=model.config.get_text_config(decoder=True)) if like is None else like
+    cache = SpeculativeCache(len(like.layers), batch_size, capacity)
+    if model.config.model_type in SERVED:
+        cache.has_states, recurrence = True, SERVED[model.config.model_type]
+        for index, layer in enumerate(like.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                cache.layers[index] = _RecurrentLayer(cache, layer.number_of_states, recurrence, type(model).__name__)
+    return cache
 
 
 def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

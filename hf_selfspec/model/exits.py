@@ -2,31 +2,49 @@
 
 The states that leave the chosen layers are appended, along the batch, to what leaves the last layer, so that the
 model's own code brings all of them to its output head (final norm, projections). They are then removed again, and
-:meth:`Exits.head` runs the model's own head on any of them, with its scale and soft-cap. No architecture is
-reimplemented, and the logits of an exit are computed only when they are used.
+:meth:`Exits.head` runs all that the model does between its stack of layers and its logits on any of them: projections,
+head, scale, soft-cap. No architecture is reimplemented, and the logits of an exit are computed only when they are used.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SettingError, UnsupportedModelError
 from .anatomy import Anatomy
-from .head import OwnHead
-from .patching import does_checkpoint
+from .patching import (
+    Autocast,
+    InstanceForwards,
+    PerThread,
+    SharedChange,
+    autocast_around,
+    does_checkpoint,
+    states_of,
+    with_states,
+    within,
+)
 
 # Layer inputs are [b, s, d]; Gemma 3n has [4, b, s, d].
 BATCH_DIM = -3
 # Logits of exits that may be in memory at a time: 128 MiB in float32.
 LOGIT_ELEMENTS = 2**25
+
+
+_given = PerThread[Any]()
+_returns_given = SharedChange()
+
+
+def _return_given(stack: nn.Module, forwards: InstanceForwards) -> None:
+    original = stack.forward
+    forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
 
 
 def _then(module: nn.Module, original: Any, hook: Any) -> Any:
@@ -55,9 +73,9 @@ class Exits:
         self.states: torch.Tensor | None = None
         self.final: torch.Tensor | None = None
         self._kept: dict[int, torch.Tensor] = {}
-        self._own_head = OwnHead(model, self.anatomy)
-        self._handles: list[RemovableHandle] = []
-        self._checkpointing: list[Any] = []
+        self._output: Any = None  # of the stack in the last forward that was observed
+        self._autocast: Autocast | None = None  # that was on in it
+        self._changes = InstanceForwards()
         self._thread = 0
 
     def check(self, name: str, layers: Iterable[int]) -> None:
@@ -76,32 +94,25 @@ class Exits:
                 f"{self.anatomy.model_name} fixes the batch after its last layer, so the states of its exits cannot go "
                 "through its output head together: its exits can neither be trained nor reported."
             )
-        self._thread = threading.get_ident()
+        self._thread, changes = threading.get_ident(), self._changes
         for layer, module in enumerate(self.anatomy.layers, start=1):
             hook = self._layer_hook(layer)
             if "__call__" in GradientCheckpointingLayer.__dict__ and does_checkpoint(module):
                 # Before transformers 5.23, checkpointing includes a layer's hooks, which would run again in backward.
-                self._checkpointing.append((module, module._gradient_checkpointing_func))
-                module._gradient_checkpointing_func = _then(module, module._gradient_checkpointing_func, hook)
+                run = module._gradient_checkpointing_func
+                changes.set(module, "_gradient_checkpointing_func", _then(module, run, hook))
             else:
-                self._handles.append(module.register_forward_hook(hook))
-        self._handles.append(self.anatomy.stack.register_forward_pre_hook(self._begin))
-        self._handles.append(self.anatomy.stack.register_forward_hook(self._end))
+                changes.enter_context(module.register_forward_hook(hook))
+        changes.enter_context(self.anatomy.stack.register_forward_pre_hook(self._begin))
+        changes.enter_context(self.anatomy.stack.register_forward_hook(self._end))
 
     def detach(self) -> None:
         """Removes the hooks and releases all states."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for module, function in self._checkpointing:
-            module._gradient_checkpointing_func = function
-        self._checkpointing.clear()
+        self._changes.close()
         self.release()
 
     def release(self) -> None:
-        """Releases the states of the last forward."""
-        self.states = self.final = None
-        self._own_head.forget()
+        self.states = self.final = self._output = None
         self._kept.clear()
 
     def head_parameters(self) -> list[nn.Parameter]:
@@ -114,16 +125,33 @@ class Exits:
         }
         return list(found.values())
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Runs the model's own output head.
+    @property
+    def has_seen(self) -> bool:
+        """Whether a forward was observed, as :meth:`head` needs it."""
+        return self._output is not None
 
-        Hooks that others have registered on the model's stack of layers run as well, with ids of zeros.
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
+
+        The model's forward runs, and its stack of layers returns the given states directly. What it returns besides
+        them, and the precision (autocast), are those of the last observed forward. Hooks that others have registered on
+        the stack run as well, with ids of zeros.
         """
-        chosen, self.chosen = self.chosen, ()
+        output, chosen, stack = self._output, self.chosen, self.anatomy.stack
+        assert output is not None, "a forward has to be seen first"
+        batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
+        ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
+        change = _returns_given.of(stack, partial(_return_given, stack))
+        self.chosen = ()
         try:
-            return self._own_head(states)
+            with within(self._autocast), change, _given.during(with_states(output, batch)):
+                # The forward of the class, without what others have wrapped around the instance's.
+                result = type(self.model).forward(self.model, input_ids=ids)
         finally:
             self.chosen = chosen
+        logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
+        logits = logits.to(states.device)
+        return logits[0] if states.dim() == 2 else logits
 
     def _is_wanted(self) -> bool:
         """Whether the hooks apply: other threads' forwards of the same model are not affected."""
@@ -156,9 +184,7 @@ class Exits:
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._is_wanted():
             return None
-        as_tuple = isinstance(output, tuple)
-        joined = output[0] if as_tuple else output.last_hidden_state
-        parts = 1 + len(self.chosen)
+        joined, parts = states_of(output), 1 + len(self.chosen)
         if joined.shape[0] % parts:
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} does not keep the batch together after its last layer (got "
@@ -167,11 +193,8 @@ class Exits:
         b = joined.shape[0] // parts
         self._kept.clear()
         self.states, self.final = joined[b:].unflatten(0, (parts - 1, b)), joined[:b]
-        if as_tuple:
-            output = (joined[:b], *output[1:])
-        else:
-            output["last_hidden_state"] = joined[:b]
-            if output.get("hidden_states") is not None:
-                output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
-        self._own_head.see(output)
+        output = with_states(output, self.final)
+        if not isinstance(output, tuple) and output.get("hidden_states") is not None:
+            output["hidden_states"] = tuple(hidden[:b] for hidden in output["hidden_states"])
+        self._output, self._autocast = output, autocast_around(self.final)
         return output

@@ -47,7 +47,6 @@ class Fingerprint:
 
     @classmethod
     def of_decoder(cls, model: PreTrainedModel) -> Fingerprint:
-        """The fingerprint of a decoder-only causal LM."""
         return cls.of(model, Anatomy.of(model).num_layers)
 
     @classmethod

@@ -25,7 +25,7 @@ import torch.nn as nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import SettingError, warn_once
-from .traceable import NoGraphError, NotTraceableError, Places, tracing
+from .traceable import NoGraphError, NotTraceableError, Place, tracing
 from .transfer import wait_for
 
 # A graph is worth its compilation for forwards that recur often: not for a set of blocks that is only tried, nor for
@@ -37,6 +37,8 @@ _COUNTED = 512
 _TIMES = 3
 # After this many choices against graphs, and none for them, no more graphs are made.
 _LOST = 2
+# Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
+_PLACES = 2
 # Module attributes with values of these types are constants of a graph.
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -118,7 +120,8 @@ class Graphs:
     whose: str  # name of the model, for messages
     seconds: float = 0.0  # spent on tracing and compiling
     refused: str = ""  # why no (further) graphs are made
-    places: Places = field(default_factory=Places)
+    # The memory that no generation uses now, the last one that was left at the end.
+    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(_PLACES)])
     _graphs: dict[Hashable, Graph | None] = field(default_factory=dict)  # ``None``: better without
     _uses: dict[Hashable, int] = field(default_factory=dict)
     _told: tuple[int, float] = (0, 0.0)
@@ -126,7 +129,6 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """Number of graphs."""
         return sum(graph is not None for graph in self._graphs.values())
 
     def find(self, key: Hashable, function: Run, inputs: Sequence[torch.Tensor], what: str) -> Graph | None:
@@ -225,7 +227,6 @@ def _clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def _options(config: CompileConfig) -> dict[str, Any]:
-    """The arguments of ``torch.compile``."""
     return config.to_dict() | {"fullgraph": True, "dynamic": False}
 
 

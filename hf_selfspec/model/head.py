@@ -1,30 +1,13 @@
-"""A model's output head: run on states that do not come from its last layer, or with some of its rows only."""
+"""A model's output head, whole or with some of its rows only."""
 
 from __future__ import annotations
-
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .anatomy import Anatomy
 from .linear import FewTokenLinear
-from .patching import (
-    Autocast,
-    InstanceForwards,
-    PerThread,
-    SharedChange,
-    autocast_around,
-    states_of,
-    with_states,
-    within,
-)
 
 # The logit of tokens without a row. Next to the logits of other tokens its probability is 0 in all floating types,
 # unless a soft-cap or a high temperature raises it; in any case sampling uses exactly that probability. Unlike an
@@ -70,7 +53,6 @@ class HeadRows:
 
     @property
     def size(self) -> int:
-        """Number of tokens with a row."""
         return len(self.tokens)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -98,75 +80,3 @@ class HeadRows:
 
 def _is_matrix(weight: torch.Tensor) -> bool:
     return weight.dim() == 2 and weight.is_floating_point() and weight.device.type != "meta"
-
-
-_given = PerThread[Any]()
-_returns_given = SharedChange()
-
-
-def _return_given(stack: nn.Module, forwards: InstanceForwards) -> None:
-    original = stack.forward
-    forwards.replace(stack, lambda *args, **kwargs: _given.now if _given.now is not None else original(*args, **kwargs))
-
-
-class OwnHead:
-    """Everything that the model does between its stack of layers and its logits: projections, head, scale, soft-cap.
-
-    No architecture is reimplemented: the model's forward runs, and its stack of layers returns the given states
-    directly. What a stack returns besides states is copied from an earlier forward that was observed.
-    """
-
-    def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
-        self._model = model
-        self._stack = anatomy.stack
-        self._output: Any = None
-        self._autocast: Autocast | None = None
-
-    @property
-    def has_seen(self) -> bool:
-        """Whether a forward was observed, which shows the form of the stack's output."""
-        return self._output is not None
-
-    def see(self, output: Any) -> None:
-        """Remembers the form of an output of the stack, and the autocast that is on."""
-        self._output = output
-        self._autocast = autocast_around(states_of(output))
-
-    @contextmanager
-    def seeing(self) -> Iterator[list[torch.Tensor]]:
-        """Observes the forwards of this thread; yields a list of what each sends to the head, ``[b, s, d]``."""
-        found: list[torch.Tensor] = []
-        thread = threading.get_ident()
-
-        def see(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                self.see(output)
-                found.append(states_of(output))
-
-        handle = self._stack.register_forward_hook(see)
-        try:
-            yield found
-        finally:
-            handle.remove()
-
-    def forget(self) -> None:
-        """Releases that output."""
-        self._output = None
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Maps states ``[n, d]`` or ``[b, s, d]``, as they leave the stack, to logits ``[n, v]`` or ``[b, s, v]``.
-
-        They have the precision (autocast) of the observed forward. Hooks that others have registered on the model's
-        stack of layers run as well, with ids of zeros.
-        """
-        output = self._output
-        assert output is not None, "a forward has to be seen first"
-        batch = (states[None] if states.dim() == 2 else states).to(states_of(output).device)
-        ids = torch.zeros(batch.shape[:2], dtype=torch.long, device=batch.device)
-        # The forward of the class, without what others have wrapped around the instance's, except for its autocast.
-        change = _returns_given.of(self._stack, partial(_return_given, self._stack))
-        with within(self._autocast), change, _given.during(with_states(output, batch)):
-            result = type(self._model).forward(self._model, input_ids=ids)
-        logits: torch.Tensor = result[0] if isinstance(result, tuple) else result.logits
-        logits = logits.to(states.device)
-        return logits[0] if states.dim() == 2 else logits

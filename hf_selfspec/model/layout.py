@@ -1,14 +1,22 @@
-"""The tree that the tokens of one forward form, and what each of them may attend to."""
+"""The tokens of one forward: the tree that they form, what each may attend to, and the rows that take part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
-from .transfer import upload
+from .transfer import RowNumbers, upload
+
+if TYPE_CHECKING:
+    from .partial import ForwardPass
+
+_T = TypeVar("_T")
+# States are [b, s, d], with further dimensions in front in some models.
+_ROW_DIM = -3
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,6 @@ class TreeLayout:
 
     @property
     def size(self) -> int:
-        """``t``, the number of tokens."""
         return len(self.depths[0])
 
     def offsets(self, device: torch.device) -> torch.Tensor:
@@ -75,15 +82,6 @@ class TreeLayout:
     def tokens(self, device: torch.device) -> torch.Tensor:
         """The ids ``[b, t - 1]``."""
         return self.packed(device)[:, 1:, -1]
-
-    def of_rows(self, rows: Sequence[int], pick: Callable[[torch.Tensor, int], torch.Tensor]) -> TreeLayout:
-        """The layout of ``rows`` alone, which ``pick`` selects along a dimension of a tensor."""
-        if len(self.parents) == 1:
-            return self
-        found = TreeLayout([self.parents[row] for row in rows], [self.depths[row] for row in rows], self.hidden)
-        for device, packed in self._on.items():
-            found._on[device] = pick(packed, 0)
-        return found
 
     def ancestry(self, device: torch.device) -> torch.Tensor:
         """Whether the column's token is the row's token or one of its ancestors, ``[1 or b, t, t]``."""
@@ -118,3 +116,82 @@ class TreeLayout:
         keys = keys.repeat(b, 1).scatter(1, slots, positions)
         ancestry = self.ancestry(device)[:, first:]
         return keys, visible.scatter_(2, slots[:, None].expand(b, t - first, t), ancestry.expand(b, t - first, t))
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The tokens of one forward, of the rows that take part."""
+
+    tokens: torch.Tensor  # [b, s] ids, or [b, s, d] embeddings
+    starts: RowNumbers  # slot of each row's first token
+    last: RowNumbers  # the last position that each row can have
+    nodes: TreeLayout | None = None  # the draft tree, None for a line
+    first_node: int = 0  # the first of its nodes that is among the tokens; earlier ones are in the cache
+    counts: Sequence[int] | None = None  # for a prefill the number of real tokens in each row
+
+    def positions(self) -> torch.Tensor:
+        """The position of each token, ``[b, s]``."""
+        (b, s), device = self.tokens.shape[:2], self.tokens.device
+        if self.nodes is None:
+            return self.starts.onwards(s, device).expand(b, s)
+        offsets = self.nodes.offsets(device)[:, self.first_node :] - self.first_node
+        return (self.starts.on(device) + offsets).expand(b, s)
+
+
+@dataclass(frozen=True)
+class ActiveRows:
+    """The rows of a batch that are still generating."""
+
+    kept: list[int]  # their indices
+    total: int  # b, number of rows of the whole batch
+    _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_list(self, values: Sequence[_T]) -> list[_T]:
+        return [values[row] for row in self.kept]
+
+    def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        return values.index_select(dim, self._index(values.device))
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Expands a tensor ``[*n, b, s, d]`` of these rows to the whole batch, with zeros in the other rows."""
+        shape = list(values.shape)
+        shape[_ROW_DIM] = self.total
+        return values.new_zeros(shape).index_copy_(_ROW_DIM, self._index(values.device), values)
+
+    def _index(self, device: torch.device) -> torch.Tensor:
+        """The indices on a device, uploaded once."""
+        if device not in self._indices:
+            self._indices[device] = upload(self.kept, device)
+        return self._indices[device]
+
+    def enter(
+        self, tokens: torch.Tensor, starts: RowNumbers, nodes: TreeLayout | None, run: ForwardPass
+    ) -> tuple[torch.Tensor, RowNumbers, TreeLayout | None, ForwardPass]:
+        """The tokens of these rows, where they start, their trees, and the forward, whose callbacks see the batch."""
+        stop_fn, head_input_fn = run.stop_fn, run.head_input_fn
+
+        def stop(layer: int, states: torch.Tensor) -> bool:
+            assert stop_fn is not None
+            return stop_fn(layer, self.spread(states))
+
+        def head_input(states: torch.Tensor) -> torch.Tensor:
+            assert head_input_fn is not None
+            return self.pick(head_input_fn(self.spread(states)), _ROW_DIM)
+
+        if nodes is not None and len(nodes.parents) > 1:
+            packed, nodes = nodes._on, TreeLayout(self.of_list(nodes.parents), self.of_list(nodes.depths), nodes.hidden)
+            nodes._on.update({device: self.pick(values, 0) for device, values in packed.items()})
+        run = replace(
+            run,
+            state=None if run.state is None else self.pick(run.state, _ROW_DIM),
+            stop_fn=None if stop_fn is None else stop,
+            head_input_fn=None if head_input_fn is None else head_input,
+        )
+        numbers = RowNumbers.made(self.of_list(starts), lambda device: self.pick(starts.on(device), 0))
+        return self.pick(tokens, 0), numbers, nodes, run
+
+    def leave(self, run: ForwardPass) -> None:
+        """Expands what the forward has found to the whole batch."""
+        for name in ("logits", "captured", "exit_state"):
+            if (found := getattr(run, name)) is not None:
+                setattr(run, name, self.spread(found))

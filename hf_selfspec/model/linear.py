@@ -1,20 +1,10 @@
 """Linear layers over a handful of tokens in float32 on a CPU.
 
 Drafting and verification run one to 32 tokens at once. Most of the time then goes into streaming the weights, and how
-well a library does that depends on the processor, the shape and the number of tokens, by factors of up to three. One
-thread of an AMD EPYC (Zen 4) with MKL 2024.2 and oneDNN 3.12, a 1536 x 576 weight that is not in any cache, time of
-each way divided by that of ``torch.nn.functional.linear`` for one token (330 µs):
-
-=====================  ====  ====  ====  ====  ====  ====  ====
-tokens                    1     2     3     4     8    16    32
-=====================  ====  ====  ====  ====  ====  ====  ====
-``blas``               1.00  1.58  1.80  1.28  1.47  1.91  3.16
-``blas_transposed``    0.53  0.60  0.89  0.84  2.35  2.19  3.33
-``onednn``             0.88  1.05  1.13  1.26  1.33  1.82  2.66
-``onednn_transposed``  0.87  1.34  1.37  1.36  1.39  1.37  2.25
-=====================  ====  ====  ====  ====  ====  ====  ====
-
-On an Intel Xeon the order is different. So :class:`LinearAutotuner` times the ways where they are needed and uses the
+well a library does that depends on the processor, the shape and the number of tokens. One thread of an AMD EPYC (Zen 4)
+with MKL 2024.2 and oneDNN 3.12, a 1536 x 576 weight that is not in any cache: one token takes 0.53 of the time of
+``torch.nn.functional.linear`` with ``blas_transposed``, eight take 2.35 times as long, and 1.33 with ``onednn``. On an
+Intel Xeon the order is different. So :class:`LinearAutotuner` times the ways where they are needed, and chooses the
 fastest. bfloat16 and GPUs need none of this.
 """
 
@@ -26,7 +16,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeGuard
 
@@ -43,8 +32,8 @@ from .traceable import is_tracing
 _SMALLEST = 2**16
 # Token counts for which ways are timed; other counts use the way of the next larger one.
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
-# Ways whose time came within this factor of the fastest one's are timed once more.
-_CLOSE = 1.2
+# How often each way runs before one is chosen; the first run does not count.
+_TURNS = 3
 # How many of a weight's numbers one timed run multiplies per thread (1 ms), and the factor of which its number of rows
 # is a multiple, as in most weights. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and
 # more than that with oneDNN.
@@ -92,21 +81,12 @@ def onednn_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
     return found if bias is None else found.add_(bias)
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to multiply."""
-
-    # Maps input [n, i], weight [o, i] and bias [o] or None to [n, o], contiguous.
-    multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    compiles: bool = False  # whether its first run for a shape takes longer (oneDNN's: 0.3 to 0.5 ms)
-
-
-def available_ways() -> tuple[Way, ...]:
-    """Returns the ways that this build of torch has."""
-    of_blas = Way(blas), Way(blas_transposed)
-    if not torch.backends.mkldnn.is_available():
-        return of_blas
-    return (*of_blas, Way(onednn, compiles=True), Way(onednn_transposed, compiles=True))
+# Maps input [n, i], weight [o, i] and bias [o] or None to [n, o], contiguous.
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# The ways that this build of torch has.
+WAYS: tuple[Way, ...] = (blas, blas_transposed)
+if torch.backends.mkldnn.is_available():
+    WAYS += (onednn, onednn_transposed)
 
 
 class LinearAutotuner:
@@ -116,7 +96,7 @@ class LinearAutotuner:
     lives. Threads share the choices; while one times, others that need a new choice wait.
     """
 
-    def __init__(self, ways: Sequence[Way], clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = perf_counter) -> None:
         self._ways = ways
         self._clock = clock
         self._lock = threading.Lock()
@@ -124,39 +104,27 @@ class LinearAutotuner:
 
     def way(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:
         """Returns the fastest way for 1 to 32 tokens; ``alike`` are all weights of this shape, in order of use."""
-        way = self.known(count, weight)
-        if way is None:
-            with self._lock:
-                way = self.known(count, weight)
-                if way is None:
-                    key = _key(count, weight)
-                    way = self._found[key] = self._timed(key[1], alike)
+        with self._lock:
+            if (way := self.known(count, weight)) is None:
+                key = _key(count, weight)
+                way = self._found[key] = self._timed(alike[0].new_ones(key[1], alike[0].shape[1]), alike)
         return way
 
     def known(self, count: int, weight: torch.Tensor) -> Way | None:
         """Returns the chosen way, ``None`` before the first use."""
         return self._found.get(_key(count, weight))
 
-    def _timed(self, count: int, alike: Sequence[torch.Tensor]) -> Way:
-        input = alike[0].new_ones(count, alike[0].shape[1])
-        pieces = itertools.cycle(_pieces(alike))
-
-        def seconds_of(way: Way) -> float:
-            piece = next(pieces)
-            begun = self._clock()
-            way.multiply(input, piece, None)
-            return self._clock() - begun
-
-        for way in self._ways:
-            if way.compiles:
-                seconds_of(way)
+    def _timed(self, input: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:
+        pieces, seconds = itertools.cycle(_pieces(alike)), defaultdict[Way, list[float]](list)
+        for turn in range(_TURNS):
+            for way in self._ways:
+                piece = next(pieces)
+                begun = self._clock()
+                way(input, piece, None)
+                if turn:  # the first run of a shape takes longer: oneDNN compiles (0.3 to 0.5 ms)
+                    seconds[way].append(self._clock() - begun)
         # Disturbances only make a run longer.
-        seconds = {way: min(seconds_of(way), seconds_of(way)) for way in self._ways}
-        limit = _CLOSE * min(seconds.values())
-        close = [way for way in self._ways if seconds[way] <= limit]
-        if len(close) > 1:
-            seconds = {way: min(seconds[way], seconds_of(way)) for way in close}
-        return min(seconds, key=lambda way: seconds[way])
+        return min(self._ways, key=lambda way: min(seconds[way]))
 
 
 def _key(count: int, weight: torch.Tensor) -> tuple[torch.Size, int, int]:
@@ -172,7 +140,7 @@ def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield weight[start : start + rows]
 
 
-_fastest = LinearAutotuner(available_ways())
+_fastest = LinearAutotuner()
 
 
 def is_served(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -185,7 +153,7 @@ def are_faster(modules: Iterable[nn.Module], count: int) -> bool:
     if not 0 < count <= _COUNTS[-1]:
         return False
     ways = (_fastest.known(count, module.weight) for module in modules if is_served(module))
-    return any(way is not None and way.multiply is not blas for way in ways)
+    return any(way is not None and way is not blas for way in ways)
 
 
 _installed = SharedChange()
@@ -223,7 +191,7 @@ def _few_tokens(
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         way, weight = chosen.get(key := (input.numel(), threads())), parameters.get("weight")
-        if way is not None and way.multiply is blas and weight is not None:
+        if way is not None and way is blas and weight is not None:
             # What the layer itself would do, whoever calls it, without its two attributes that are slow to find.
             return blas(input, weight, parameters["bias"])
         if not is_active() or not 0 < key[0] <= most or input.dtype is not torch.float32:
@@ -234,7 +202,7 @@ def _few_tokens(
             return original(input)  # a tensor without values cannot be timed
         if way is None:
             way = chosen[key] = _fastest.way(key[0] // width, weight, alike)
-        found = way.multiply(input.reshape(-1, width), weight, parameters["bias"])
+        found = way(input.reshape(-1, width), weight, parameters["bias"])
         return found.view(*input.shape[:-1], out)
 
     return forward
@@ -244,7 +212,6 @@ class FewTokenLinear(nn.Linear):
     """A linear layer that is faster over few tokens where no gradients are needed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Maps ``[..., d]`` to ``[..., v]``."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _has_ways(self.weight):
             return super().forward(input)
         found: torch.Tensor = _few_tokens(self, super().forward, [self.weight], lambda: True)(input)

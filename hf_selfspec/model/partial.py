@@ -125,9 +125,13 @@ def _install(anatomy: Anatomy, model: nn.Module, forwards: InstanceForwards) -> 
         forwards.replace(layer, _layer_forward(layer, index, arity, is_last=index == anatomy.num_layers - 1))
         attention, mlp = anatomy.attention[index], anatomy.mlp[index]
         if attention is not None:
-            forwards.replace(attention, _block_forward(attention, index, arity, "skipped_attention", silent=True))
+            forwards.set(
+                attention, "forward", _block_forward(attention, index, arity, "skipped_attention", silent=True)
+            )
         for module in mlp:
-            forwards.replace(module, _block_forward(module, index, arity, "skipped_mlp", silent=module is mlp[-1]))
+            forwards.set(
+                module, "forward", _block_forward(module, index, arity, "skipped_mlp", silent=module is mlp[-1])
+            )
 
 
 def _stack_forward(stack: nn.Module) -> Forward:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,14 +34,11 @@ class PerThread(threading.local, Generic[_T]):
             self.now = before
 
 
-class InstanceForwards:
-    """Replaces forwards and other values, and remembers the earlier ones, so that :meth:`restore` leaves no trace.
+class InstanceForwards(ExitStack):
+    """Replaces forwards and other values, and remembers the earlier ones, so that :meth:`close` leaves no trace.
 
     An existing instance ``forward`` (accelerate sets one) is restored, too.
     """
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
         """Makes ``forward`` what ``module(...)`` calls."""
@@ -54,17 +50,8 @@ class InstanceForwards:
 
     def put(self, values: MutableMapping[str, Any], name: str, value: Any) -> None:
         """Sets an entry of a mapping."""
-        self._undo.append(partial(_put_back, values, name, values.get(name, _MISSING)))
+        self.callback(_put_back, values, name, values.get(name, _MISSING))
         values[name] = value
-
-    def afterwards(self, undo: Callable[[], None]) -> None:
-        """Calls ``undo`` when everything is restored."""
-        self._undo.append(undo)
-
-    def restore(self) -> None:
-        """Restores everything, the last change first."""
-        while self._undo:
-            self._undo.pop()()
 
 
 def _put_back(values: MutableMapping[str, Any], name: str, before: Any) -> None:
@@ -118,7 +105,7 @@ class SharedChange:
     def _leave(self, owner: Any, shared: _Shared) -> None:
         shared.users -= 1
         if shared.users == 0:
-            shared.forwards.restore()
+            shared.forwards.close()
             self._owners.pop(owner, None)
 
 
@@ -165,9 +152,7 @@ def eagerly() -> AbstractContextManager[None]:
     """Bypasses compiled graphs, which would be traced again for each plan and each shape, in the whole process."""
 
     def bypass(forwards: InstanceForwards) -> None:
-        stance = torch.compiler.set_stance("force_eager")
-        stance.__enter__()
-        forwards.afterwards(lambda: stance.__exit__(None, None, None))
+        forwards.enter_context(torch.compiler.set_stance("force_eager"))
 
     return _eager.of(torch.compiler, bypass)
 

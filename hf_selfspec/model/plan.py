@@ -47,7 +47,6 @@ class LayerPlan:
 
     @classmethod
     def of_picture(cls, picture: str) -> LayerPlan:
-        """The inverse of :meth:`picture`."""
         attention = frozenset(index for index, mark in enumerate(picture) if mark in "m.")
         return cls(len(picture), attention, frozenset(index for index, mark in enumerate(picture) if mark in "a."))
 
@@ -58,7 +57,6 @@ class LayerPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the model as it is."""
         return not self.skipped_attention and not self.skipped_mlp and self.deltas is None
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
@@ -14,14 +14,16 @@ from transformers import CompileConfig, PreTrainedModel
 from ..errors import warn_once
 from .anatomy import Anatomy
 from .attention import MaskSpec, at_positions
-from .context import Context, Feed, run_eagerly
 from .experts import experts_by_size
 from .graphs import Graphs, graphs_of
-from .layout import TreeLayout
+from .layout import Feed, TreeLayout
 from .modules import has_hooks, is_compiled, is_tensor_parallel
 from .partial import Best, ForwardPass, obeying
 from .patching import within
 from .traceable import Place, size_for
+
+if TYPE_CHECKING:
+    from .target import Target
 
 # The attribute that all modules with PEFT adapters have.
 _ADAPTED = "_disable_adapters"
@@ -30,60 +32,62 @@ _ADAPTED = "_disable_adapters"
 class GraphRunner:
     """Runs the forwards of one generation with the graphs of its model."""
 
-    def __init__(self, context: Context, graphs: Graphs) -> None:
-        self.context = context
+    def __init__(self, target: Target, graphs: Graphs) -> None:
+        self.target = target
         self.graphs = graphs
         self.waited_seconds = 0.0  # for graphs to be compiled
         self._is_served = True
 
     @classmethod
-    def of(cls, context: Context, config: CompileConfig) -> GraphRunner | None:
+    def of(cls, target: Target, config: CompileConfig) -> GraphRunner | None:
         """Returns the graphs for a generation, or ``None`` and warns, if its forwards cannot be graphs."""
-        why = why_no_graphs(context.model, context.anatomy)
-        if not context.takes_any_rows or context.following.offsets is not None:
+        why = why_no_graphs(target.model, target.anatomy)
+        if not target.takes_any_rows or target.following.offsets is not None:
             why = why or "its prompts have masked columns, images or other inputs that forwards need"
         if why:
             warn_once(
-                f"{context.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
+                f"{target.anatomy.model_name} runs without compiled graphs here, since {why}. The output is the same."
             )
             return None
-        graphs = graphs_of(context.model, config)
-        return None if graphs.refused else cls(context, graphs)
+        graphs = graphs_of(target.model, config)
+        return None if graphs.refused else cls(target, graphs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keeps this generation's keys and values where graphs look for them, and reports new graphs at its end."""
-        graphs, needs_place = self.graphs, _needs_addresses(self.context.model.device)
-        place = self.context.cache.place = graphs.places.take() if needs_place else None
-        self._is_served = not needs_place or place is not None
-        if not self._is_served:
-            warn_once(
-                f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. The "
-                "output is the same."
-            )
+        graphs, cache, place = self.graphs, self.target.cache, None
+        if _needs_addresses(self.target.model.device):
+            try:
+                place = cache.place = graphs.places.pop()
+            except IndexError:
+                self._is_served = False
+                warn_once(
+                    f"{graphs.whose} runs without compiled graphs here, since they serve other calls at the same time. "
+                    "The output is the same."
+                )
         try:
             yield
         finally:
             graphs.report()
             if place is not None:
-                graphs.places.leave(Place() if graphs.refused else place)
+                graphs.places.append(Place() if graphs.refused else place)
 
     def run(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, ``None`` if there are none.
 
         They come from its graph, if there is one that is not slower than the model's own code.
         """
-        context, tokens, nodes = self.context, feed.tokens, feed.nodes
-        whole = context.module_of(run) is context.model
+        target, tokens, nodes = self.target, feed.tokens, feed.nodes
+        whole = target.module_of(run) is target.model
         device, (b, s) = tokens.device, tokens.shape[:2]
         changes = (run.stop_fn, run.after_layer, run.head_input_fn, run.head_rows, run.plan.deltas)
         is_changed = any(change is not None for change in changes)
         is_part = nodes is not None and (feed.first_node or nodes.hidden or len(nodes.parents) != b)
         size = size_for(s)
         if size is None or tokens.dim() != 2 or is_changed or is_part or self.graphs.refused or not self._is_served:
-            return run_eagerly(context, feed, run)
-        context.cache.seek(feed.starts, size)
-        buffers = context.cache.buffers()
+            return target.run_eagerly(feed, run)
+        target.cache.seek(feed.starts, size)
+        buffers = target.cache.buffers()
         inputs = [
             _filled(tokens, size),
             _plain(feed.starts.on(device).expand(b, 1)),
@@ -95,7 +99,7 @@ class GraphRunner:
         key: Hashable = (
             *(whole, nodes is not None, run.state is not None),
             _modes(device),
-            context.autocast,
+            target.autocast,
             run.plan,
             run.start,
             run.stop,
@@ -113,14 +117,14 @@ class GraphRunner:
         graph = self.graphs.find(key, function, inputs, what)
         self.waited_seconds += perf_counter() - begun
         if graph is None:
-            return run_eagerly(context, feed, run)
+            return target.run_eagerly(feed, run)
 
         def by_graph() -> torch.Tensor | None:
             try:
                 found = list(graph.run(*inputs))
             except AssertionError as error:  # of torch's trees of CUDA graphs
                 self.graphs.refuse(error)
-                return run_eagerly(context, feed, run)
+                return target.run_eagerly(feed, run)
             logits = found.pop(0)[:, :s] if whole else None
             # There is no layer after the last one, so the state that would enter it is the last one's output.
             is_captured = 0 <= run.capture < len(run.plan.picture())
@@ -130,11 +134,11 @@ class GraphRunner:
                 run.best = Best(found[0][:, :s], found[1][:, :s])
             return logits
 
-        return graph.faster_of(s, by_graph, lambda: run_eagerly(context, feed, run))
+        return graph.faster_of(s, by_graph, lambda: target.run_eagerly(feed, run))
 
     def _forward(self, run: ForwardPass, is_tree: bool, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
-        context, rest = self.context, list(given)
+        target, rest = self.target, list(given)
         tokens, cursor, last = rest.pop(0), rest.pop(0), rest.pop(0)
         tree = TreeLayout.of_packed(rest.pop(0)) if is_tree else None
         state = rest.pop(0) if run.state is not None else None
@@ -144,18 +148,18 @@ class GraphRunner:
         if tree is not None:
             positions = cursor + tree.offsets(tokens.device)
             keys, visible = tree.keys(slots, length, 0)
-        kwargs: dict[str, Any] = {context.cache_name: context.cache, "use_cache": True, "return_dict": True}
-        if context.anatomy.takes_positions:
+        kwargs: dict[str, Any] = {target.cache_name: target.cache, "use_cache": True, "return_dict": True}
+        if target.anatomy.takes_positions:
             kwargs["position_ids"] = positions.minimum(last)
         spec = MaskSpec(positions, length, keys, visible, is_fixed=True)
         with (
-            context.cache.written_at(slots, rest),
-            within(context.autocast),
+            target.cache.written_at(slots, rest),
+            within(target.autocast),
             obeying(run),
             at_positions(spec),
-            experts_by_size(context.model),
+            experts_by_size(target.model),
         ):
-            logits = getattr(context.module_of(run)(input_ids=tokens, **kwargs), "logits", None)
+            logits = getattr(target.module_of(run)(input_ids=tokens, **kwargs), "logits", None)
         found = [value for value in (logits, run.captured, run.exit_state) if value is not None]
         if run.chooses and logits is not None:
             scores = logits.float()

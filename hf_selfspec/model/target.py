@@ -3,49 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
+from typing import Any
 
 import torch
-from transformers import CompileConfig
+import torch.nn as nn
+from torch.nn.functional import pad
+from transformers import CompileConfig, PreTrainedModel
 
 from ..errors import UnsupportedOptionError, warn_once
-from .attention import speculative_attention, without_cudnn_attention
-from .context import Context, Feed, run_eagerly
-from .layout import TreeLayout
+from .anatomy import Anatomy
+from .attention import MaskSpec, at_positions, speculative_attention, without_cudnn_attention
+from .cache import SpeculativeCache
+from .inputs import DecodeInputs
+from .layout import ActiveRows, Feed, TreeLayout
 from .linear import few_token_linears
-from .modules import ROW_BLIND, clock_of, has_hooks, is_compiled
-from .partial import ForwardPass, is_speculating, partial_forwards
-from .patching import eagerly, without_checkpointing
+from .modules import ROW_BLIND, clock_of, forward_parameters, has_hooks, is_compiled
+from .partial import ForwardPass, is_speculating, obeying, partial_forwards
+from .patching import Autocast, eagerly, within, without_checkpointing
 from .plan import LayerPlan, LoraDeltas
-from .recurrences.kernels import served_kernels
-from .rows import ActiveRows
+from .prompt import Holes, cache_name
+from .recurrences.kernels import served_kernels, turns
 from .runner import GraphRunner
 from .transfer import RowNumbers
 
 # Rounds without need after which a context is left. Entering and leaving that of partial forwards takes as long as
 # these cost in 1.4 rounds (0.27 ms, 0.19 a round; 12 layers of width 256, bfloat16, one thread of a shared AMD EPYC).
 _KEPT_ROUNDS = 3
+_NO_END = 1 << 62
 # Called with the states [b, s, d] that enter a layer, each row's first slot and number of real tokens.
 Observer = Callable[[torch.Tensor, Sequence[int], list[int]], None]
 
 
 @dataclass(eq=False)
-class Target(Context):
-    """The model that is being decoded, with its cache."""
+class Target:
+    """The model that is being decoded, with its cache, and its forwards: by its own code, or by compiled graphs."""
 
+    model: PreTrainedModel
+    anatomy: Anatomy
+    cache: SpeculativeCache
+    padding: torch.Tensor | None = None  # [b, m] mask of prompts that stay left-padded (not `anatomy.ragged`)
+    holes: Holes | None = None
+    reachable: Sequence[int] | None = None  # for each row the last position that its text can reach
+    following: DecodeInputs = field(default_factory=DecodeInputs)
     plan: LayerPlan | None = None  # the blocks that stand in for the whole model, None for all of it
     forwards: int = field(init=False, default=0)  # so far
+    forward_seconds: float = field(init=False, default=0.0)
+    active_rows: ActiveRows | None = field(init=False, default=None)  # None for all
+    autocast: Autocast | None = field(init=False, default=None)  # in which the layers ran in the last prefill
     graphs: GraphRunner | None = field(init=False, default=None)  # runs forwards over a few tokens
     deltas: list[LoraDeltas] = field(init=False, default_factory=list)  # of all plans; complete before `prepared`
     # The layer whose entering states are observed in prefills, and what they are passed to.
     prefill_observer: tuple[int, Observer] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.full_plan = self.plan or LayerPlan(self.anatomy.num_layers)
         self.clock = clock_of(self.model, lambda: self.forwards)  # the same in all processes of a model
+        self.roots = RowNumbers([0] * len(self.cache.cursors))  # slot of each row's last token
+        self.cache_name = cache_name(self.model)
+        self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(self.model)
+        self._last = RowNumbers([_NO_END])
         self._obeying, self._is_obeying, self._unused_rounds = ExitStack(), False, 0
 
     @contextmanager
@@ -92,6 +112,12 @@ class Target(Context):
 
     # Rows ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether a forward depends only on the tokens and their positions."""
+        following = self.following
+        return self.padding is None and self.holes is None and not following.extra and not following.marks
+
     @cached_property
     def _can_leave(self) -> bool:
         """Whether rows can leave the forwards: no graph, input or hook that could have a value for each row needs them.
@@ -101,14 +127,13 @@ class Target(Context):
         return self.graphs is None and self.takes_any_rows and not has_hooks(self.model, but_of=ROW_BLIND)
 
     def is_active(self, row: int) -> bool:
-        """Whether forwards run over a row."""
         return self.active_rows is None or row in self.active_rows.kept
 
-    def leave(self, ended: Callable[[int], bool]) -> None:
+    def leave(self, ended: Sequence[bool]) -> None:
         """Removes rows that have ended from further forwards and from the cache, where they can leave."""
         total = len(self.roots)
         before = list(range(total)) if self.active_rows is None else self.active_rows.kept
-        kept = [row for row in before if not ended(row)]
+        kept = [row for row in before if not ended[row]]
         if kept and len(kept) < len(before) and self._can_leave:
             self.cache.keep_rows([before.index(row) for row in kept])
             self.active_rows = ActiveRows(kept, total)
@@ -125,6 +150,20 @@ class Target(Context):
         self.cache.keep_path(moves)
         self.cache.commit(roots if active is None else active.of_list(roots))
 
+    def last_positions(self) -> RowNumbers:
+        """The last position that each active row's tokens can have; rows that have ended may be past their text."""
+        rows = range(len(self.roots)) if self.active_rows is None else self.active_rows.kept
+        found = tuple(self._last_position(row) for row in rows)
+        if self._last != found:  # else what is on the device already serves
+            self._last = RowNumbers(found)
+        return self._last
+
+    def _last_position(self, row: int) -> int:
+        reachable = _NO_END if self.reachable is None else self.reachable[row]
+        limit = self.anatomy.position_limit
+        # A row's root is a real token, wherever it is; drafted ones stay within the limit.
+        return reachable if limit is None else max(min(reachable, limit - 1), self.roots[row])
+
     def end_round(self) -> None:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
         self._unused_rounds += 1
@@ -136,7 +175,6 @@ class Target(Context):
         self._obeying.close()
 
     def first_slots(self) -> list[int]:
-        """See :meth:`SpeculativeCache.first_slots`."""
         known = self.cache.first_slots()
         if self.active_rows is None:
             return known
@@ -144,6 +182,18 @@ class Target(Context):
         return [rows.get(row, 0) for row in range(self.active_rows.total)]
 
     # Forwards ------------------------------------------------------------------------------------------------------
+
+    def needs_no_mask(self, cursors: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether prompts from these slots on take the masks of ``generate`` without padding, often none at all.
+
+        Rows start on the left, so that the causal rule alone hides what stands after them.
+        """
+        is_causal = self.anatomy.causal or min(lengths) == max(lengths)
+        return max(cursors) == 0 and self.holes is None and is_causal
+
+    def module_of(self, run: ForwardPass) -> nn.Module:
+        """What runs; only the whole model gets the user's own arguments."""
+        return self.model if run.stop is None or self.following.extra else self.anatomy.decoder
 
     def prefill(self, tokens: torch.Tensor, cursors: Sequence[int], lengths: list[int]) -> torch.Tensor:
         """Runs the whole model over prompts and returns the logits ``[b, v]`` of each row's last token.
@@ -201,13 +251,45 @@ class Target(Context):
         if self.graphs is not None or counts is not None or not run.is_plain:
             self.obey()
         if rows is not None:
-            tokens, starts, nodes = rows.pick(tokens, 0), rows.of_numbers(starts), rows.of_layout(nodes)
-            run = rows.enter(run)
+            tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
         feed = Feed(tokens, starts.ahead(first_node), self.last_positions(), nodes, first_node, counts)
         if self.graphs is None or counts is not None:
-            run.logits = run_eagerly(self, feed, run)
+            run.logits = self.run_eagerly(feed, run)
         else:
             run.logits = self.graphs.run(feed, run)
         if rows is not None:
             rows.leave(run)
         return run
+
+    def run_eagerly(self, feed: Feed, run: ForwardPass) -> torch.Tensor | None:
+        """Runs a forward by the model's own code, and returns its logits ``[b, s, v]``, ``None`` if there are none."""
+        tokens, module = feed.tokens, self.module_of(run)
+        s = tokens.shape[1]
+        self.cache.seek(feed.starts, s, feed.counts, feed.nodes)
+        kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
+        kwargs["input_ids" if tokens.dim() == 2 else "inputs_embeds"] = tokens
+        spec = None
+        if self.padding is None:
+            positions = feed.positions()
+            if feed.counts is None or not self.needs_no_mask(feed.starts, feed.counts):
+                spec = MaskSpec.of(feed, positions, self.holes)
+        else:
+            # That of the left-padded prompts, and all tokens after them.
+            mask = pad(self.padding, (0, feed.starts[0] + s - self.padding.shape[1]), value=1)
+            kwargs["attention_mask"] = mask
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -s:]
+        if self.anatomy.takes_positions:
+            if any(start + s - 1 > end for start, end in zip(feed.starts, feed.last, strict=True)):
+                positions = positions.minimum(feed.last.on(tokens.device))
+            rows = None if self.active_rows is None else self.active_rows.kept
+            kwargs["position_ids"] = self.following.positions(positions, rows)
+        if self._takes_logits_to_keep and module is self.model:
+            kwargs["logits_to_keep"] = run.keep
+        kwargs.update(self.following.extra)
+        kwargs.update(self.following.marks_of(s))
+        states = turns() if self.anatomy.is_recurrent else nullcontext()
+        begun = perf_counter()
+        with within(self.autocast), obeying(run), at_positions(spec), states:
+            logits: torch.Tensor | None = getattr(module(**kwargs), "logits", None)
+        self.forward_seconds += perf_counter() - begun
+        return logits

@@ -18,9 +18,6 @@ SIZES = (1, 2, 4, 8, 16, 32)
 # computed).
 _FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 
-# Generations of a model that have such memory at the same time. Each graph is recorded once for each of them.
-_PLACES = 2
-
 _is_tracing = PerThread[bool]()
 
 
@@ -97,21 +94,3 @@ class Place:
         if buffer.is_cuda:
             torch._dynamo.mark_static_address(buffer)
         return buffer
-
-
-class Places:
-    """The memory of all generations of a model with graphs."""
-
-    def __init__(self) -> None:
-        self._free = [Place() for _ in range(_PLACES)]  # threads append and pop, which is atomic
-
-    def take(self) -> Place | None:
-        """Returns the memory for a generation, ``None`` while others use all there is."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return None
-
-    def leave(self, place: Place) -> None:
-        """Ends the use of ``place``; the next generation gets the one that was left last."""
-        self._free.append(place)

@@ -1,13 +1,21 @@
-"""Moves numbers between host and device in as few transfers as possible: on a GPU each can make the host wait."""
+"""Moves numbers between host and device in as few transfers as possible (on a GPU each can make the host wait), and
+tells when a device has done its work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+
+# Devices whose events have times, with the interface of ``torch.cuda``.
+TIMED = ("cuda",)
+
+# Seconds of the host's clock, or an event of a device.
+Moment = Any
 
 
 def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
@@ -24,6 +32,24 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def moment(device: torch.device) -> Moment:
+    """Returns now; on a GPU the moment at which it has done what it was handed so far. Nothing waits for that."""
+    if device.type not in TIMED:
+        return perf_counter()
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    event.record(module.current_stream(device))
+    return event
+
+
+def seconds_between(begun: Moment, ended: Moment) -> float:
+    """Returns the seconds between two moments; waits for the second one, unless the host has waited for later work."""
+    if isinstance(begun, float):
+        return float(ended - begun)
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3
+
+
 class Pending:
     """Tensors that the host will need: read together with others, see :func:`read`, else when they are asked for."""
 
@@ -32,7 +58,6 @@ class Pending:
         self.found: list[Any] | None = None
 
     def lists(self) -> list[Any]:
-        """The tensors as nested lists."""
         if self.found is None:
             self.found = read(*self.tensors)
         return self.found
@@ -83,13 +108,11 @@ class RowNumbers(tuple[int, ...]):
         return min(self) == max(self)
 
     def ahead(self, count: int) -> RowNumbers:
-        """The numbers plus ``count``."""
         if not count:
             return self
         return RowNumbers.made([number + count for number in self], lambda device: self.on(device) + count)
 
     def plus(self, others: RowNumbers) -> RowNumbers:
-        """The sums, row by row."""
         sums = [mine + other for mine, other in zip(self, others, strict=True)]
         return RowNumbers.made(sums, lambda device: self.on(device) + others.on(device))
 

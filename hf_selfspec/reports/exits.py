@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import checked_texts, token_ids
 from ..errors import SettingError, UnsupportedModelError
@@ -19,6 +18,7 @@ from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.patching import evaluating
 from ..validation import check_count
 from .plots import new_figure, save
+from .tables import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,13 +50,13 @@ class ExitReport:
     model_name: str
 
     def __str__(self) -> str:
-        lines = [f"{self.model_name}, {self.tokens} tokens", "exit    loss  above last  accuracy  agreement"]
-        for layer, (loss, accuracy, agreement) in enumerate(
-            zip(self.loss, self.accuracy, self.agreement, strict=True), start=1
-        ):
-            above = loss - self.loss[-1]
-            lines.append(f"{layer:>4} {loss:>7.3f} {above:>+11.3f} {accuracy:>9.3f} {agreement:>10.3f}")
-        return "\n".join(lines)
+        columns = zip(self.loss, self.accuracy, self.agreement, strict=True)
+        rows = [
+            [str(layer), f"{loss:.3f}", f"{loss - self.loss[-1]:+.3f}", f"{accuracy:.3f}", f"{agreement:.3f}"]
+            for layer, (loss, accuracy, agreement) in enumerate(columns, start=1)
+        ]
+        table = as_text(["exit", "loss", "above last", "accuracy", "agreement"], rows, right=True)
+        return f"{self.model_name}, {self.tokens} tokens\n{table}"
 
     def plot(
         self, path: str | os.PathLike[str] | None = None, others: Mapping[str, ExitReport] | None = None
@@ -122,7 +122,13 @@ def exit_report(
         SettingError, SettingTypeError: there are no texts, a text is too short, or an argument is not allowed.
         UnsupportedModelError: the model's layers were not found, or its exits cannot use its head.
     """
-    inner = _causal_lm(model)
+    adapters: Any = getattr(model, "active_peft_config", None)
+    if getattr(adapters, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"PEFT's {adapters.peft_type} puts virtual tokens in front of each text, which exit_report leaves out. "
+            "LoRA and other adapters inside the layers work."
+        )
+    inner = causal_lm(model, "exit_report")
     exits = Exits(inner)
     rows = _token_rows(tokenizer, texts, _length(max_length, exits.anatomy.max_positions))
     embeddings = inner.get_input_embeddings().weight
@@ -131,14 +137,19 @@ def exit_report(
     chunk = max(1, LOGIT_ELEMENTS // inner.config.get_text_config(decoder=True).vocab_size)
     sums = torch.zeros(exits.anatomy.num_layers, 3, dtype=torch.float64, device="cpu")
     # Not inference_mode: tensors that a module keeps from this forward must be usable in later training.
-    with torch.no_grad(), _measuring(inner, exits):
-        for row in rows:
-            ids = torch.tensor([row], device=device)
-            # Without the causal LM around it, there are no logits of the whole text.
-            exits.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
-            assert exits.states is not None
-            # [L, 1, s, d] -> [L, s - 1, d], the states that have a next token.
-            sums += _text_sums(exits.head, exits.states[:, 0, :-1], ids[0, 1:], chunk)
+    with torch.no_grad(), evaluating(inner):
+        try:
+            exits.attach()
+            exits.chosen = tuple(range(1, exits.anatomy.num_layers + 1))
+            for row in rows:
+                ids = torch.tensor([row], device=device)
+                # Without the causal LM around it, there are no logits of the whole text.
+                exits.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
+                assert exits.states is not None
+                # [L, 1, s, d] -> [L, s - 1, d], the states that have a next token.
+                sums += _text_sums(exits.head, exits.states[:, 0, :-1], ids[0, 1:], chunk)
+        finally:
+            exits.detach()
     tokens = sum(len(row) - 1 for row in rows)
     loss, accuracy, agreement = (tuple(column) for column in (sums / tokens).T.tolist())
     return ExitReport(loss, accuracy, agreement, tokens, inner.config.name_or_path or type(inner).__name__)
@@ -161,29 +172,6 @@ def _text_sums(
             hits, agreed = int((choice == correct).sum()), int((choice == last_choice).sum())
             sums[layer] += sums.new_tensor([loss, hits, agreed])
     return sums
-
-
-@contextmanager
-def _measuring(model: PreTrainedModel, exits: Exits) -> Iterator[None]:
-    """Puts the model in evaluation mode with all exits on, and restores it afterwards."""
-    with evaluating(model):
-        try:
-            exits.attach()
-            exits.chosen = tuple(range(1, exits.anatomy.num_layers + 1))
-            yield
-        finally:
-            exits.detach()
-
-
-def _causal_lm(model: Any) -> PreTrainedModel:
-    """The transformers model below PEFT's wrapper."""
-    peft_config = getattr(model, "active_peft_config", None)
-    if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            f"PEFT's {peft_config.peft_type} puts virtual tokens in front of each text, which exit_report leaves out. "
-            "LoRA and other adapters inside the layers work."
-        )
-    return causal_lm(model, "exit_report")
 
 
 def _length(max_length: int | None, positions: int | None) -> int:

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..errors import SelfSpecError, SettingTypeError, UnsupportedModelError, brief
 from ..model.anatomy import Anatomy
 from ..model.runner import why_no_graphs
-from ..search.skip_space import SkipSpace
+from ..search.proposers import SkipSpace
+from .tables import as_text
 
 _MIB = 2**20
-# Width of the names in the table.
-_NAMES = 20
 
 
 @dataclass(frozen=True)
@@ -85,23 +84,23 @@ class Inspection:
         return sum(share.parameters for share in self.shares)
 
     def __str__(self) -> str:
-        lines = [("model", f"{self.model_name} ({self.model_type})"), *(self._abilities() or [("", "")])]
-        table = [f"{name:<{_NAMES}} {value}" for name, value in lines]
-        table.append(f"\n{'part':<{_NAMES}} {'parameters':>16} {'share':>7} {'MiB':>10}")
+        abilities = as_text(["model", f"{self.model_name} ({self.model_type})"], self._abilities())
+        rows = []
         for share in (*self.shares, Share("all", self.parameters, sum(share.bytes for share in self.shares))):
             part = share.parameters / max(self.parameters, 1)
-            table.append(f"{share.name:<{_NAMES}} {share.parameters:>16,} {part:>7.1%} {share.bytes / _MIB:>10,.1f}")
-        return "\n".join(table)
+            rows.append([share.name, f"{share.parameters:,}", f"{part:.1%}", f"{share.bytes / _MIB:,.1f}"])
+        return f"{abilities}\n\n{as_text(['part', 'parameters', 'share', 'MiB'], rows, right=True)}"
 
     def _abilities(self) -> list[tuple[str, str]]:
         if self.refused:
             return [("SelfSpec", f"not possible: {self.refused}")]
+        own_pace = "each row advances at its own pace"
         return [
             ("layers", f"{self.num_layers}, {self.attention} with attention or similar, {self.mlp} with an MLP"),
             ("early exits", f"after layers 1 to {self.num_layers - 1}" if self.num_layers > 1 else "none"),
             ("blocks to skip", self.no_skips or self._skips()),
             ("drafts", "trees or lines" if self.tree else "lines: it cannot take a tree mask"),
-            ("batches", _BATCHES[self.ragged]),
+            ("batches", own_pace if self.ragged else "all rows advance by the shortest acceptance"),
             ("sampling", "exact, with trees as well" if self.tree else "exact"),
             ("compiled graphs", f"no: {self.no_graphs}" if self.no_graphs else "where its forward can be traced"),
             ("recurrent states", "rolled back when a draft is rejected" if self.is_recurrent else "none"),
@@ -121,12 +120,6 @@ class Inspection:
         return f"{self.max_positions:,}" + (", and no more" if self.position_limit else ", less accurate beyond")
 
 
-_BATCHES = {
-    True: "each row advances at its own pace",
-    False: "all rows advance by the shortest acceptance",
-}
-
-
 def inspect_model(model: Any) -> Inspection:
     """Inspects the structure of a model and what it supports.
 
@@ -140,38 +133,30 @@ def inspect_model(model: Any) -> Inspection:
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if isinstance(inner, PreTrainedConfig):
-        inner = _without_weights(inner)
+        dtype = getattr(inner, "dtype", None) or torch.float32
+        try:
+            with torch.device("meta"):
+                inner = AutoModelForCausalLM.from_config(inner, dtype=dtype, trust_remote_code=False)
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"transformers has no causal LM for a {type(inner).__name__} ({brief(error)})."
+            ) from error
     if not isinstance(inner, PreTrainedModel):
         raise SettingTypeError(
             f"inspect_model takes a causal LM of transformers, a PEFT model around one or a config, got "
             f"{type(inner).__name__}."
         )
-    return _inspected(inner)
-
-
-def _without_weights(config: Any) -> Any:
-    dtype = getattr(config, "dtype", None) or torch.float32
+    config = inner.config
+    names: dict[str, Any] = {"model_name": type(inner).__name__, "model_type": str(config.model_type)}
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"transformers has no causal LM for a {type(config).__name__} ({brief(error)})."
-        ) from error
-
-
-def _inspected(model: PreTrainedModel) -> Inspection:
-    config = model.config
-    names: dict[str, Any] = {"model_name": type(model).__name__, "model_type": str(config.model_type)}
-    try:
-        anatomy = Anatomy.of(model)
+        anatomy = Anatomy.of(inner)
     except SelfSpecError as error:
-        return Inspection(**names, refused=str(error), shares=_shares(model, ()))
+        return Inspection(**names, refused=str(error), shares=_shares(inner, ()))
     skippable, no_skips = _skippable(anatomy)
     return Inspection(
         **names,
         refused="",
-        shares=_shares(model, anatomy.layers),
+        shares=_shares(inner, anatomy.layers),
         num_layers=anatomy.num_layers,
         attention=sum(block is not None for block in anatomy.attention),
         mlp=sum(bool(block) for block in anatomy.mlp),
@@ -181,11 +166,11 @@ def _inspected(model: PreTrainedModel) -> Inspection:
         ragged=anatomy.ragged,
         replay=anatomy.replay,
         exits=anatomy.exits,
-        no_graphs=why_no_graphs(model, anatomy),
+        no_graphs=why_no_graphs(inner, anatomy),
         is_recurrent=anatomy.is_recurrent,
         max_positions=anatomy.max_positions,
         position_limit=anatomy.position_limit is not None,
-        cache_bytes=_cache_bytes(config.get_text_config(decoder=True), model.dtype),
+        cache_bytes=_cache_bytes(config.get_text_config(decoder=True), inner.dtype),
     )
 
 
@@ -213,13 +198,10 @@ def _shares(model: PreTrainedModel, layers: Iterable[nn.Module]) -> tuple[Share,
     )
     shares = []
     for name, modules in parts:
-        numbers, size = 0, 0
-        for module in modules:
-            for parameter in () if module is None else module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    numbers, size = numbers + parameter.numel(), size + parameter.numel() * parameter.element_size()
-        shares.append(Share(name, numbers, size))
+        own = {id(one): one for module in modules if module is not None for one in module.parameters()}
+        new = [parameter for key, parameter in own.items() if key not in seen]
+        seen |= own.keys()
+        shares.append(Share(name, sum(one.numel() for one in new), sum(one.nbytes for one in new)))
     return tuple(share for share in shares if share.parameters)
 
 

@@ -12,7 +12,7 @@ from bayes_opt.acquisition import UpperConfidenceBound
 from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct
 
 from ..model.plan import LayerPlan
-from .skip_space import SkipSpace
+from .proposers import SkipSpace
 
 # The authors' settings of the Gaussian process and its acquisition function. Their kernel is the package's (Matérn),
 # which generalises little in 60 dimensions; blocks matter independently of each other, so a linear kernel finds them.
@@ -82,9 +82,7 @@ def suggest(
     kernel = ConstantKernel(0.1, (1e-3, 10.0)) * DotProduct(1.0, (1e-2, 10.0))
     optimiser.set_gp_params(kernel=kernel, alpha=_NOISE, n_restarts_optimizer=0, normalize_y=True)
     for plan in known:
-        skipped = space.places(plan)
-        point = {name: float(place in skipped) for place, name in enumerate(names)}
-        optimiser.register(params=point, target=scores[plan])
+        optimiser.register(params=space.row(plan), target=scores[plan])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about length scales at the end of their range
         found = optimiser.suggest()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from ..control.arms import LEAST_SPEEDUP
+from ..control.controller import LEAST_SPEEDUP
 from ..learned.files import as_count, as_number
 from ..learned.saving import decode, encode
 from ..model.plan import LayerPlan
@@ -14,32 +14,10 @@ from ..stop.rules import StopRule
 from .costs import ForwardCosts
 from .replay import Rule, Trace, replays
 
-_C = TypeVar("_C", bound="Choice")
-
-
-@dataclass(frozen=True)
-class LayerArm:
-    """Part of a model that drafts with a stop rule (``None`` for the default one), and what that should achieve."""
-
-    plan: LayerPlan
-    stop: StopRule | None
-    speedup: float
-    acceptance_rate: float = 0.0
-
-    @property
-    def pays(self) -> bool:
-        """Whether it is expected to be faster than no draft by more than the error of the estimate."""
-        return self.speedup >= LEAST_SPEEDUP
-
-
-def fastest(arms: Iterable[LayerArm]) -> LayerArm:
-    """The arm with the highest speed-up, the first one if several have it."""
-    return max(arms, key=lambda arm: arm.speedup)
-
 
 @dataclass(frozen=True)
 class Choice:
-    """The arm that was chosen.
+    """Part of a model that was chosen to draft.
 
     Attributes:
         plan: the blocks that run in a draft.
@@ -54,11 +32,6 @@ class Choice:
     stop: StopRule | None
     expected_speedup: float | None
     acceptance_rate: float
-
-    @classmethod
-    def of(cls: type[_C], arm: LayerArm, **details: Any) -> _C:
-        """The choice of ``arm``, which drafts if that pays."""
-        return cls(arm.plan, arm.pays, arm.stop, arm.speedup, arm.acceptance_rate, **details)
 
     def state(self) -> dict[str, Any]:
         """The choice as JSON values."""
@@ -122,15 +95,12 @@ class ExitChoice(Choice):
 
     def __str__(self) -> str:
         what = "no draft" if self.layer is None else f"exit layer {self.layer}, {self.stop}"
-        rows = [f"{layer:>4} {speedup:>8.2f}" for layer, speedup in sorted(self.by_layer.items())]
-        return "\n".join(
-            [
-                f"{what}: expected speed-up {self.expected_speedup:.2f}, acceptance rate {self.acceptance_rate:.2f} "
-                f"({self.tokens} tokens)",
-                "exit  speed-up",
-                *rows,
-            ]
+        head = (
+            f"{what}: expected speed-up {self.expected_speedup:.2f}, acceptance rate {self.acceptance_rate:.2f} "
+            f"({self.tokens} tokens)"
         )
+        rows = [f"{layer:>4} {speedup:>8.2f}" for layer, speedup in sorted(self.by_layer.items())]
+        return "\n".join([head, "exit  speed-up", *rows])
 
 
 @dataclass(frozen=True)
@@ -163,11 +133,16 @@ def choice_of_state(state: dict[str, Any], num_layers: int) -> Choice | None:
     return SkipChoice.of_state(state) if "set" in state else None
 
 
-def replayed_arm(
+def pays(speedup: float) -> bool:
+    """Whether a draft is expected to be faster than none by more than the error of the estimate."""
+    return speedup >= LEAST_SPEEDUP
+
+
+def replayed(
     plan: LayerPlan, rules: Sequence[Rule], traces: Iterable[Trace], costs: ForwardCosts, max_draft: int
-) -> LayerArm:
-    """A plan with the one of ``rules`` that is the fastest along the texts, which ``traces`` show."""
+) -> Choice:
+    """The choice of a plan with the one of ``rules`` that is the fastest along texts, which ``traces`` show."""
     runs = replays(traces, rules, plan, costs, max_draft)
     index = runs.fastest
-    speedup = costs.plain() / runs.seconds_per_token[index]
-    return LayerArm(plan, rules[index], float(speedup), float(runs.acceptance_rate[index]))
+    speedup = costs.plain() / float(runs.seconds_per_token[index])
+    return Choice(plan, pays(speedup), rules[index], speedup, float(runs.acceptance_rate[index]))

@@ -105,16 +105,20 @@ class ForwardCosts:
 
 @dataclass
 class Stopwatch:
-    """Repeated timings of the forwards from which costs follow, and of drafting a token.
+    """Times of the forwards from which costs follow, and of drafting a token, on several texts.
 
     The plan ``early`` leaves out some layers as a whole, ``attention`` only MLP blocks (``None`` if attention and MLP
     need not be told apart). ``seconds`` has all times of the forwards ``early``, ``attention``, ``full``, ``few`` and
-    ``many``, and of ``draft``.
+    ``many``, and of ``draft``; a text's own may be completed in another call. ``found`` are the costs by the ``texts``
+    so far, ``None`` before the first.
     """
 
     early: LayerPlan
     attention: LayerPlan | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    found: ForwardCosts | None = None
+    texts: int = 0
+    _before: dict[str, int] = field(default_factory=dict)  # numbers of times of earlier texts
 
     def measure(
         self,
@@ -146,15 +150,27 @@ class Stopwatch:
             runs["attention"] = 1, lambda: target.step(last, roots, ForwardPass(attention))
         if draft is not None:
             runs["draft"] = 1, draft
-        for count in range(repeats):
+        for count in range(1, repeats + 1):
             for name, (tokens, run) in runs.items():
                 times = self.seconds.setdefault(name, [])
-                if len(times) > count:
+                if len(times) >= self._before.get(name, 0) + count:
                     continue
                 if may_run is not None and not may_run(tokens):
                     return False
                 times.append(seconds_of(run, ids.device, target.clock))
         return True
+
+    def complete(self, rounds: Sequence[float] = (), anew: bool = False) -> ForwardCosts:
+        """Ends the times of a text, with the seconds of rounds with 0, 1, 2, ... drafted tokens if these were timed.
+
+        With ``anew``, earlier times no longer count.
+        """
+        if anew:
+            self.seconds = {name: times[self._before.get(name, 0) :] for name, times in self.seconds.items()}
+        self.texts += 1
+        self._before = {name: len(times) for name, times in self.seconds.items()}
+        self.found = replace(self.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
+        return self.found
 
     def costs(self) -> ForwardCosts:
         """The costs by the shortest times: disturbances, and the warm-up of the first one, only make a time longer."""
@@ -181,40 +197,6 @@ def _from(slots: Sequence[int], count: int, ids: torch.Tensor, starts: Sequence[
     columns = RowNumbers([slot - start for slot, start in zip(slots, starts, strict=True)]).on(ids.device)
     columns = (columns + torch.arange(count, device=ids.device)).clamp(max=ids.shape[1] - 1)
     return ids.gather(1, columns.expand(len(ids), count))
-
-
-class Timings:
-    """Timings on several texts: the ``costs`` of all of them together (``None`` before the first), and their ``count``.
-
-    A text's own stopwatch may go on in another call.
-    """
-
-    def __init__(self) -> None:
-        self.costs: ForwardCosts | None = None
-        self.count = 0
-        self.total: Stopwatch | None = None
-        self._unfinished: Stopwatch | None = None
-
-    def stopwatch(self, early: LayerPlan, attention: LayerPlan | None = None) -> Stopwatch:
-        """The stopwatch to continue, or a new one."""
-        if self._unfinished is None:
-            self._unfinished = Stopwatch(early, attention)
-        return self._unfinished
-
-    def add(self, stopwatch: Stopwatch, rounds: Sequence[float] = (), anew: bool = False) -> ForwardCosts:
-        """Adds a text's times, and the seconds of rounds with 0, 1, 2, ... drafted tokens if these were timed.
-
-        With ``anew``, earlier times no longer count.
-        """
-        self.count += 1
-        self._unfinished = None
-        if self.total is None or anew:
-            self.total = stopwatch
-        else:
-            for name, times in stopwatch.seconds.items():
-                self.total.seconds.setdefault(name, []).extend(times)
-        self.costs = replace(self.total.costs(), further=tuple(seconds - rounds[0] for seconds in rounds))
-        return self.costs
 
 
 def share_of(budget: float, pays: bool) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
-from .choice import ExitChoice, LayerArm, fastest, replayed_arm
-from .costs import ForwardCosts, Pace, Stopwatch, Timings
+from .choice import Choice, ExitChoice, replayed
+from .costs import ForwardCosts, Pace, Stopwatch
 from .replay import Rule, Trace
 
 # Tokens of text after which a probe stops looking.
@@ -30,15 +31,16 @@ class ExitStudy(Findings):
 
     is_promising = False  # whether a single exit that was tried may pay
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, layer: int | None = None) -> None:
         self.num_layers = num_layers
+        self.layers = exits_to_try(num_layers) if layer is None else [layer]
         self.pace = Pace()
-        self.timings = Timings()
+        self.timings = Stopwatch(LayerPlan.early_exit(num_layers, self.layers[len(self.layers) // 3]))
         self.look = _LOOK  # duration of a look at all exits, in forwards of the same size
         self.tokens = 0  # of text that was looked at
         self.choice: ExitChoice | None = None
-        self._unspent = 0.0
-        self._bounds: dict[int, LayerArm] = {}
+        self.unspent = 0.0  # seconds that earlier calls could have spent and have not, or a debt
+        self._bounds: dict[int, float] = {}
         self._trials = 0
         self._traces: dict[int, list[Trace]] = {}
         self._lock = threading.Lock()
@@ -59,41 +61,33 @@ class ExitStudy(Findings):
     @property
     def _rests_on_trials(self) -> bool:
         """Whether single exits alone have led to the choice, which is of this process."""
-        return self.choice is not None and self._trials > 0 and not self.timings.count
+        return self.choice is not None and self._trials > 0 and not self.timings.texts
 
     @property
     def is_idle(self) -> bool:
         """Whether no draft pays and no more text is looked at."""
         return self.choice is not None and not self.choice.drafts and self.is_over
 
-    def take_unspent(self) -> float:
-        """The seconds that earlier calls could have spent and have not."""
-        unspent, self._unspent = self._unspent, 0.0
-        return unspent
-
     def leave_unspent(self, seconds: float) -> None:
-        """Leaves seconds to later calls, or a debt."""
-        self._unspent += seconds if math.isfinite(seconds) else 0.0
+        """Leaves seconds to later calls."""
+        self.unspent += seconds if math.isfinite(seconds) else 0.0
 
-    def next_exit(self, layers: Sequence[int]) -> int:
-        """Which of these exits to try next."""
-        return layers[int(_PLACES[self._trials % len(_PLACES)] * len(layers))]
+    def next_exit(self) -> int:
+        """Which exit to try next."""
+        return self.layers[int(_PLACES[self._trials % len(_PLACES)] * len(self.layers))]
 
     def add_trial(self, layer: int, found: Trace, candidates: Sequence[Rule], max_draft: int) -> None:
         """Records what one exit predicts along a few tokens: it may pay, or no exit does where enough were tried."""
         free = ForwardCosts(0.0, 1.0, 0.0, several=0.0, token=0.0, step=0.0, num_layers=self.num_layers)
-        plan = LayerPlan.early_exit(self.num_layers, layer)
-        arm = replayed_arm(plan, candidates, [found], free, max_draft)
+        bound = replayed(LayerPlan.early_exit(self.num_layers, layer), candidates, [found], free, max_draft)
+        assert bound.expected_speedup is not None
         with self._lock:
             self._trials += 1
             self.tokens += found.tokens
-            self._bounds[layer] = arm
-            self.is_promising = arm.speedup >= _MAY_PAY
-            if self.is_promising or self.tokens < _TRIED or self._trials < 2 * len(_PLACES):
-                return
-            none = LayerArm(LayerPlan(self.num_layers), arm.stop, speedup=1.0)
-            speeds = {layer: bound.speedup for layer, bound in self._bounds.items()}
-            self.choice = ExitChoice.of(none, by_layer=speeds, reuse_from=0, tokens=self.tokens)
+            self._bounds[layer] = bound.expected_speedup
+            self.is_promising = bound.expected_speedup >= _MAY_PAY
+            if not self.is_promising and self.tokens >= _TRIED and self._trials >= 2 * len(_PLACES):
+                self.choice = _exit_choice(_none_like(bound), self._bounds, self.tokens)
 
     def report(self, stats: GenerationStats) -> None:
         """Adds whether drafts pay."""
@@ -102,21 +96,23 @@ class ExitStudy(Findings):
     def add(
         self,
         traces: dict[int, list[Trace]],
-        stopwatch: Stopwatch | None,
         candidates: Sequence[Rule],
         max_draft: int,
-        rounds: Sequence[float] = (),
+        rounds: Sequence[float] | None = None,
     ) -> ExitChoice:
-        """Adds what each exit predicts along more text, with new timings unless there are enough, and chooses again."""
+        """Adds what each exit predicts along more text, and chooses again.
+
+        ``rounds`` completes the timings on this text, see :meth:`Stopwatch.complete`; ``None`` if there were none.
+        """
         with self._lock:
             # An exit that is no longer compared is left out, so that all have seen the same texts.
             compared = traces.keys() & self._traces.keys() if self._traces else traces.keys()
             self._traces = {layer: self._traces.get(layer, []) + traces[layer] for layer in sorted(compared)}
             self.tokens = _tokens(self._traces)
-            if stopwatch is not None:
-                self.timings.add(stopwatch, rounds)
-            assert self.timings.costs is not None, "the first text comes with timings"
-            choice = choose_exit(self._traces, candidates, self.timings.costs, max_draft)
+            if rounds is not None:
+                self.timings.complete(rounds)
+            assert self.timings.found is not None, "the first text comes with timings"
+            choice = choose_exit(self._traces, candidates, self.timings.found, max_draft)
             if self.choice is not None and self.choice.tokens > choice.tokens:
                 choice = self.choice  # from a file, and based on more text
             self.choice = choice
@@ -139,19 +135,25 @@ def choose_exit(
     traces: dict[int, list[Trace]], candidates: Sequence[Rule], costs: ForwardCosts, max_draft: int
 ) -> ExitChoice:
     """The exit and rule with the least expected time per token, by what each exit predicts along the same texts."""
-    arms = {
-        layer: replayed_arm(LayerPlan.early_exit(costs.num_layers, layer), candidates, texts, costs, max_draft)
+    found = {
+        layer: replayed(LayerPlan.early_exit(costs.num_layers, layer), candidates, texts, costs, max_draft)
         for layer, texts in traces.items()
     }
-    best = fastest(arms.values())
-    if not best.pays:
-        best = LayerArm(LayerPlan(costs.num_layers), best.stop, speedup=1.0)
-    return ExitChoice.of(
-        best,
-        by_layer={layer: arm.speedup for layer, arm in arms.items()},
-        reuse_from=costs.reuse_from(best.plan.first_altered) if best.pays else 0,
-        tokens=_tokens(traces),
+    speeds = {layer: one.expected_speedup or 0.0 for layer, one in found.items()}
+    best = found[max(speeds, key=lambda layer: speeds[layer])]
+    reuse_from = costs.reuse_from(best.plan.first_altered) if best.drafts else 0
+    return _exit_choice(best if best.drafts else _none_like(best), speeds, _tokens(traces), reuse_from)
+
+
+def _none_like(choice: Choice) -> Choice:
+    """No draft, with the stop rule of a choice that does not pay."""
+    return replace(
+        choice, plan=LayerPlan(choice.plan.num_layers), drafts=False, expected_speedup=1.0, acceptance_rate=0.0
     )
+
+
+def _exit_choice(choice: Choice, by_layer: dict[int, float], tokens: int, reuse_from: int = 0) -> ExitChoice:
+    return ExitChoice(**vars(choice), by_layer=dict(by_layer), reuse_from=reuse_from, tokens=tokens)
 
 
 def _tokens(traces: dict[int, list[Trace]]) -> int:

@@ -1,30 +1,112 @@
-"""Functions that propose the sets of skipped blocks that a search tries next."""
+"""Sets of skipped blocks, and functions that propose the next one that a search tries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ..batch import Text
+from ..errors import SettingError
+from ..model.anatomy import Anatomy
 from ..model.layout import TreeLayout
 from ..model.partial import ForwardPass
-from ..model.plan import LayerPlan
+from ..model.plan import LayerPlan, check_plan
 from ..model.target import Target
 from .estimates import Estimates
-from .skip_space import SkipSpace
 
-# Returns the closest sets of 1, 2, ... layers, up to the given number.
-ProposeLayers = Callable[[int], list[LayerPlan]]
-
+_BLOCKS = ("attention", "mlp")
+# A layer that is skipped as a whole or not at all.
+_LAYER = "layer"
 # Below this matchness fewer blocks should be skipped (SWIFT §5.1 lowers its ratio for LLaMA-3-70B).
 _TOO_LOW = 0.7
 _STEP = 0.1
 _LEAST, _MOST = 0.1, 0.8
 # Number of sets that are drawn uniformly, before the trials show which blocks matter.
 _UNIFORM = 30
+
+
+@dataclass(frozen=True)
+class SkipSpace:
+    """The attention and MLP blocks among which a search chooses.
+
+    The first and the last layer always run (SWIFT §4.1), and so does attention whose keys other layers read.
+    """
+
+    num_layers: int
+    # (layer, "attention" or "mlp") by layer, and (layer, "layer") for layers of hybrids that do not have both.
+    blocks: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def of(cls, anatomy: Anatomy) -> SkipSpace:
+        """The blocks of a model; raises if it has fewer than 4 layers, or a block was not found in it."""
+        if anatomy.num_layers < 4:
+            raise SettingError(
+                f"a search for blocks to skip needs a model of at least 4 layers, but {anatomy.model_name} has "
+                f"{anatomy.num_layers}. Use SkipLayers() without a search."
+            )
+        inner = range(1, anatomy.num_layers - 1)
+        blocks = tuple((layer, name) for layer in inner for name in _blocks(anatomy, layer))
+        space = cls(anatomy.num_layers, blocks)
+        for index in range(len(blocks)):
+            check_plan(space.plan([index]), anatomy)
+        return space
+
+    @property
+    def whole_layers(self) -> tuple[int, ...]:
+        """The layers that may be skipped as a whole."""
+        attention, mlp, both = ({layer for layer, block in self.blocks if block == name} for name in (*_BLOCKS, _LAYER))
+        return tuple(sorted(attention & mlp | both))
+
+    def timed_plans(self) -> tuple[LayerPlan, LayerPlan | None]:
+        """The plans whose times give the costs of blocks: without every second layer, and without MLP blocks if any."""
+        some = frozenset(self.whole_layers[::2])
+        mlp = frozenset(layer for layer, block in self.blocks if block == "mlp")
+        without = LayerPlan(self.num_layers, frozenset(), mlp) if mlp else None
+        return LayerPlan(self.num_layers, some, some), without
+
+    def count(self, ratio: float) -> int:
+        """Number of blocks that a skip ratio corresponds to, at least one."""
+        return max(1, round(ratio * len(self.blocks)))
+
+    def plan(self, chosen: Iterable[int]) -> LayerPlan:
+        """The plan that skips the blocks at these indices of :attr:`blocks`."""
+        skipped: dict[str, set[int]] = {name: set() for name in _BLOCKS}
+        for place in chosen:
+            layer, name = self.blocks[place]
+            for block in _BLOCKS if name == _LAYER else (name,):
+                skipped[block].add(layer)
+        return LayerPlan(self.num_layers, frozenset(skipped["attention"]), frozenset(skipped["mlp"]))
+
+    def places(self, plan: LayerPlan) -> frozenset[int]:
+        """Indices of the blocks that ``plan`` skips."""
+        skipped = {"attention": plan.skipped_attention, "mlp": plan.skipped_mlp, _LAYER: plan.skipped_layers}
+        return frozenset(place for place, (layer, name) in enumerate(self.blocks) if layer in skipped[name])
+
+    def row(self, plan: LayerPlan) -> np.ndarray:
+        """``[blocks]``: 1 for those that ``plan`` skips, else 0."""
+        row = np.zeros(len(self.blocks))
+        row[list(self.places(plan))] = 1.0
+        return row
+
+    def highest(self, values: np.ndarray, ratio: float) -> LayerPlan:
+        """The plan that skips the blocks with the highest of ``values`` ``[blocks]``."""
+        order = np.argsort(-values, kind="stable")
+        return self.plan(order[: self.count(ratio)].tolist())
+
+    def random(self, rng: np.random.Generator, ratio: float) -> LayerPlan:
+        """A set drawn uniformly from those of this ratio."""
+        return self.highest(rng.random(len(self.blocks)), ratio)
+
+
+def _blocks(anatomy: Anatomy, layer: int) -> tuple[str, ...]:
+    """The blocks of a layer that may be skipped."""
+    if anatomy.is_recurrent and not (anatomy.attention[layer] and anatomy.mlp[layer]):
+        return (_LAYER,)
+    return _BLOCKS if layer not in anatomy.kv_sources else ("mlp",)
 
 
 def next_set(
@@ -45,12 +127,7 @@ def next_set(
         tried = dict(zip(sets, estimates().sets.tolist(), strict=True))
         if (found := bayesian(space, tried, ratio, rng)) is not None:
             return found
-    return space.random(rng, ratio) if step < _UNIFORM else thompson(space, estimates(), ratio, rng)
-
-
-def thompson(space: SkipSpace, estimates: Estimates, ratio: float, rng: np.random.Generator) -> LayerPlan:
-    """The best set if skipping each block has an effect drawn from what trials have shown so far."""
-    return space.highest(estimates.drawn(rng), ratio)
+    return space.random(rng, ratio) if step < _UNIFORM else space.highest(estimates().drawn(rng), ratio)
 
 
 def bayesian(
@@ -72,7 +149,7 @@ def other_ratio(ratio: float, matchness: float, target: float) -> float:
 
 def first_sizes(layers: int) -> list[int]:
     """The numbers of layers, of so many that may be skipped, that are tried on the first text."""
-    step = _size_step(layers)
+    step = max(1, round(_STEP * layers))
     return list(range(step, max(1, round(_MOST * layers)) + 1, step))
 
 
@@ -81,14 +158,10 @@ def next_sizes(layers: int, best: int, matchness: float, target: float, window: 
 
     In between they alternate from window to window.
     """
-    step = _size_step(layers)
+    step = max(1, round(_STEP * layers))
     goes_up = matchness >= _TOO_LOW and (matchness > target or window % 2 == 1)
     other = best + step if goes_up else best - step
     return [size for size in (best, other) if 1 <= size <= layers]
-
-
-def _size_step(layers: int) -> int:
-    return max(1, round(_STEP * layers))
 
 
 class _Table:

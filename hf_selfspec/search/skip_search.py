@@ -15,12 +15,11 @@ from ..learned.findings import Findings
 from ..model.plan import LayerPlan
 from ..stats import GenerationStats
 from .choice import SkipChoice
-from .costs import ForwardCosts, Pace, Stopwatch, Timings
-from .feedback import Feedback
+from .costs import ForwardCosts, Pace, Stopwatch
+from .estimates import Feedback
 from .on_the_fly import ClosestLayers, OnTheFlySearch, Search
-from .proposers import ProposeLayers, first_sizes, next_set, next_sizes, other_ratio
+from .proposers import SkipSpace, first_sizes, next_set, next_sizes, other_ratio
 from .replay import Rule, Trace
-from .skip_space import SkipSpace
 from .trials import Records, Trial
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
@@ -68,21 +67,21 @@ class SkipSearch(Findings):
         self.trials: deque[Trial] = deque(maxlen=_LOGGED)
         self.found: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # best sets, from which step on
         self.generated = self._idle_tokens = 0  # tokens of these calls
-        self.seconds = self.search_seconds = 0.0  # of these calls, and of the trials in them
-        self.timings, self.pace = Timings(), Pace()
+        self.search_seconds = 0.0  # of trials in these calls
+        self.timings, self.pace = Stopwatch(*space.timed_plans()), Pace()
         self._lock = threading.Lock()
-        # Sets to try in this window before new ones; a number stands for the closest set of so many layers.
-        self._queue: list[LayerPlan | int] = []
         self._start_over()
-        self._queue, self._has_begun = [start], False
+        # Sets to try in this window before new ones; a number stands for the closest set of so many layers.
+        self._queue: list[LayerPlan | int] = [start]
+        self._starts_closest = self._finds_closest  # the closest layers of the first text replace ``start``
 
     def _start_over(self) -> None:
-        costs = self.timings.costs if self.auto else None
+        costs = self.timings.found if self.auto else None
         self._records = Records(self.space, self._rules, self._max_draft, costs, by_size=self._finds_closest)
         self._feedback = Feedback()
         self._expected_rate, self._has_drafted = 0.0, False
         self.window = self.steps = self._since_better = self._last_retry = 0
-        self.is_over, self._has_begun = False, True
+        self.is_over = self._starts_closest = False
         self._queue = []
         # For OnTheFlySearch: the ratio of new sets, and all that were searched.
         self._ratio, self._searched = self._first_ratio, {self._first_ratio}
@@ -112,55 +111,43 @@ class SkipSearch(Findings):
     @property
     def is_idle(self) -> bool:
         """Whether no draft pays and nothing will be tried in the next window."""
-        return (
-            not self.choice.drafts and self.is_over and not self._queue and self.window + 1 < self._last_retry + _IDLE
-        )
+        has_tries = not self.is_over or self._queue or self.window + 1 >= self._last_retry + _IDLE
+        return not (self.choice.drafts or has_tries)
 
     @property
     def wants_timings(self) -> bool:
         """Whether forwards should be timed on this text: at first, after some trials, and when a set is tried again."""
-        count = self.timings.count
+        count = self.timings.texts
         if self.is_over:
             return self.auto and (bool(self._queue) or not count)
         return self.auto and count < _TIMED_TEXTS and self.steps >= _TIMED_AFTER * count
+
+    @property
+    def wants_closest(self) -> int:
+        """How many of the layers closest to the whole model the next set needs, 0 if it needs no such sets."""
+        if self._closest or not (self._starts_closest or (self._queue and isinstance(self._queue[0], int))):
+            return 0
+        return max(size for size in [*self._queue, *self._sizes[-1:]] if isinstance(size, int))
 
     def report(self, stats: GenerationStats) -> None:
         """Adds what was found."""
         stats.plan = self.best.picture()
         stats.phase, stats.matchness, stats.drafts = self.phase, self.history, self.choice.drafts
 
-    @property
-    def proposal_tokens(self) -> int:
-        """Tokens of the forward that finds the closest layers before the next set, 0 for none."""
-        needs_closest = isinstance(self._queue[0], int) if self._queue and self._has_begun else not self._has_begun
-        return self._most_layers() + 1 if needs_closest and self._finds_closest and not self._closest else 0
-
-    def _most_layers(self) -> int:
-        return max(size for size in [*self._queue, *self._sizes[-1:]] if isinstance(size, int))
-
-    def begin(self, propose_layers: ProposeLayers) -> None:
-        """Drafts with the closest layers before any set was tried, unless speed decides."""
+    def see_closest(self, plans: list[LayerPlan]) -> None:
+        """Takes the closest sets of 1, 2, ... layers for the current text; the first ones begin to draft."""
         with self._lock:
-            if not self.auto:
-                self._begin(propose_layers)
+            self._closest = plans
+            if self._starts_closest:
+                self._starts_closest = False
+                first = plans[min(self._size, len(plans)) - 1]
+                self._queue = [first, *(one for one in self._queue if isinstance(one, int))]
+                self._lead(self._untried(first))
 
-    def prepare(self, propose_layers: ProposeLayers) -> None:
-        """Runs the forward of :attr:`proposal_tokens`."""
+    def propose(self) -> LayerPlan | None:
+        """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window."""
         with self._lock:
-            self._begin(propose_layers)
-            if self._queue and isinstance(self._queue[0], int):
-                self._find_closest(propose_layers)
-
-    def propose(self, propose_layers: ProposeLayers) -> LayerPlan | None:
-        """Returns the next set to try, first the one that drafts already; ``None`` if there is none in this window.
-
-        ``propose_layers`` finds the closest sets for the current text, for ``ClosestLayers``.
-        """
-        with self._lock:
-            self._begin(propose_layers)
             if self._queue:
-                if isinstance(self._queue[0], int):
-                    self._find_closest(propose_layers)
                 first = self._queue.pop(0)
                 return self._closest[first - 1] if isinstance(first, int) else first
             if self.is_over or not isinstance(self.settings, OnTheFlySearch):
@@ -168,20 +155,6 @@ class SkipSearch(Findings):
             records, interval = self._records, self.settings.bayes_interval
             sets, known = list(records.sets), records.estimates
             return next_set(self.space, sets, known, self.steps, interval, self._ratio, self._rng)
-
-    def _begin(self, propose_layers: ProposeLayers) -> None:
-        if self._has_begun:
-            return
-        self._has_begun = True
-        if self._finds_closest:
-            self._find_closest(propose_layers)
-            first = self._closest[min(self._size, len(self._closest)) - 1]
-            self._queue = [first, *(one for one in self._queue if isinstance(one, int))]
-            self._lead(self._untried(first))
-
-    def _find_closest(self, propose_layers: ProposeLayers) -> None:
-        if not self._closest:
-            self._closest = propose_layers(self._most_layers())
 
     def begin_window(self) -> None:
         """Starts a window of new text, on which the sets that look best will be tried."""
@@ -193,14 +166,8 @@ class SkipSearch(Findings):
             if self.best in self._records.sets:
                 self._choose()
             leaders = self._records.leaders()
-            if self.is_over:
-                retry_is_due = not self.choice.drafts and self.window >= self._last_retry + _IDLE
-                if not (self._feedback.has_become_hard() or (has_paid and retry_is_due)):
-                    if retry_is_due:
-                        self._queue, self._last_retry = [self.best], self.window
-                        self._feedback = Feedback()  # whether it pays now does not depend on earlier drafts
-                    return
-                self._start_over()
+            if self.is_over and not self._begins_again(has_paid):
+                return
             if not self._has_drafted:
                 self._feedback = Feedback()  # without drafts nothing would correct it
             self._has_drafted = False
@@ -208,6 +175,17 @@ class SkipSearch(Findings):
             self._queue = list(leaders[:again] or [self.best])
             if self._finds_closest:
                 self._queue += self._sizes_of_window()
+
+    def _begins_again(self, has_paid: bool) -> bool:
+        """Starts over where text has become hard; else a set that does not pay may be tried once more."""
+        retry_is_due = not self.choice.drafts and self.window >= self._last_retry + _IDLE
+        if self._feedback.has_become_hard() or (has_paid and retry_is_due):
+            self._start_over()
+            return True
+        if retry_is_due:
+            self._queue, self._last_retry = [self.best], self.window
+            self._feedback = Feedback()  # whether it pays now does not depend on earlier drafts
+        return False
 
     def _sizes_of_window(self) -> list[int]:
         """On the first text sizes of all kinds, from the sets that were found for the first one; then two."""
@@ -227,7 +205,7 @@ class SkipSearch(Findings):
             self.trials.append(trial)
             self._records.add(trial, _KEPT if self.is_over else None)
             is_better = self._choose()
-            self._has_begun = True
+            self._starts_closest = False
             self.steps += 1
             self._since_better = 0 if is_better else self._since_better + 1
             if self._is_done():
@@ -261,26 +239,20 @@ class SkipSearch(Findings):
             return not self.auto
         return len(self.space.places(self.best)) == self.space.count(self._ratio)
 
-    def time(self, stopwatch: Stopwatch, rounds: Sequence[float] = ()) -> None:
-        """Records timings of forwards, and of rounds as in :meth:`Timings.add`."""
+    def time(self, rounds: Sequence[float] = ()) -> None:
+        """Takes in the timings of a text, see :meth:`Stopwatch.complete`."""
         with self._lock:
             # Once a search is over, the machine may be a different or busier one.
-            costs = self.timings.add(stopwatch, rounds, anew=self.is_over)
+            costs = self.timings.complete(rounds, anew=self.is_over)
             if self.auto:
                 self._records.use(costs)
             if self._records.sets:
                 self._choose()
 
-    def spent(self, seconds: float, search_seconds: float) -> None:
-        """Records how long a round took, and how much of that went into trials."""
-        with self._lock:
-            self.seconds += seconds
-            self.search_seconds += search_seconds
-
     def add_idle_call(self, tokens: int, seconds: float) -> None:
         """Records a call that neither drafted nor tried anything."""
         with self._lock:
-            self.generated, self.seconds = self.generated + tokens, self.seconds + seconds
+            self.generated += tokens
             windows, self._idle_tokens = divmod(self._idle_tokens + tokens, self.settings.context_window)
             self.window += windows
             self._feedback = Feedback()
@@ -297,9 +269,9 @@ class SkipSearch(Findings):
             if plan == self.best and drafted and self._expected_rate:
                 self._feedback.add(drafted, drafted * self._expected_rate, tokens - rows)
 
-    def _untried(self, plan: LayerPlan) -> SkipChoice:
-        """The choice of a set without trials: where speed decides, it drafts only once that is known to pay."""
-        return SkipChoice(plan, not self.auto, None, None, 0.0, 0.0)
+    def _untried(self, plan: LayerPlan, matchness: float = 0.0) -> SkipChoice:
+        """The choice of a set without costs: where speed decides, it drafts only once that is known to pay."""
+        return SkipChoice(plan, not self.auto, None, None, matchness, matchness)
 
     def _choose(self) -> bool:
         """Switches to the best set, and returns whether it is a new one. Once the search is over, the set is kept."""
@@ -307,9 +279,9 @@ class SkipSearch(Findings):
         best = self.best if self.is_over else max(worth, key=lambda plan: worth[plan])
         if self._records.costs is None:
             self._expected_rate = worth[best]
-            return self._lead(SkipChoice(best, not self.auto, None, None, worth[best], worth[best]))
-        arm, self._expected_rate = self._records.arm(best, self._feedback.ease)
-        return self._lead(SkipChoice.of(arm, matchness=self._records.sets[best].matchness))
+            return self._lead(self._untried(best, worth[best]))
+        choice, self._expected_rate = self._records.choice(best, self._feedback.ease)
+        return self._lead(choice)
 
     def _lead(self, choice: SkipChoice) -> bool:
         is_new = choice.plan != self.choice.plan
@@ -322,7 +294,7 @@ class SkipSearch(Findings):
     def state(self) -> dict[str, Any]:
         """What was found, as JSON values."""
         with self._lock:
-            costs = self.timings.costs
+            costs = self.timings.found
             return {
                 "phase": self.phase,
                 "generated": self.generated,
@@ -340,7 +312,7 @@ class SkipSearch(Findings):
         if any(plan.num_layers != layers for plan in (choice.plan, *(trial.plan for trial in trials))):
             raise ValueError(f"a set for another depth than {layers} layers")
         with self._lock:
-            self.timings.costs, self.generated, self.choice = costs, generated, choice
+            self.timings.found, self.generated, self.choice = costs, generated, choice
             self.found = deque([(0, choice.plan)], maxlen=_LOGGED)
             self.trials.extend(trials)
             self._start_over()

@@ -11,11 +11,11 @@ import numpy as np
 
 from ..learned.files import as_count
 from ..model.plan import LayerPlan
-from .choice import LayerArm
+from .choice import SkipChoice, pays
 from .costs import ForwardCosts
 from .estimates import Estimates, Scores, estimate, estimate_by_size
+from .proposers import SkipSpace
 from .replay import Replays, Rule, Trace, replays
-from .skip_space import SkipSpace
 
 # Number of tokens of one of SWIFT's windows, which has the weight 1.
 _WINDOW = 32
@@ -143,7 +143,7 @@ class Records:
         worth = self.worth()
         return sorted(worth, key=lambda plan: -worth[plan])
 
-    def arm(self, plan: LayerPlan, ease: float) -> tuple[LayerArm, float]:
+    def choice(self, plan: LayerPlan, ease: float) -> tuple[SkipChoice, float]:
         """A set with its fastest rule if tokens are accepted ``ease`` times as often as in its trials.
 
         Returns with it the acceptance rate that the trials predicted for its rule.
@@ -157,9 +157,10 @@ class Records:
         rule = run.fastest
         # The last trials, replayed with the acceptance seen in drafting, show how to correct the estimate.
         usual = Replays.total(record.runs).seconds_per_token[record.rule]
-        speedup = self.worth()[plan] * usual / run.seconds_per_token[rule]
-        arm = LayerArm(plan, self._rules[rule], float(speedup), float(run.acceptance_rate[rule]))
-        return arm, float(recent.acceptance_rate[rule])
+        speedup = self.worth()[plan] * float(usual / run.seconds_per_token[rule])
+        rate = float(run.acceptance_rate[rule])
+        choice = SkipChoice(plan, pays(speedup), self._rules[rule], speedup, rate, record.matchness)
+        return choice, float(recent.acceptance_rate[rule])
 
     def _scores(self) -> Scores:
         rows = [

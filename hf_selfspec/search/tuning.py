@@ -26,14 +26,13 @@ from ..model.fingerprint import Fingerprint
 from ..model.modules import is_tensor_parallel
 from ..model.plan import LayerPlan
 from ..model.transfer import wait_for
-from ..selfspec import SelfSpec, known_of
+from ..selfspec import SelfSpec
 from ..stop.rules import ConfidenceThreshold, StopRule
 from ..validation import check_count
 from ..verify.tree import Tree
-from .choice import LayerArm, fastest
 from .on_the_fly import ClosestLayers
+from .proposers import SkipSpace
 from .replay import rules
-from .skip_space import SkipSpace
 
 # The file of steps, and how many sets and rules are timed again at the end, so that none wins by luck.
 PROGRESS_NAME = "tuning.json"
@@ -112,43 +111,70 @@ def tune(
         check_count("tune(max_prompt_tokens)", max_prompt_tokens)
     if search is not None and not isinstance(search, OfflineSearch):
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
-    runner = _Runner(inner, _rows(tokenizer, texts, inner.device, max_prompt_tokens), max_new_tokens, stop, tree)
-    return _Tuning(runner, search or OfflineSearch(), None if folder is None else path_of(folder)).run()
-
-
-def _rows(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], device: torch.device, longest: int | None
-) -> list[torch.Tensor]:
-    rows = [token_ids(tokenizer, text)[:longest] for text in checked_texts("tune", texts)]
-    return [torch.tensor([row], device=device) for row in rows]
+    texts_ids = [token_ids(tokenizer, text)[:max_prompt_tokens] for text in checked_texts("tune", texts)]
+    rows = [torch.tensor([row], device=inner.device) for row in texts_ids]
+    at = None if folder is None else path_of(folder)
+    return _Tuning(inner, rows, search or OfflineSearch(), stop, tree, max_new_tokens, at).run()
 
 
 @dataclasses.dataclass
-class _Runner:
-    """Times generation of the same texts."""
+class _Tuning:
+    """One search, step by step."""
 
     model: PreTrainedModel
     rows: list[torch.Tensor]
-    max_new_tokens: int
+    search: OfflineSearch
     stop: StopRule | None
     tree: Tree | None
+    max_new_tokens: int
+    folder: Path | None
 
     def __post_init__(self) -> None:
-        count = self.max_new_tokens
-        self.options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        self.space = SkipSpace.of(Anatomy.of(self.model))
+        self.speeds: dict[LayerPlan, float] = {}
 
-    def spec(self, plan: LayerPlan, stop: StopRule | None) -> SelfSpec:
-        """A ``SelfSpec`` that drafts with one set."""
+    def run(self) -> SelfSpec:
+        """Runs all steps and the last round, and saves the result."""
+        search, speeds = self.search, self.speeds
+        if self.folder is not None:
+            self._resume(self.folder / PROGRESS_NAME)
+        self.seconds(None)
+        plain = [self.seconds(None, [row]) for row in self.rows]
+        waiting = [plan for plan in self.first_sets() if plan.skipped_attention or plan.skipped_mlp]
+        rng = np.random.default_rng([search.seed, len(speeds)])
+        bar = logging.tqdm(total=search.max_steps, initial=len(speeds), desc="tuning", unit="set")
+        known = 0
+        while len(speeds) < search.max_steps and known < _ALL_KNOWN:
+            plan = self._propose(waiting, rng)
+            if plan in speeds:
+                known += 1
+                continue
+            known = 0
+            # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
+            turn = len(speeds) % len(plain)
+            now = self.seconds(None, [self.rows[turn]]) / plain[turn]
+            speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan, None))
+            self._note()
+            bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
+            bar.update()
+        bar.close()
+        return self._finish()
+
+    def _spec(self, plan: LayerPlan, stop: StopRule | None) -> SelfSpec:
         draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
         return SelfSpec(draft, stop or self.stop or ConfidenceThreshold(), self.tree)
 
+    def _generate(self, ids: torch.Tensor, **options: Any) -> None:
+        count = self.max_new_tokens
+        options |= {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
     def seconds(self, spec: SelfSpec | None, rows: Sequence[torch.Tensor] | None = None) -> float:
         """Time per token over all texts, or some."""
-        extra = {} if spec is None else {"assistant": spec}
         texts = rows or self.rows
         begun = perf_counter()
         for ids in texts:
-            self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, **extra)
+            self._generate(ids, **({} if spec is None else {"assistant": spec}))
         wait_for(self.rows[0].device)
         return (perf_counter() - begun) / (len(texts) * self.max_new_tokens)
 
@@ -156,46 +182,9 @@ class _Runner:
         """Sets that a search on the fly tries on these texts, the best one first."""
         spec = SelfSpec(SkipLayers(search=ClosestLayers()), None)
         for ids in self.rows:
-            self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.options, assistant=spec)
-        found = known_of(spec, self.model).knowledge.latest(self.model)
+            self._generate(ids, assistant=spec)
+        found = spec._knowledge.latest(self.model)
         return [] if found is None else list(dict.fromkeys([found.best, *(trial.plan for trial in found.trials)]))
-
-
-class _Tuning:
-    """One search, step by step."""
-
-    def __init__(self, runner: _Runner, search: OfflineSearch, folder: Path | None) -> None:
-        self.runner, self.search, self.folder = runner, search, folder
-        self.space = SkipSpace.of(Anatomy.of(runner.model))
-        self.speeds: dict[LayerPlan, float] = {}
-
-    def run(self) -> SelfSpec:
-        """Runs all steps and the last round, and saves the result."""
-        runner, search = self.runner, self.search
-        if self.folder is not None:
-            self._of()  # what cannot be saved is refused before anything is timed
-        self._resume()
-        runner.seconds(None)
-        plain = [runner.seconds(None, [row]) for row in runner.rows]
-        waiting = [plan for plan in runner.first_sets() if plan.skipped_attention or plan.skipped_mlp]
-        rng = np.random.default_rng([search.seed, len(self.speeds)])
-        bar = logging.tqdm(total=search.max_steps, initial=len(self.speeds), desc="tuning", unit="set")
-        known = 0
-        while len(self.speeds) < search.max_steps and known < _ALL_KNOWN:
-            plan = self._propose(waiting, rng)
-            if plan in self.speeds:
-                known += 1
-                continue
-            known = 0
-            # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
-            turn = len(self.speeds) % len(plain)
-            now = runner.seconds(None, [runner.rows[turn]]) / plain[turn]
-            self.speeds[plan] = now * float(np.mean(plain)) / runner.seconds(runner.spec(plan, None))
-            self._note()
-            bar.set_postfix_str(f"best {max(self.speeds.values()):.2f}x")
-            bar.update()
-        bar.close()
-        return self._finish()
 
     def _propose(self, waiting: list[LayerPlan], rng: np.random.Generator) -> LayerPlan:
         while waiting:
@@ -212,38 +201,33 @@ class _Tuning:
 
     def _finish(self) -> SelfSpec:
         """Times the best sets, each with its best rule, in turn with each other and with plain ``generate``."""
-        runner = self.runner
         best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
         stops: Sequence[StopRule | None] = [None]
-        if runner.stop is None:
-            times = {rule: runner.seconds(runner.spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)}
+        if self.stop is None:
+            times = {rule: self.seconds(self._spec(best[0], rule)) for rule in rules(SelfSpec().max_draft)}
             stops = sorted(times, key=lambda rule: times[rule])[:2]
-        pairs = [(plan, stop) for plan in best for stop in stops]
-        ways = [None, *(runner.spec(*pair) for pair in pairs)]
-        rounds = [[runner.seconds(way) for way in ways] for _ in range(_REPEATS)]
+        specs = [self._spec(plan, stop) for plan in best for stop in stops]
+        rounds = [[self.seconds(spec) for spec in (None, *specs)] for _ in range(_REPEATS)]
         plain, *ours = np.median(rounds, axis=0).tolist()
-        arm = fastest(LayerArm(*pair, speedup=plain / seconds) for pair, seconds in zip(pairs, ours, strict=True))
-        if arm.speedup <= 1:
+        spec, speedup = specs[int(np.argmin(ours))], plain / min(ours)
+        if speedup <= 1:
             warnings.warn(
-                f"tune: no set of blocks to skip made {type(runner.model).__name__} faster on these texts (the best "
-                f"one {arm.speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
+                f"tune: no set of blocks to skip made {type(self.model).__name__} faster on these texts (the best "
+                f"one {speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
                 stacklevel=4,
             )
-        spec = runner.spec(arm.plan, arm.stop)
         if self.folder is not None:
-            spec.save_pretrained(self.folder, runner.model)
+            spec.save_pretrained(self.folder, self.model)
         return spec
 
-    def _resume(self) -> None:
-        if self.folder is None:
-            return
-        path = self.folder / PROGRESS_NAME
+    def _resume(self, path: Path) -> None:
+        of = self._of()  # what cannot be saved is refused before anything is timed
         try:
             content = read_json(path)
             steps = {LayerPlan.of_picture(str(picture)): float(speed) for picture, speed in content["steps"]}
             if any(plan.num_layers != self.space.num_layers for plan in steps):
                 raise ValueError("sets for another depth")
-            same = content["of"] == self._of()
+            same = content["of"] == of
         except FileNotFoundError:
             return
         except (ValueError, KeyError, TypeError) as error:
@@ -253,18 +237,17 @@ class _Tuning:
                 f"{path} holds the steps of another search (another model, other texts or settings). Give another "
                 "folder, or delete it to start over."
             )
-        self.speeds = steps
+        self.speeds |= steps
 
     def _of(self) -> dict[str, Any]:
         """What steps must have in common to be comparable."""
-        runner = self.runner
-        stop, tree = (saving.encode(getattr(runner, name), f"tune({name})") for name in ("stop", "tree"))
+        stop, tree = (saving.encode(getattr(self, name), f"tune({name})") for name in ("stop", "tree"))
         return {
-            "texts": hashlib.sha256(repr([row.tolist() for row in runner.rows]).encode()).hexdigest()[:32],
-            "max_new_tokens": runner.max_new_tokens,
+            "texts": hashlib.sha256(repr([row.tolist() for row in self.rows]).encode()).hexdigest()[:32],
+            "max_new_tokens": self.max_new_tokens,
             "stop": stop,
             "tree": tree,
-            "model": Fingerprint.of_decoder(runner.model).name,
+            "model": Fingerprint.of_decoder(self.model).name,
             "seed": self.search.seed,
         }
 

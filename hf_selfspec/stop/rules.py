@@ -79,7 +79,7 @@ class BoundedRule:
     threshold: float = -math.inf
     confidence: Confidence | None = None
 
-    def _check_threshold(self) -> None:
+    def __post_init__(self) -> None:
         name = type(self).__name__
         check_share(f"{name}(threshold)", self.threshold, zero=False, one=False)
         if self.confidence is not None and not callable(self.confidence):
@@ -227,9 +227,6 @@ class ConfidenceThreshold(BoundedRule):
     threshold: float = 0.8
     confidence: Confidence | None = None
 
-    def __post_init__(self) -> None:
-        self._check_threshold()
-
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.sure(logits, hidden_states) < self.threshold
 
@@ -252,9 +249,6 @@ class ProductThreshold(BoundedRule):
 
     threshold: float = 0.4
     confidence: Confidence | None = None
-
-    def __post_init__(self) -> None:
-        self._check_threshold()
 
     def value(self, before: _Values | None, sure: _Values) -> _Values:
         return sure if before is None else before * sure

@@ -65,7 +65,7 @@ class ExitTraining(TrainingRun):
 
     def detach(self) -> None:
         self.exits.detach()
-        self._forwards.restore()
+        self._forwards.close()
         for handle in self._handles:
             handle.remove()
 

@@ -23,7 +23,6 @@ from ..errors import SettingError, UnsupportedModelError
 from ..learned.files import path_of, reported, written_whole
 from ..model.exits import LOGIT_ELEMENTS, Exits
 from ..model.fingerprint import Fingerprint
-from ..model.head import OwnHead
 from ..model.patching import evaluating
 from ..validation import check_count
 
@@ -60,7 +59,7 @@ class FrozenModel:
         self.exits = Exits(model)
         self.exits.check("fit", layers)
         self.anatomy = self.exits.anatomy
-        self.own_head = OwnHead(model, self.anatomy)
+        self.own_head = self.exits.head
         if cache_bytes is not None:
             check_count("cache_bytes", cache_bytes)
             if cache_dir is None:
@@ -132,7 +131,7 @@ class FrozenModel:
                 states = {name: new[name][place] for name in names}
                 self._keep(self._file(ids[index]), rows[index], states)
                 rows[index] = states
-        elif not self.own_head.has_seen:
+        elif not self.exits.has_seen:
             self.run(ids[:1, :1])
         return {"ids": ids} | {name: torch.stack([row[name].to(ids.device) for row in rows]) for name in names}
 
@@ -160,8 +159,7 @@ class FrozenModel:
         handles = [self.anatomy.layers[layer - 1].register_forward_hook(_hook(found, layer)) for layer in self.layers]
         self.exits.chosen = self.layers
         try:
-            with self.own_head.seeing() as final:
-                self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
+            self.anatomy.stack(input_ids=ids, use_cache=False, return_dict=True)
         finally:
             self.exits.chosen = ()
             for handle in handles:
@@ -172,8 +170,11 @@ class FrozenModel:
                 "be fitted."
             )
         assert self.exits.states is not None
+        assert self.exits.final is not None
         found |= {f"exits_{layer}": state for layer, state in zip(self.layers, self.exits.states, strict=True)}
-        return {name: state.to(self.device) for name, state in (found | {"ids": ids, "final": final[-1]}).items()}
+        return {
+            name: state.to(self.device) for name, state in (found | {"ids": ids, "final": self.exits.final}).items()
+        }
 
     @torch.no_grad()
     def imitate_norm(self, norm: nn.RMSNorm, layer: int) -> None:

@@ -122,7 +122,7 @@ class _Run(TrainingRun):
             self._forwards.replace(layer, self._layer_forward(index, layer))
 
     def detach(self) -> None:
-        self._forwards.restore()
+        self._forwards.close()
 
     def begin_step(self, step: int, steps: int) -> None:
         self._rates = np.array(self._rates_of(step, steps, self.anatomy.num_layers))

@@ -11,7 +11,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
-from ..draft.lora import EarlyExitLora
+from ..draft.early_exit import EarlyExitLora
 from ..errors import UnsupportedModelError
 from ..model.anatomy import Anatomy
 from ..model.attention import MaskSpec, at_positions, speculative_attention

@@ -110,7 +110,7 @@ def with_model_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
             forwards.set(self, "log", log)
             return original(self, *args, **kwargs)
         finally:
-            forwards.restore()
+            forwards.close()
             for callback in reversed(callbacks):
                 callback._served = False
                 callback.detach()

@@ -17,10 +17,9 @@ from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SettingErr
 from hf_selfspec.bench import stream
 from hf_selfspec.bench.calls import Call, repetitions
 from hf_selfspec.bench.compare import measured
-from hf_selfspec.bench.methods import KNOWN, Method, all_of, methods_of
-from hf_selfspec.bench.prompts import Batch, Prompt
+from hf_selfspec.bench.methods import Method, methods_of
+from hf_selfspec.bench.request import Batch, Prompt, Settings
 from hf_selfspec.bench.results import acceptance, ratios
-from hf_selfspec.bench.settings import Settings
 
 TEXTS = ["def read_text(path):", "class Stack:", "import os\n\ndef main():", "for line in lines:"]
 OURS = {"exit": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
@@ -157,7 +156,7 @@ def test_acceptance_is_that_of_the_statistics_and_of_the_stream(
     batch = Batch.of([Prompt("a", tokenizer(TEXTS[0] * 6)["input_ids"])], 0, model.device)
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     spec = SelfSpec(EarlyExit(3), FixedLength(3))
-    methods = all_of({"prompt-lookup(2)": "prompt-lookup(2)", "exit": OURS["exit"]})
+    methods = methods_of({"prompt-lookup(2)": "prompt-lookup(2)", "exit": OURS["exit"]})
     specs = [None, None, spec]
     plain, lookup, ours = (
         stream.timed(model, method, batch, (method.name, 0, 0, 0), options, one)
@@ -181,35 +180,44 @@ def test_batches_count_each_rows_own_tokens(model: LlamaForCausalLM, tokenizer: 
     assert [method["equal_ids"]["texts"] for method in condition["methods"]] == [2, 2]
     named = compare(model, tokenizer, TEXTS, ["prompt-lookup(2)"], max_new_tokens=4, batch_size=4, progress=False)
     assert [method["name"] for method in named.results["conditions"][0]["methods"]] == ["plain"]
-    with pytest.raises(SettingError, match="batch_size=5: there are fewer prompts than that"):
-        compare(model, tokenizer, TEXTS, [], batch_size=5, progress=False)
 
 
 def test_a_killed_run_goes_on_where_it_was(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, killed_after: Any
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: Any
 ) -> None:
-    def again(**more: Any) -> Comparison:
-        return compare(model, tokenizer, TEXTS, OURS, max_new_tokens=12, out=tmp_path, progress=False, **more)
+    """In a home folder, with a model whose modules are in different modes, which it keeps."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model, folder = tiny_llama(vocabulary=4096).train(), tmp_path / "out"
+    for layer in model.model.layers[::2]:
+        layer.eval()
+    modes = [module.training for module in model.modules()]
+
+    def again(methods: Any = OURS, **more: Any) -> Comparison:
+        return compare(model, tokenizer, TEXTS, methods, max_new_tokens=12, out="~/out", progress=False, **more)
 
     before = killed_after(7)
     with pytest.raises(KilledError):
         again()
-    path = tmp_path / "calls.jsonl"
-    with path.open("a") as file:
+    with (folder / "calls.jsonl").open("a") as file:
         file.write('{"method": "pl')  # a line that was cut short
     after = killed_after(math.inf)
     found = again()
+    assert [module.training for module in model.modules()] == modes
     places = [(call.method, call.prompt) for call, _ in (*before, *after)]
     assert len(before) == 7
     assert sorted(places) == sorted({(name, prompt) for name in ("plain", *OURS) for prompt in range(4)})
     assert found.results["conditions"][0]["prompts"] == 1, "first calls of either process are left out"
-    assert {"results.json", "report.md", "report.html", "speed-up-0.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"results.json", "report.md", "report.html", "speed-up-0.png"} <= {path.name for path in folder.iterdir()}
+    found.save("~/saved")
+    assert (tmp_path / "saved" / "results.json").read_text() == (folder / "results.json").read_text()
     finished = killed_after(0)
     assert str(again()) == str(found)
     assert finished == []
     with pytest.raises(SettingError, match=r"other settings \(seed: 0, now 3\)"):
         again(seed=3)
-    path.write_text("[]\n")
+    with pytest.raises(SettingError, match=r"other settings \(method exit: .*num_tokens=3.*now .*num_tokens=4"):
+        again(OURS | {"exit": SelfSpec(EarlyExit(3), FixedLength(4))})
+    (folder / "calls.jsonl").write_text("[]\n")
     with pytest.raises(SettingError, match="is not a file of measured calls"):
         again()
 
@@ -246,7 +254,7 @@ def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
     made = killed_after(math.inf)
     prompts = [Prompt("a", tokenizer(text)["input_ids"]) for text in TEXTS[:3]]
     settings = Settings(max_new_tokens=8, passes=2)
-    found = measured(model, tokenizer, prompts, settings, OURS, progress=False)
+    found = measured(model, tokenizer, prompts, settings, methods_of(OURS), progress=False)
     names = ["plain", *OURS]
     orders = [[call.method for call, _ in made[start : start + 3]] for start in (0, 3, 6)]
     assert orders == [names, names[1:] + names[:1], names[2:] + names[:2]]
@@ -254,23 +262,6 @@ def test_the_order_rotates_and_each_pass_has_a_spec_of_its_own(
     free = [spec for call, spec in made if call.method == "free"]
     assert [spec is free[0] for spec in free] == [True] * 3 + [False] * 3
     assert [spec is free[5] for spec in free] == [False] * 3 + [True] * 3
-
-
-def test_modes_are_put_back_and_home_folders_found(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of each module, whichever of the others are in training mode."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    model = tiny_llama(vocabulary=4096)
-    model.train()
-    for layer in model.model.layers[::2]:
-        layer.eval()
-    modes = [module.training for module in model.modules()]
-    found = compare(model, tokenizer, TEXTS[:1], [], max_new_tokens=2, out="~/out", progress=False)
-    assert [module.training for module in model.modules()] == modes
-    found.save("~/saved")
-    assert (tmp_path / "out" / "calls.jsonl").exists()
-    assert (tmp_path / "saved" / "results.json").read_text() == (tmp_path / "out" / "results.json").read_text()
 
 
 @pytest.mark.slow
@@ -288,7 +279,7 @@ def test_methods_that_do_not_fit_are_left_out_with_reasons(
     assert "SelfSpec.layerskip()" in left_out
 
 
-@pytest.mark.parametrize("name", ["SelfSpec.layerskip()", "deep", "prompt-lookup(2)"])
+@pytest.mark.parametrize("name", ["deep", "prompt-lookup(2)"])
 def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
     model: LlamaForCausalLM, mamba: MambaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str
 ) -> None:
@@ -300,24 +291,10 @@ def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_method_that_became_another_is_not_put_together_with_it(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    def again(spec: SelfSpec) -> None:
-        compare(model, tokenizer, TEXTS[:2], {"mine": spec}, max_new_tokens=4, out=tmp_path, progress=False)
-
-    again(SelfSpec.layerskip(3, num_draft=2))
-    again(SelfSpec.layerskip(3, num_draft=2))
-    with pytest.raises(SettingError, match=r"other settings \(method mine: .*num_tokens=2.*now .*num_tokens=4"):
-        again(SelfSpec.layerskip(3, num_draft=4))
-    make: Any = object
-    assert Method("mine", "ours", "assistant=mine", make=make).settings == "<object object>", "in each process"
-
-
 def test_lossy_drafts_are_never_the_best(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Also where nothing shows it: where tokens are drawn, or where the texts of a lossy draft are the same."""
     methods = {"lossy": SelfSpec.early_exit_only(3), "free": SelfSpec.lookup()}
-    found = compare(model, tokenizer, TEXTS[:3], methods, max_new_tokens=8, temperature=[0, 0.7], progress=False)
+    found = compare(model, tokenizer, TEXTS[:2], methods, max_new_tokens=4, temperature=[0, 0.7], progress=False)
     for one in found.results["conditions"]:
         lossless = {method["name"]: method["is_lossless"] for method in one["methods"]}
         assert lossless == {"plain": True, "lossy": False, "free": True}
@@ -325,55 +302,35 @@ def test_lossy_drafts_are_never_the_best(model: LlamaForCausalLM, tokenizer: Pre
     assert "lossy" in str(found)
 
 
+def test_names_of_methods() -> None:
+    """Short ones, and texts as for ``--spec``."""
+    found = ["selfspec", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)", "prompt-lookup"]
+    names = ["SelfSpec()", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)"]
+    names += ["prompt-lookup(2)", "prompt-lookup(3)", "prompt-lookup(2, 5)"]
+    assert [method.name for method in methods_of(found)] == ["plain", *names]
+    make: Any = object
+    assert Method("mine", "ours", "assistant=mine", make=make).settings == "<object object>", "in each process"
+
+
 @pytest.mark.parametrize(
-    ("methods", "message"),
+    ("methods", "settings", "message"),
     [
-        (["swift"], "'swift' is not known"),
-        ([SelfSpec.lookup(), SelfSpec.lookup()], "is given twice"),
-        ([3], "methods must be names or SelfSpec objects, got 3"),
+        (["magic"], {}, "there is no such folder or preset.* Other methods are plain, static-compiled, prompt-lookup"),
+        ([SelfSpec.lookup(), SelfSpec.lookup()], {}, "is given twice"),
+        ([3], {}, "methods must be names or SelfSpec objects, got 3"),
+        ([], {"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
+        ([], {"temperature": -1}, "temperature must be a number of at least 0"),
+        ([], {"top_p": 0.9}, "top_p has no effect on greedy decoding"),
+        ([], {"batch_size": []}, "need at least one value each"),
+        ([], {"batch_size": 5}, "batch_size=5: there are fewer prompts than that"),
+        ([], {"clock": "sun"}, "clock must be one of auto, wall, cpu"),
+        ([], {"max_new_tokens": 512}, "no prompt fits the model"),
+        ([], {"texts": "one text"}, r"compare\(texts\) must be a list of strings or chats"),
+        ([], {"texts": [[{"role": "user", "content": "import os"}]]}, "the tokenizer has no chat template, so the"),
     ],
 )
-def test_methods_that_are_none(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, methods: Any, message: str
+def test_what_cannot_be_compared(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, methods: Any, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((SettingError, SettingTypeError), match=message):
-        compare(model, tokenizer, TEXTS, methods, progress=False)
-
-
-def test_words_of_a_command_line_are_methods() -> None:
-    found = methods_of(["selfspec, prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)", "prompt-lookup"])
-    names = ["SelfSpec()", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)"]
-    assert list(found) == [*names, "prompt-lookup(2)", "prompt-lookup(3)", "prompt-lookup(2, 5)"]
-    assert [method.name for method in all_of(found)] == ["plain", *found]
-    assert set(KNOWN) > {"plain", "static-compiled"}
-    with pytest.raises(SettingError, match="Other methods are plain, static-compiled, prompt-lookup"):
-        methods_of(["nothing"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
-        ({"temperature": -1}, "temperature must be a number of at least 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"top_p": 0.9}, "top_p has no effect on greedy decoding"),
-        ({"batch_size": []}, "need at least one value each"),
-        ({"clock": "sun"}, "clock must be one of auto, wall, cpu"),
-        ({"max_new_tokens": 512}, "no prompt fits the model"),
-    ],
-)
-def test_settings_that_are_not_possible(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(SettingError, match=message):
-        compare(model, tokenizer, TEXTS, [], progress=False, **settings)
-
-
-def test_texts_that_are_none(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(
-        SettingTypeError,
-        match=r"compare\(texts\) must be a list of strings or chats",
-    ):
-        compare(model, tokenizer, "one text")
-    with pytest.raises(SettingError, match="the tokenizer has no chat template, so the model cannot chat"):
-        compare(model, tokenizer, [[{"role": "user", "content": "import os"}]], [], progress=False)
+        compare(model, tokenizer, methods=methods, progress=False, **{"texts": TEXTS} | settings)

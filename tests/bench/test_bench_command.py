@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
@@ -17,11 +15,13 @@ from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL
 from hf_selfspec import SettingError
 from hf_selfspec.bench import methods
-from hf_selfspec.bench.prompts import Encoder, repeated, stream_of, texts_of
+from hf_selfspec.bench.request import Encoder, repeated, stream_of, texts_of
 from hf_selfspec.cli import main
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
 KINDS = ("code", "poems", "rag")
+
+pytestmark = pytest.mark.usefixtures("as_before")
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """What the command sets for its process."""
-    verbosity, bars, threads = logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_num_threads()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar() if bars else logging.disable_progress_bar()
-    torch.set_num_threads(threads)
-
-
 def bench(model: Path, data: Path, out: Path, *words: str) -> int:
     given = ["--model", str(model), "--data", str(data), "--out", str(out), "--threads", "1", "--device", "cpu"]
     return main(["bench", *given, *words])
@@ -80,22 +70,10 @@ def test_a_named_column_is_the_prompt(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text('{"question": "a", "answer": "b"}')
     assert texts_of([str(path)], "answer") == {"text": ["b"]}
-    with pytest.raises(SettingError, match="there is no text in the column 'solution'"):
-        texts_of([str(path)], "solution")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"a": 1}', "line 1: there is no text in any of the columns messages, prompt"),
-        ("{", "line 1: this is not JSON"),
-    ],
-)
-def test_files_that_are_no_prompts(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
-    with pytest.raises(SettingError, match=message):
-        texts_of([str(path)])
+    path.write_text('{"solution": 1}')
+    for column, words in (("solution", "the column 'solution'"), (None, "any of the columns messages, prompt")):
+        with pytest.raises(SettingError, match=f"line 1: there is no text in {words}"):
+            texts_of([str(path)], column)
 
 
 def test_chats_of_several_files_are_one_stream(
@@ -150,26 +128,19 @@ def test_compiled_methods(data: Path, model: Path, tmp_path: Path, monkeypatch: 
     assert len((tmp_path / "calls.jsonl").read_text().splitlines()) == 1 + 3 * 2 * 2
 
 
-def test_chats_need_a_chat_template(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(DEMO_MODEL, data, tmp_path / "out", "--kinds", "text", "--prompts", "2") == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("hf-selfspec: the tokenizer has no chat template, so the model cannot chat.")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--kinds", "prose"], "--kinds prose: --data has no such prompts, only code, poems, rag, text"),
-        (["--prompts", "0"], "Invalid value for '--prompts': "),
-        (["--methods", "magic"], "--methods magic: there is no such folder or preset"),
         (["--max-prompt-tokens", "1"], "no prompt fits"),
+        (["--kinds", "text", "--model", DEMO_MODEL], "the tokenizer has no chat template, so the model cannot chat."),
     ],
 )
 def test_mistakes_are_one_line(
     data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert bench(model, data, tmp_path, *words) == 2
+    assert bench(model, data, tmp_path / "out", *map(str, words)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("hf-selfspec: ")
     assert message in line
+    assert not (tmp_path / "out").exists()

@@ -26,8 +26,7 @@ from hf_selfspec import (
     SkipLayers,
 )
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.control.arms import ArmStats, Measurements
-from hf_selfspec.control.controller import Controller
+from hf_selfspec.control.controller import ArmStats, Controller, Measurements
 from hf_selfspec.control.costs import SIZES, CostCurve
 from hf_selfspec.draft import FixedDrafter, controlled
 from hf_selfspec.draft.free import FreeDrafts
@@ -418,7 +417,7 @@ def test_free_rounds_price_layer_drafts(llama: LlamaForCausalLM, monkeypatch: py
     spec = SelfSpec(Cascade([Lookup(stored_tokens=0, max_nodes=1), source]))
     llama.generate(**PROMPT, max_new_tokens=60, min_new_tokens=60, do_sample=False, assistant=spec)
     found = spec._knowledge.latest(llama, lambda found: hasattr(found, "timings"))
-    assert found.timings.costs.further == pytest.approx([seconds - 0.5 for seconds in curve])
+    assert found.timings.found.further == pytest.approx([seconds - 0.5 for seconds in curve])
 
 
 def test_rounds_without_room_teach_nothing(llama: LlamaForCausalLM, answer: tuple[int, ...], watch: Watch) -> None:

@@ -8,17 +8,16 @@ import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import DynamicCache
 
 from helpers.architectures import build
-from helpers.models import ragged_batch, tiny_gpt2, tiny_llama
+from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import (
     ConfidenceThreshold,
     EarlyExit,
@@ -35,7 +34,7 @@ from hf_selfspec.decoding import Decoder
 from hf_selfspec.draft import probe
 from hf_selfspec.model.exits import Exits
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.costs import ForwardCosts, Stopwatch, Timings
+from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.exit_study import ExitStudy, choose_exit
 from hf_selfspec.search.replay import Replays, Rule, Trace, replays
 from hf_selfspec.search.replay import trace as traced
@@ -121,37 +120,31 @@ def replay(trace: Trace, rule: Rule, plan: LayerPlan, costs: ForwardCosts, max_d
     return Replays(*(values.item() for values in replays([trace], [rule], plan, costs, max_draft)))
 
 
-def test_fixed_drafts_replayed_by_hand():
+def test_drafts_replayed_by_hand():
     accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     found = replay(Trace(accept, accept), FixedLength(2), exit_plan(1), COSTS, 25)
     # Rounds: from 0 two accepted (to 3); from 3 one (to 5); from 5 none (to 6); from 6 two, the second of which is the
     # first token again (to 9).
     seconds = 4 * (2 * COSTS.draft(exit_plan(1)) + COSTS.verify(1, 2))
     assert found == Replays(pytest.approx(seconds), tokens=9, drafted=8, accepted=5)
-
-
-def test_confident_drafts_replayed_by_hand():
-    accept = np.array([[1, 1, 0, 1, 0, 0, 1.0]])
     sure = np.array([[0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9]])
     found = replay(Trace(accept, sure), ConfidenceThreshold(0.5), exit_plan(1), COSTS, 3)
     # Rounds from 0 (2 drafted, both accepted), 3 (3 drafted, one), 5 (one, none), 6 (3, all accepted, to 10).
     assert (found.tokens, found.drafted, found.accepted) == (10, 9, 6)
 
 
-AT_THE_END, SURE, BY_PRODUCT = [0.9, 0.9, 0.1, 0.9], [0.9] * 4, [0.9, 0.9, 0.9, 0.5, 1.0]
+AT_THE_END, BY_PRODUCT = [0.9, 0.9, 0.1, 0.9], [0.9, 0.9, 0.9, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(
     ("rule", "sure", "most", "lengths"),
     [
         (ConfidenceThreshold(0.5), AT_THE_END, 9, [3, 2, 1, 4]),
-        (ConfidenceThreshold(0.5), SURE, 9, [9] * 4),
         (ConfidenceThreshold(0.5), [0.9, 0.2, 0.9, 0.9, 0.9, 0.1, 0.9], 3, [2, 1, 3, 3, 2, 1, 3]),
         (FixedLength(3), AT_THE_END, 9, [3] * 4),
         (FixedLength(3), AT_THE_END, 2, [2] * 4),
         (ProductThreshold(0.8), BY_PRODUCT, 9, [3, 3, 2, 1, 4]),  # 0.9 0.9 is 0.81, the next 0.9 makes 0.729
         (ProductThreshold(0.8), BY_PRODUCT, 2, [2, 2, 2, 1, 2]),
-        (ProductThreshold(0.8), [1.0] * 3, 7, [7] * 3),
     ],
 )
 def test_lengths_of_drafts(rule, sure, most, lengths):
@@ -187,13 +180,13 @@ def test_replay_of_likely_acceptance_is_the_mean_over_outcomes():
     generator = np.random.default_rng(0)
     accept, sure = generator.random((1, 12)), generator.random((1, 12))
     rule, total = ConfidenceThreshold(0.3), 0.0
-    runs = 4000
+    runs = 2000
     for _ in range(runs):
         outcome = (generator.random(12) < accept[0]).astype(float)
         # An outcome is drawn for each position, so a walk along it is one run of the decoder.
         total += replay(Trace(outcome[None], sure), rule, exit_plan(2), COSTS, 4).seconds
     expected = replay(Trace(accept, sure), rule, exit_plan(2), COSTS, 4).seconds
-    assert total / runs == pytest.approx(expected, rel=0.02)
+    assert total / runs == pytest.approx(expected, rel=0.03)
 
 
 @torch.no_grad()
@@ -247,12 +240,11 @@ def test_the_fastest_exit_is_chosen():
 @pytest.mark.parametrize("tokens", [1000, 1024])
 def test_a_study_is_idle_where_enough_text_shows_that_no_draft_pays(tokens):
     bad, good = np.zeros((1, tokens)), np.ones((1, tokens))
-    stopwatch = Stopwatch(exit_plan(1))
     for accept, is_idle in ((bad, tokens >= 1024), (good, False)):
         study = ExitStudy(4)
         assert not study.is_idle
         with patch.object(Stopwatch, "costs", lambda self, of=min: COSTS):
-            study.add({1: [Trace(accept, accept)]}, stopwatch, [FixedLength(4)], 25)
+            study.add({1: [Trace(accept, accept)]}, [FixedLength(4)], 25, rounds=())
         assert study.is_idle == is_idle
 
 
@@ -272,10 +264,9 @@ def test_states_of_exits_belong_to_their_rows():
 # The probe while generating -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_probing_changes_no_token(make, rows):
-    model, spec = make(), SelfSpec.layerskip()
+def test_probing_changes_no_token(rows):
+    model, spec = tiny_llama(), SelfSpec.layerskip()
     assert spec.choice(model) is None
     for _ in range(3):
         ids = prompt(9, rows)
@@ -302,7 +293,7 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert len(seen) == 23
     assert spec.choice(model).tokens == 22 * 47
     assert len(spec.choice(model).by_layer) == 3
-    timed = study_of(spec, model).timings.total.seconds
+    timed = study_of(spec, model).timings.seconds
     # Twice on the first text, and once on each of three later ones.
     assert {name: len(times) for name, times in timed.items()} == dict.fromkeys(
         ("early", "full", "few", "many", "draft"), 5
@@ -315,13 +306,6 @@ def test_a_model_is_probed_until_enough_was_seen(monkeypatch):
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
-def test_short_answers_add_up():
-    model, spec = tiny_llama(), SelfSpec.layerskip()
-    for calls in range(1, 5):
-        greedy(model, prompt(), 12, assistant=spec)
-        assert spec.choice(model).tokens == 11 * calls
-
-
 def test_rows_that_end_early_count_as_far_as_they_went():
     model, spec = tiny_llama(), SelfSpec.layerskip()
     ids = prompt(9, 3)
@@ -332,21 +316,6 @@ def test_rows_that_end_early_count_as_far_as_they_went():
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
     model.generate(ids, eos_token_id=end, assistant=spec, **options)
     assert spec.choice(model).tokens == sum(lengths)
-
-
-def test_rows_that_end_early_behind_embedded_prompts():
-    """They have fewer tokens than the window, and what is before them has no ids."""
-    model, spec = tiny_llama(), SelfSpec.layerskip()
-    embedded = model.get_input_embeddings()(prompt(12, 3)).detach()
-    options = {"inputs_embeds": embedded, "max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
-    model.generation_config.eos_token_id = None
-    texts = model.generate(**options)
-    lengths = {end: [[*row, end].index(end) for row in texts.tolist()] for end in texts.unique().tolist()}
-    end = max(lengths, key=lambda end: max(lengths[end]) - min(lengths[end]))
-    assert min(lengths[end]) < 8 < 40 < max(lengths[end])
-    for _ in range(2):
-        found = model.generate(assistant=spec, eos_token_id=end, **options)
-        assert torch.equal(found, model.generate(eos_token_id=end, **options))
 
 
 def test_traces_of_a_text_are_what_each_exit_says(monkeypatch):
@@ -383,11 +352,14 @@ def test_disturbed_timings_do_not_count():
     watch = Stopwatch(exit_plan(2))
     watch.seconds = {"early": [5.0, 50.0], "full": [9.0, 12.0], "few": [12.0, 40.0], "many": [24.0, 90.0]}
     watch.seconds["draft"] = [5.5, 60.0]
-    other = Stopwatch(exit_plan(2))
-    other.seconds = {"early": [7.0], "full": [99.0], "few": [11.5, 99.0], "many": [23.5], "draft": [99.0]}
-    timings = Timings()
-    timings.add(watch)
-    assert timings.add(other) == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
+    watch.complete()
+    later = {"early": [7.0], "full": [99.0], "few": [11.5, 99.0], "many": [23.5], "draft": [99.0]}
+    for name, times in later.items():
+        watch.seconds[name] += times
+    assert watch.complete() == ForwardCosts(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 4)
+    for name, times in later.items():
+        watch.seconds[name] += [2 * time for time in times]
+    assert watch.complete(anew=True) == ForwardCosts(0.0, 46.0, 46.0, 0.0, 0.0, 184.0, 4)
 
 
 class Slow(dict):
@@ -402,15 +374,15 @@ def test_a_study_is_complete_while_threads_add_to_it():
     """No text is lost, and each choice has one text more behind it."""
     study, bad = ExitStudy(4), np.zeros((1, 40))
 
+    study.timings.seconds = {"early": [3.0], "full": [9.0], "few": [9.5], "many": [10.0]}
+
     def add(_):
-        watch = Stopwatch(exit_plan(1))
-        watch.seconds = {"early": [3.0], "full": [9.0], "few": [9.5], "many": [10.0]}
-        return study.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), watch, [FixedLength(1)], 25)
+        return study.add(Slow({layer: [Trace(bad, bad)] for layer in (1, 2, 3)}), [FixedLength(1)], 25, rounds=())
 
     with ThreadPoolExecutor(4) as pool:
         choices = list(pool.map(add, range(12)))
     assert sorted(choice.tokens for choice in choices) == [40 * count for count in range(1, 13)]
-    assert study.timings.count == 12
+    assert study.timings.texts == 12
 
 
 def test_timings_use_no_random_numbers():
@@ -451,7 +423,7 @@ def test_the_chosen_exit_is_used(monkeypatch):
         assert 0 < max(spec.stats.accepted_lengths) <= 6
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
+@pytest.mark.parametrize("tokens", [3, 5])
 def test_states_are_reused_where_that_pays(monkeypatch, tokens):
     model, given = tiny_llama(), []
     use_costs(monkeypatch, fixed=0.1, layer=2.0, token=0.01, step=0.0)
@@ -509,23 +481,6 @@ def test_traces_of_drawn_tokens_are_of_the_processed_distributions(monkeypatch):
         np.testing.assert_allclose(accept, expected, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_threads_that_probe_and_threads_that_do_not_share_a_model():
-    model, ids = tiny_llama(), prompt()
-    model.generation_config.eos_token_id = None
-    expected = greedy(model, ids)
-    model.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.002))  # lets other threads in
-    specs = [None, SelfSpec.layerskip(), SelfSpec.layerskip(), None] * 3
-
-    def run(spec):
-        return [greedy(model, ids, **({} if spec is None else {"assistant": spec})) for _ in range(4)]
-
-    with ThreadPoolExecutor(len(specs)) as pool:
-        for found in pool.map(run, specs):
-            assert all(torch.equal(text, expected) for text in found)
-    assert all("forward" not in module.__dict__ for module in model.modules())
-
-
 def test_a_failing_probe_leaves_the_model_as_it_was(monkeypatch):
     model = tiny_llama()
 
@@ -552,26 +507,20 @@ def test_layerskip_is_an_early_exit_with_a_stop_rule():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: SelfSpec.layerskip(0), SettingError, "EarlyExit(layer) must be at least 1, got 0"),
-        (lambda: SelfSpec.layerskip("6"), SettingTypeError, "got '6'"),
-        (lambda: SelfSpec.layerskip(6, 0), SettingError, "FixedLength(num_tokens) must be at least 1, got 0"),
         (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, "give one of the two"),
-        (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft) must be a whole number"),
-        (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly(layer) must be at least 1, got 0"),
+        (lambda: SelfSpec.layerskip(6, 2, max_draft="12"), SettingTypeError, "max_draft. must be a whole number"),
+        (lambda: SelfSpec.early_exit_only(0), SettingError, "EarlyExitOnly.layer. must be at least 1, got 0"),
         (lambda: SelfSpec.early_exit_only(None), SettingError, "give one of the two"),
     ],
 )
 def test_wrong_settings(make, error, words):
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=words):
         make()
-    assert words in str(caught.value)
 
 
 def test_exit_that_does_not_exist():
-    with pytest.raises(SettingError, match=r"EarlyExitOnly\(layer=6\) is not possible: .* has 6 layers"):
-        greedy(tiny_llama(), prompt(), assistant=SelfSpec.early_exit_only(6))
-    for spec in (SelfSpec.layerskip(6), SelfSpec.layerskip(6, 2)):
-        with pytest.raises(SettingError, match=r"EarlyExit\(layer=6\) is not possible: .* has 6 layers"):
+    for spec in (SelfSpec.early_exit_only(6), SelfSpec.layerskip(6)):
+        with pytest.raises(SettingError, match=r"EarlyExit.*\(layer=6\) is not possible: .* has 6 layers"):
             greedy(tiny_llama(), prompt(), assistant=spec)
 
 
@@ -604,10 +553,8 @@ def truncated(model, layers):
     return small
 
 
-@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_gpt2(128)])
-def test_early_exit_only_is_the_truncated_model(make):
-    model = make()
-    assert isinstance(model, (LlamaForCausalLM, GPT2LMHeadModel))
+def test_early_exit_only_is_the_truncated_model():
+    model = tiny_llama()
     small, spec = truncated(model, 2), SelfSpec.early_exit_only(2)
     for rows in (1, 3):
         ids = prompt(rows=rows)
@@ -638,34 +585,32 @@ def test_early_exit_only_returns_no_cache_and_takes_none():
         greedy(model, prompt(), 4, assistant=spec, past_key_values=DynamicCache(config=model.config))
 
 
+@pytest.mark.every_run("llama|qwen3_next")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "opt", "qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_single_exits_that_are_tried_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_exits_that_are_tried_change_nothing(name, monkeypatch):
     """Each in turn, on the last tokens of a text, before one looks as if it paid."""
-    tried: list[int] = []
-    trial, model = probe.ProbingDraft._trace_of, build(name)
-
-    def noted(draft: probe.ProbingDraft, text: Any, layer: int, *given: Any) -> Trace | None:
-        tried.append(layer)
-        return trial(draft, text, layer, *given)
-
+    tried, trial, model = [], probe.ProbingDraft._trace_of, build(name)
     monkeypatch.setattr(ExitStudy, "is_promising", False)
-    monkeypatch.setattr(probe.ProbingDraft, "_trace_of", noted)
-    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+    monkeypatch.setattr(
+        probe.ProbingDraft, "_trace_of", lambda self, *given: tried.append(given) or trial(self, *given)
+    )
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, assistant=SelfSpec.layerskip()), plain)
-    assert tried
+    for rows in (1, 3):
+        inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
+        plain = model.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, assistant=SelfSpec.layerskip()), plain)
+        assert tried
+        tried.clear()
 
 
 def test_single_exits_decide_late_and_for_one_process() -> None:
     """However many rows a trial has, all three places are tried twice; a file never tells of it."""
-    study, layers = ExitStudy(12), range(1, 12)
+    study = ExitStudy(12)
     study.is_promising = False
     hopeless = Trace(np.zeros((8, 16)), np.full((8, 16), 0.9))
     for tried in range(6):
         assert study.choice is None, tried
-        study.add_trial(study.next_exit(layers), hopeless, [FixedLength(2)], 8)
+        study.add_trial(study.next_exit(), hopeless, [FixedLength(2)], 8)
     assert study.choice is not None
     assert study.is_idle
     assert sorted(study.choice.by_layer) == [2, 4, 8]

@@ -22,37 +22,17 @@ EVERY_RUN = (
 
 # What nearly every config understands; entries below add to it, replace it, or (with None) take away from it.
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 _GPT: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None}
 _MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MLA: dict[str, Any] = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "head_dim": None,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-}
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "head_dim": None, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
 _WINDOW: dict[str, Any] = {"sliding_window": 8}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -66,10 +46,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": _WINDOW | {"logit_scale": 0.25},
     "ctrl": {"n_embd": 32, "dff": 48, "n_layer": 4, "n_head": 4, "n_positions": 128},
     "dbrx": {
-        "d_model": 32,
-        "n_heads": 4,
-        "n_layers": 4,
-        "max_seq_len": 128,
+        "d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 128,
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     },
@@ -85,16 +62,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": _WINDOW | {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
     "gemma3_text": _WINDOW | {"sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
-    "gemma3n_text": _WINDOW
-    | {
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 8,
-        "altup_num_inputs": 2,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0] * 5,
+    "gemma3n_text": _WINDOW | {
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        "altup_num_inputs": 2, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 5, "num_hidden_layers": 5,
         "intermediate_size": [48] * 5,
-        "num_hidden_layers": 5,
         "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
     "glm": {"partial_rotary_factor": 0.5},
@@ -103,12 +74,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
     "gpt_bigcode": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
     "gpt_neo": {
-        "num_layers": 4,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 2]],
-        "window_size": 8,
-        "num_attention_heads": None,
-        "num_hidden_layers": None,
+        "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8,
+        "num_attention_heads": None, "num_hidden_layers": None,
     },
     "gpt_neox": _GPT | {"rotary_pct": 0.5},
     "gpt_oss": _MOE | _WINDOW,
@@ -119,11 +86,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "jais2": {},
     "llama": {},
-    "llama4_text": _MOE
-    | {
-        "attention_chunk_size": 8,
-        "intermediate_size_mlp": 48,
-        "interleave_moe_layer_step": 2,
+    "llama4_text": _MOE | {
+        "attention_chunk_size": 8, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
         "attn_temperature_tuning": False,
     },
     "ministral": _WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -152,42 +116,27 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": _WINDOW,
     "vaultgemma": _WINDOW | {"query_pre_attn_scalar": 8},
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 4, "attention_heads": 4},
-}
+}  # fmt: skip
 
 _STATE_SPACE: dict[str, Any] = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
     "mamba_chunk_size": 8,
-}
+}  # fmt: skip
 _PURE: dict[str, Any] = {"state_size": 8, "conv_kernel": 4, "expand": 2, "use_associative_scan": False}
 _GATED: dict[str, Any] = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"] * 2,
-}
+}  # fmt: skip
 _KIMI: dict[str, Any] = _MLA | {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "mlp_layer_types": ["dense", "sparse"] * 2,
     "num_local_experts": 4,
 }
 _INKLING: dict[str, Any] = _MOE | {
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 8,
-    "sliding_window_size": 8,
-    "d_rel": 4,
-    "rel_extent": 16,
-    "unpadded_vocab_size": VOCABULARY,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
-    "rope_parameters": None,
-}
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 8,
+    "d_rel": 4, "rel_extent": 16, "unpadded_vocab_size": VOCABULARY, "n_routed_experts": 4, "n_shared_experts": 1,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2, "rope_parameters": None,
+}  # fmt: skip
 
 # Models with recurrent states.
 STATEFUL: dict[str, dict[str, Any]] = {
@@ -195,19 +144,14 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "bamba": _STATE_SPACE | {"attn_layer_indices": [1, 3]},
     "falcon_h1": _STATE_SPACE | {"mamba_d_ssm": 64},
     "falcon_mamba": _PURE,
-    "granitemoehybrid": _STATE_SPACE
-    | _MOE
-    | {"shared_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "granitemoehybrid": _STATE_SPACE | _MOE | {
+        "shared_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "inkling2_text": _INKLING | {"n_layers_per_attn_res_block": 2},
     "inkling_text": _INKLING,
-    "jamba": _MOE
-    | {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "use_associative_scan": False,
-        "use_mamba_kernels": False,
+    "jamba": _MOE | {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "use_associative_scan": False, "use_mamba_kernels": False,
     },
     "kimi_linear": _KIMI | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
@@ -216,35 +160,22 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "mamba": _PURE,
     "mamba2": _PURE | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mamba", "mlp", "mamba", "attention"],
-        "num_hidden_layers": None,
-        "ssm_state_size": 8,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp", "mamba", "attention"], "num_hidden_layers": None,
+        "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8,
     },
     "olmo_hybrid": _GATED | {"linear_num_key_heads": 4},
     "qwen3_5_moe_text": _GATED | _MOE | {"shared_expert_intermediate_size": 16},
     "qwen3_5_text": _GATED,
     "qwen3_next": _GATED | _MOE | {"shared_expert_intermediate_size": 16},
     "zamba": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "attention_head_dim": 16,
-        "num_key_value_heads": 4,
-        "use_associative_scan": False,
+        "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "attention_head_dim": 16,
+        "num_key_value_heads": 4, "use_associative_scan": False,
     },
     "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "mamba_d_state": 8,
-        "n_mamba_heads": 4,
-        "chunk_size": 8,
-        "num_key_value_heads": 4,
-        "adapter_rank": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 8,
+        "num_key_value_heads": 4, "adapter_rank": 4,
     },
-}
+}  # fmt: skip
 ARCHITECTURES |= STATEFUL
 
 # Types that the oldest transformers we support does not have.
@@ -259,26 +190,15 @@ _POST_NORM = ("olmo2", "olmo3", "exaone4", "glm4", "gemma2", "gemma3_text", "gem
 
 # Seed and damping with which every draft of the tests is partly accepted and partly rejected.
 _CHOSEN: dict[str, tuple[int, float]] = {
-    "starcoder2": (0, 0.7),
-    "olmoe": (0, 1.0),
-    "granitemoe": (0, 0.7),
-    "granite": (0, 0.7),
     "ctrl": (1, 0.5),
     "glm4": (0, 0.35),
-    "gpt_bigcode": (0, 0.7),
-    "jais2": (0, 0.7),
-    "mpt": (0, 0.7),
-    "persimmon": (0, 1.0),
-    "qwen2": (0, 0.7),
-    "vaultgemma": (0, 0.7),
-    "falcon_mamba": (0, 0.7),
-    "jamba": (0, 0.7),
-    "mamba": (0, 0.7),
-    "zamba": (0, 1.0),
+    **dict.fromkeys(("olmoe", "persimmon", "zamba"), (0, 1.0)),
+    **dict.fromkeys(("starcoder2", "granitemoe", "granite", "gpt_bigcode", "jais2", "mpt", "qwen2"), (0, 0.7)),
+    **dict.fromkeys(("vaultgemma", "falcon_mamba", "jamba", "mamba"), (0, 0.7)),
 }
 
 
-def build(name: str, seed: int | None = None, factor: float | None = None) -> PreTrainedModel:
+def build(name: str, seed: int | None = None, factor: float | None = None, **changes: Any) -> PreTrainedModel:
     """A random model of the architecture whose layers from 1 on are damped, so that drafts are right now and then."""
     entry = dict(ARCHITECTURES[name])
     model_type = entry.pop("model_type", name)
@@ -287,7 +207,7 @@ def build(name: str, seed: int | None = None, factor: float | None = None) -> Pr
     if model_type == _REFUSED_IN_OLDEST and transformers.__version__.startswith("5.17."):
         pytest.skip(f"the {model_type} of transformers {transformers.__version__} is refused")
     chosen_seed, chosen_factor = _CHOSEN.get(name, (0, 0.5))
-    settings = {key: value for key, value in (_COMMON | entry).items() if value is not None}
+    settings = {key: value for key, value in (_COMMON | entry | changes).items() if value is not None}
     torch.manual_seed(chosen_seed if seed is None else seed)
     config = AutoConfig.for_model(model_type, **settings)
     if model_type in _EAGER_ONLY:

@@ -57,124 +57,67 @@ _PROJECTED: dict[str, Any] = {
     "intermediate_size": 64, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 16, "projector_input_dim": 16,
     "projector_output_dim": 16,
 }  # fmt: skip
-_SQUARES: dict[str, Any] = {"image_size": [8, 8], "patch_size": [4, 4]}
 
 
 def _text(model_type: str, **settings: Any) -> dict[str, Any]:
     return {"model_type": model_type} | _TEXT | settings
 
 
-# Class, and configs; the tokens of images have the ids above.
+# The beginning of a class's name, and configs; the tokens of images have the ids above.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llava": ("LlavaForConditionalGeneration", {"text_config": _text("llama"), "vision_config": _CLIP}),
-    "vipllava": (
-        "VipLlavaForConditionalGeneration",
-        {"text_config": _text("llama"), "vision_config": _CLIP, "vision_feature_layers": [-1, 0]},
-    ),
+    "llava": ("Llava", {"text_config": _text("llama"), "vision_config": _CLIP}),
     "llava_next": (
-        "LlavaNextForConditionalGeneration",
-        {"text_config": _text("llama"), "vision_config": _CLIP, "image_grid_pinpoints": [[8, 8]]},
+        "LlavaNext", {"text_config": _text("llama"), "vision_config": _CLIP, "image_grid_pinpoints": [[8, 8]]},
     ),
-    "llava_onevision": (
-        "LlavaOnevisionForConditionalGeneration",
-        {"text_config": _text("qwen2"), "vision_config": _SIGLIP, "image_grid_pinpoints": [[8, 8]]},
-    ),
-    "paligemma": (
-        "PaliGemmaForConditionalGeneration",
-        {"text_config": _text("gemma"), "vision_config": _SIGLIP, "projection_dim": 32},
-    ),
-    "idefics3": (
-        "Idefics3ForConditionalGeneration",
-        {"text_config": _text("llama"), "vision_config": _VISION, "scale_factor": 1},
-    ),
-    "smolvlm": (
-        "SmolVLMForConditionalGeneration",
-        {"text_config": _text("llama"), "vision_config": _VISION, "scale_factor": 1},
-    ),
-    "internvl": (
-        "InternVLForConditionalGeneration",
-        {"text_config": _text("qwen2"), "vision_config": _VISION | _SQUARES, "downsample_ratio": 1.0},
-    ),
-    "llama4": (
-        "Llama4ForConditionalGeneration",
-        {"text_config": _text("llama4_text", **_CHUNKS), "vision_config": _VISION | _PROJECTED},
-    ),
+    "paligemma": ("PaliGemma", {"text_config": _text("gemma"), "vision_config": _SIGLIP, "projection_dim": 32}),
+    "idefics3": ("Idefics3", {"text_config": _text("llama"), "vision_config": _VISION, "scale_factor": 1}),
+    "llama4": ("Llama4", {"text_config": _text("llama4_text", **_CHUNKS), "vision_config": _VISION | _PROJECTED}),
     "aya_vision": (
-        "AyaVisionForConditionalGeneration",
+        "AyaVision",
         {"text_config": _text("cohere2", sliding_window=8), "vision_config": _SIGLIP, "downsample_factor": 1},
     ),
-    "mistral3": (
-        "Mistral3ForConditionalGeneration",
-        {
-            "text_config": _text("mistral", sliding_window=8),
-            "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
-            "spatial_merge_size": 1,
-        },
-    ),
+    "mistral3": ("Mistral3", {
+        "text_config": _text("mistral", sliding_window=8),
+        "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8}, "spatial_merge_size": 1,
+    }),
     "gemma3": (
-        "Gemma3ForConditionalGeneration",
+        "Gemma3",
         {"text_config": _text("gemma3_text", **_GEMMA3), "vision_config": _SIGLIP, "mm_tokens_per_image": 4},
     ),
     "qwen2_vl": (
-        "Qwen2VLForConditionalGeneration",
+        "Qwen2VL",
         {"text_config": _text("qwen2_vl_text", **_MROPE), "vision_config": _QWEN_VISION | {"hidden_size": 32}},
     ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLForConditionalGeneration",
-        {
-            "text_config": _text("qwen2_5_vl_text", **_MROPE),
-            "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0]},
-        },
-    ),
-    "qwen3_vl": (
-        "Qwen3VLForConditionalGeneration",
-        {
-            "text_config": _text("qwen3_vl_text", **_MROPE),
-            "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        },
-    ),
-    "glm4v": (
-        "Glm4vForConditionalGeneration",
-        {
-            "text_config": _text("glm4v_text", **_MROPE),
-            "vision_config": _QWEN_VISION | {"image_size": 8, "spatial_merge_size": 2},
-        },
-    ),
-    "exaone4_5": (
-        "Exaone4_5_ForConditionalGeneration",
-        {
-            "text_config": _text("exaone4", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
-            "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
-        },
-    ),
+    "qwen2_5_vl": ("Qwen2_5_VL", {
+        "text_config": _text("qwen2_5_vl_text", **_MROPE),
+        "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0]},
+    }),
+    "qwen3_vl": ("Qwen3VL", {
+        "text_config": _text("qwen3_vl_text", **_MROPE),
+        "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    }),
+    "glm4v": ("Glm4v", {
+        "text_config": _text("glm4v_text", **_MROPE),
+        "vision_config": _QWEN_VISION | {"image_size": 8, "spatial_merge_size": 2},
+    }),
+    "exaone4_5": ("Exaone4_5_", {
+        "text_config": _text("exaone4", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
+        "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
+    }),
     "qwen2_audio": (
-        "Qwen2AudioForConditionalGeneration",
-        {"text_config": _text("qwen2"), "audio_config": _AUDIO, "audio_token_index": IMAGE},
+        "Qwen2Audio", {"text_config": _text("qwen2"), "audio_config": _AUDIO, "audio_token_index": IMAGE},
     ),
-    "voxtral": (
-        "VoxtralForConditionalGeneration",
-        {
-            "text_config": _text("llama"),
-            "audio_config": _VISION
-            | {"model_type": "voxtral_encoder", "num_mel_bins": 8, "max_source_positions": 16, "intermediate_size": 64},
-            "audio_token_id": IMAGE,
-        },
-    ),
-    "granite_speech": (
-        "GraniteSpeechForConditionalGeneration",
-        {
-            "text_config": _text("granite", logits_scaling=2.0),
-            "encoder_config": _SPEECH,
-            "projector_config": _QFORMER,
-            "audio_token_index": IMAGE,
-            "has_lora_adapter": False,
-            "downsample_rate": 2,
-            "window_size": 4,
-        },
-    ),
-}
+    "voxtral": ("Voxtral", {
+        "text_config": _text("llama"), "audio_token_id": IMAGE,
+        "audio_config": _VISION
+        | {"model_type": "voxtral_encoder", "num_mel_bins": 8, "max_source_positions": 16, "intermediate_size": 64},
+    }),
+    "granite_speech": ("GraniteSpeech", {
+        "text_config": _text("granite", logits_scaling=2.0), "encoder_config": _SPEECH, "projector_config": _QFORMER,
+        "audio_token_index": IMAGE, "has_lora_adapter": False, "downsample_rate": 2, "window_size": 4,
+    }),
+}  # fmt: skip
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
-AUDIO = ("qwen2_audio", "voxtral", "granite_speech")
 
 
 @dataclass(frozen=True)
@@ -199,9 +142,7 @@ _GRID = Media(4, (16, 96), beside=lambda: {"image_grid_thw": torch.tensor([[1, 4
 _NEXT = Media(10, (1, 2, *_SIZE), beside=lambda: {"image_sizes": torch.tensor([[8, 8]])})
 MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
     "llava_next": _NEXT,
-    "llava_onevision": _NEXT,
     "idefics3": Media(4, (1, 1, *_SIZE)),
-    "smolvlm": Media(4, (1, 1, *_SIZE)),
     "llama4": Media(1, (1, *_SIZE)),
     "mistral3": Media(4, (1, *_SIZE), beside=lambda: {"image_sizes": torch.tensor([[8, 8]])}),
     **dict.fromkeys((*QWEN, "exaone4_5"), _GRID),
@@ -226,7 +167,7 @@ def build(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(name, tie_word_embeddings=False, **(ids | settings))
-        model = getattr(transformers, class_name)(config).eval()
+        model = getattr(transformers, f"{class_name}ForConditionalGeneration")(config).eval()
     return draftable(model, 0.7)
 
 
@@ -269,26 +210,14 @@ def _marks(name: str, is_media: torch.Tensor) -> dict[str, torch.Tensor]:
 
 # Cross attention to images, which each generated token has a mask for.
 _MLLAMA: dict[str, Any] = {
-    "text_config": _text(
-        "mllama_text_model",
-        cross_attention_layers=[1],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
+    "text_config": _text("mllama_text_model", cross_attention_layers=[1], rope_parameters=_MROPE["rope_parameters"]),
     "vision_config": {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_global_layers": 1,
-        "attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-        "vision_output_dim": 32,
-        "intermediate_layers_indices": [0],
-        "max_num_tiles": 1,
-        "supported_aspect_ratios": [[1, 1]],
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "max_num_tiles": 1,
+        "attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_output_dim": 32,
+        "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
     },
     "image_token_index": IMAGE,
-}
+}  # fmt: skip
 
 
 def build_mllama() -> PreTrainedModel:

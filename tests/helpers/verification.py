@@ -1,4 +1,4 @@
-"""Exact marginals of what a verification chooses, and uniform numbers that are given."""
+"""Exact distributions of what a verification chooses, and uniform numbers that are given."""
 
 from __future__ import annotations
 
@@ -30,33 +30,30 @@ def orders(q: torch.Tensor, count: int) -> Iterator[tuple[list[int], float]]:
             yield list(drawn), probability
 
 
-def exact_marginal(
-    p: torch.Tensor, q: torch.Tensor | None, drafts: list[tuple[list[int], float]], monkeypatch: pytest.MonkeyPatch
+def outcomes(
+    p: torch.Tensor, drafted: list[int], q: torch.Tensor, num_drawn: int, monkeypatch: pytest.MonkeyPatch
 ) -> torch.Tensor:
-    """Distribution of ``choose_sampled``'s token, by bisecting for the uniform numbers up to which it accepts."""
-    last_draw = []
+    """The distribution of ``choose_sampled``'s token given its candidates, by bisecting its uniform numbers."""
+    residuals: list[torch.Tensor] = []
 
     def draw(residual: torch.Tensor, count: int) -> torch.Tensor:
-        last_draw[:] = [residual]
+        residuals.append(residual)
         return torch.zeros(1, dtype=torch.long)
 
-    def accepted(drafted: list[int], *uniform: float) -> int | None:
+    def accepted(*uniform: float) -> int | None:
         fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
-        return choose_sampled(p.log(), drafted, q, len(drafted))[1]
+        return choose_sampled(p.log(), drafted, q, num_drawn)[1]
 
     monkeypatch.setattr(torch, "multinomial", draw)
-    marginal = torch.zeros(len(p))
-    for drafted, reached in drafts:
-        # Named ones are among what is drawn at the end.
-        for index, token in enumerate(drafted if q is not None else []):
-            rejections = [ALMOST_ONE] * index
-            low, high = 0.0, 1.0
-            while high - low > 1e-8:
-                middle = (low + high) / 2
-                low, high = (middle, high) if accepted(drafted, *rejections, middle) == index else (low, middle)
-            marginal[token] += reached * high
-            reached *= 1.0 - high
-        accepted(drafted)
-        if reached > 1e-6:
-            marginal += reached * last_draw[0]
-    return marginal
+    found, reached = torch.zeros(len(p)), 1.0
+    # What is left is drawn, and may be one of the named ones.
+    for index, token in enumerate(drafted[:num_drawn]):
+        low, high = 0.0, 1.0
+        while high - low > 1e-8:
+            middle = (low + high) / 2
+            low, high = (middle, high) if accepted(*[ALMOST_ONE] * index, middle) == index else (low, middle)
+        found[token] += reached * high
+        reached *= 1.0 - high
+    residuals.clear()
+    accepted()
+    return found + reached * residuals[0] if residuals and reached > 1e-6 else found

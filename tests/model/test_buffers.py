@@ -26,20 +26,17 @@ def address(place: Place, slots: int, rows: int = 1) -> int:
     return place.buffer("keys", (rows, 2, slots, 3), LIKE).data_ptr()
 
 
-@pytest.mark.parametrize("order", ["ABA", "BAB", "ABCABC", "CBACBA"])
-def test_buffers_of_one_size_come_back_at_one_address(order: str) -> None:
-    place, found = Place(), defaultdict(set)
-    for size in order:
-        found[size].add(address(place, {"A": 128, "B": 256, "C": 512}[size]))
-    assert all(len(addresses) == 1 for addresses in found.values())
-
-
-def test_kept_memory_is_at_most_twice_the_largest_buffer() -> None:
-    place, largest = Place(), 0
-    for slots in (10, 30, 20, 50, 70, 60, 100, 400, 500, 600, 10):
+def test_buffers_of_one_size_come_back_at_one_address() -> None:
+    """And what is kept is at most twice the largest one."""
+    place, found, largest = Place(), defaultdict(set), 0
+    for slots in (128, 256, 128, 512, 256, 10, 400, 128, 500, 600, 512, 256, 600, 128):
+        found[slots].add(address(place, slots))
         largest = max(largest, slots)
-        address(place, slots)
         assert sum(len(piece) for piece in place._pieces["keys", LIKE.dtype, LIKE.device]) <= 2 * largest * 6
+    # Those of 128 and 256 moved once, when memory for a larger one replaced theirs.
+    assert all(len(addresses) <= 2 for addresses in found.values())
+    later = {slots: address(place, slots) for slots in (600, 512, 256)}
+    assert later == {slots: address(place, slots) for slots in (600, 512, 256)}
 
 
 def test_buffers_are_zeros_that_any_call_can_write() -> None:
@@ -49,8 +46,8 @@ def test_buffers_are_zeros_that_any_call_can_write() -> None:
     again = place.buffer("keys", (2, 3), LIKE)
     assert not again.any()
     again.add_(1.0)
-    assert place.buffer("values", (2, 3), LIKE).data_ptr() != again.data_ptr()
-    assert place.buffer("keys", (2, 3), LIKE.half()).data_ptr() != again.data_ptr()
+    others = place.buffer("values", (2, 3), LIKE), place.buffer("keys", (2, 3), LIKE.half())
+    assert again.data_ptr() not in {other.data_ptr() for other in others}
     assert again.all()
 
 
@@ -125,12 +122,10 @@ def test_calls_at_the_same_time(
         thread.join()
     assert found == [True, True]
     assert max(len(addresses) for addresses in recorded.values()) <= 2
-    taken = [places.take() for _ in range(2)]
+    assert len(places) == 2
+    places.clear()
     with pytest.warns(UserWarning, match="they serve other calls at the same time"):
         same_ids(model, spec)
-    for place in taken:
-        assert place is not None
-        places.leave(place)
 
 
 def test_an_error_leaves_the_memory_to_the_next_call(
@@ -173,7 +168,7 @@ def test_assertions_of_torchs_graph_trees(
         same_ids(model, spec)
     same_ids(model, spec)
     assert left[0] == -1
-    for place in graphs_of(model, QUICK).places._free:
+    for place in graphs_of(model, QUICK).places:
         assert not place._pieces  # no memory is kept for nothing
 
 

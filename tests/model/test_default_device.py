@@ -26,16 +26,9 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
     audit,
-    exit_report,
     fit_adapter,
-    fit_draft_lora,
-    fit_exit_heads,
-    fit_probe,
-    fit_reduced_head,
 )
 from hf_selfspec.modules import DraftLora, LinearProbe
-from hf_selfspec.modules.draft_module import DraftModule
-from hf_selfspec.presets import Presets
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of parts that are not good
 
@@ -88,10 +81,7 @@ def generated(spec: SelfSpec | None, options: dict[str, Any]) -> list[list[int]]
     return MODEL.generate(**options, max_new_tokens=16, pad_token_id=0, assistant=spec).tolist()
 
 
-def test_all_presets_are_tested() -> None:
-    assert PRESETS.keys() == {name for name in vars(Presets) if not name.startswith("_")}
-
-
+@pytest.mark.every_run("(default|cost tree|layerskip|lora|kangaroo|closest)-meta|default-bfloat16")
 @pytest.mark.parametrize("kind", DEFAULTS)
 @pytest.mark.parametrize("name", SPECS)
 def test_generation(name: str, kind: str) -> None:
@@ -106,49 +96,28 @@ def test_generation(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 2),))])
-def test_the_same_tokens_are_drawn(tree: TopKTree | None, kind: str) -> None:
-    spec = SelfSpec(EarlyExit(2), FixedLength(3), tree)
+def test_the_same_tokens_are_drawn(kind: str) -> None:
+    spec = SelfSpec(EarlyExit(2), FixedLength(3), TopKTree(((1.0, 2),)))
     usual = generated(spec, DRAWN)
     with default(kind):
         assert generated(spec, DRAWN) == usual
 
 
-# Arguments of a fit, by its function.
-FITS: dict[Callable[..., DraftModule], dict[str, Any]] = {
-    fit_adapter: {"exit_layer": 2, "blocks": ("attention", "mlp")},
-    fit_draft_lora: {"exit_layer": 2},
-    fit_exit_heads: {"layers": (1, 3)},
-    fit_probe: {"exit_layer": 2, "do_sample": True, "top_k": 5},
-    fit_reduced_head: {"size": 40},
-}
-
-
+@pytest.mark.every_run("meta")
 @pytest.mark.parametrize("kind", DEFAULTS)
-@pytest.mark.parametrize("fit", FITS, ids=lambda fit: fit.__name__)
-def test_fitted_parts(fit: Callable[..., DraftModule], kind: str, tmp_path: Path) -> None:
-    options = FITS[fit]
-    if fit is not fit_reduced_head:
-        options = options | {"block_size": 32, "args": arguments(tmp_path / "fit", max_steps=2)}
-    data = rows()
+def test_fitted_parts(kind: str, tmp_path: Path) -> None:
+    """Their layers are made by torch's own classes."""
+    data, options = rows(), {"exit_layer": 2, "block_size": 32}
     with default(kind):
-        part = fit(MODEL, None, data, **options, output_dir=tmp_path / "part")
-        loaded = type(part).from_pretrained(tmp_path / "part")
+        part = fit_adapter(
+            MODEL, None, data, **options, args=arguments(tmp_path / "fit", max_steps=2), output_dir=tmp_path / "part"
+        )
+        loaded = Adapter.from_pretrained(tmp_path / "part")
+        assert audit(MODEL, character_tokenizer(), ["Layers that matter less"], max_new_tokens=8).passed
     for found in (part, loaded):
-        assert {parameter.device.type for parameter in found.parameters()} == {"cpu"}
-        kinds = {parameter.dtype for parameter in found.parameters()}
-        assert kinds == {torch.int64 if fit is fit_reduced_head else torch.float32}
+        assert {(value.device.type, value.dtype) for value in found.parameters()} == {("cpu", torch.float32)}
     for name, value in part.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
-
-
-@pytest.mark.parametrize("kind", DEFAULTS)
-def test_reports(kind: str) -> None:
-    tokenizer, texts = character_tokenizer(), ["Layers that matter less", "the deeper they are"]
-    usual = exit_report(MODEL, tokenizer, texts)
-    with default(kind):
-        assert exit_report(MODEL, tokenizer, texts) == usual
-        assert audit(MODEL, tokenizer, texts, max_new_tokens=8).passed
 
 
 def test_every_tensor_names_its_device() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import CompileConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from helpers.architectures import draftable
+from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model import experts
@@ -22,19 +22,7 @@ EXPERTS, CHOSEN = 16, 2
 
 @pytest.fixture(scope="module")
 def moe() -> PreTrainedModel:
-    config = Qwen3MoeConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN,
-    )
-    torch.manual_seed(0)
-    return draftable(Qwen3MoeForCausalLM(config).eval(), 0.5)
+    return build("qwen3_moe", factor=0.5, num_experts=EXPERTS, num_local_experts=EXPERTS)
 
 
 @pytest.fixture
@@ -101,11 +89,6 @@ def test_the_model_is_left_as_it_was(moe: PreTrainedModel, monkeypatch: pytest.M
         hook.remove()
 
 
-def test_a_cpu_groups_always(moe: PreTrainedModel, calls: list[tuple[str, int]]) -> None:
-    same_ids(moe, SelfSpec(EarlyExit(2), FixedLength(3)))
-    assert {name for name, _ in calls} == {"grouped_mm"}
-
-
 @pytest.mark.usefixtures("always_graphs")
 def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: list[tuple[str, int]]) -> None:
     """Other forwards have none, and the graphs of few tokens stay."""
@@ -119,18 +102,17 @@ def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: list[
     assert ("grouped_mm", 11) in calls
 
 
-def test_the_choice_of_a_user_stays(
+def test_a_cpu_groups_always_and_the_choice_of_a_user_stays(
     moe: PreTrainedModel, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spec = SelfSpec(EarlyExit(2), FixedLength(10))
+    same_ids(moe, spec)
+    assert {name for name, _ in calls} == {"grouped_mm"}
+    calls.clear()
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
     moe.set_experts_implementation("batched_mm")
     try:
-        moe.generate(
-            **ragged_batch((9,)),
-            max_new_tokens=20,
-            do_sample=False,
-            assistant=SelfSpec(EarlyExit(2), FixedLength(10)),
-        )
+        moe.generate(**ragged_batch((9,)), max_new_tokens=20, do_sample=False, assistant=spec)
     finally:
         moe.set_experts_implementation("grouped_mm")
     assert {name for name, _ in calls} == {"batched_mm"}

@@ -12,18 +12,18 @@ from helpers.models import tiny_llama
 from hf_selfspec.model import linear
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.linear import FewTokenLinear, LinearAutotuner, Way, available_ways, few_token_forwards, is_served
+from hf_selfspec.model.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_forwards, is_served
 from hf_selfspec.model.target import Target
 
 
 class FakeMachine:
     """Ways that take a given time on a clock of their own."""
 
-    def __init__(self, seconds: dict[str, Callable[[int], float]], compiling: tuple[str, ...] = ()) -> None:
+    def __init__(self, seconds: dict[str, Callable[[int], float]]) -> None:
         self.now = 0.0
         self.seconds = seconds
         self.runs: list[tuple[str, int, int]] = []  # way, tokens, first number of the rows
-        self.ways = [Way(self._multiply(name), name in compiling) for name in seconds]
+        self.ways = [self._multiply(name) for name in seconds]
         self.fastest = LinearAutotuner(self.ways, lambda: self.now)
 
     def _multiply(self, name: str) -> Callable[..., torch.Tensor]:
@@ -36,7 +36,7 @@ class FakeMachine:
         return multiply
 
     def choice(self, count: int, weight: torch.Tensor) -> str:
-        return self.fastest.way(count, weight, [weight]).multiply.__name__
+        return self.fastest.way(count, weight, [weight]).__name__
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def everything_served(monkeypatch: pytest.MonkeyPatch) -> None:
 # The ways -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", available_ways(), ids=lambda way: way.multiply.__name__)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(300, 257), (301, 64), (1, 7)])
 @pytest.mark.parametrize("tokens", [1, 3, 32])
@@ -62,7 +62,7 @@ def test_every_way_equals_linear(way: Way, shape: tuple[int, int], tokens: int, 
     kept = None if offset is None else offset.clone()
     for input in (wide[:, : shape[1]].clone(), wide[:, : shape[1]], wide[:, ::2]):
         with torch.no_grad():
-            found = way.multiply(input, weight, offset)
+            found = way(input, weight, offset)
         torch.testing.assert_close(found, plain_linear(input, weight, offset), atol=1e-4, rtol=1e-4)
         assert found.is_contiguous()
         assert bias is False or torch.equal(offset, kept)
@@ -76,29 +76,23 @@ def test_the_fastest_way_is_chosen_by_the_number_of_tokens(machine: FakeMachine)
     assert [machine.choice(n, weight) for n in (1, 2, 4, 5, 8, 9, 17, 32)] == ["for one"] * 3 + ["for many"] * 5
 
 
-def test_a_choice_stays(machine: FakeMachine) -> None:
+def test_a_choice_stays(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all weights of a shape, and a number of threads."""
     weight = torch.randn(6, 4)
     assert machine.choice(1, weight) == "for one"
     timed = len(machine.runs)
     machine.seconds["for one"] = lambda n: 100.0
-    assert machine.choice(1, weight) == "for one"
-    assert machine.choice(1, torch.randn(6, 4)) == "for one"  # one choice for all weights of a shape
+    assert [machine.choice(1, weight), machine.choice(1, torch.randn(6, 4))] == ["for one"] * 2
     assert len(machine.runs) == timed
     assert machine.choice(1, torch.randn(4, 6)) == "for many"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert machine.choice(1, weight) == "for many"
 
 
 def test_the_time_of_compiling_does_not_count() -> None:
     times = iter([100.0, 1.0, 1.0])
-    machine = FakeMachine({"steady": lambda n: 2.0, "compiled": lambda n: next(times)}, compiling=("compiled",))
+    machine = FakeMachine({"steady": lambda n: 2.0, "compiled": lambda n: next(times)})
     assert machine.choice(1, torch.randn(6, 4)) == "compiled"
-
-
-def test_the_number_of_threads_has_a_choice_of_its_own(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(6, 4)
-    assert machine.choice(1, weight) == "for one"
-    machine.seconds["for one"] = lambda n: 100.0
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert machine.choice(1, weight) == "for many"
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
@@ -122,7 +116,7 @@ def test_few_token_linear_equals_linear(tokens: int, bias: bool) -> None:
 def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the input's dtype and the modes, also with gradients; weights are those of the moment."""
     layer = torch.nn.Linear(800, 700)
-    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([Way(linear.blas)]))
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([linear.blas]))
     [(_, forward)] = few_token_forwards([layer], lambda: True)
     x = torch.randn(1, 3, 800)
     with torch.no_grad():
@@ -159,7 +153,7 @@ def test_large_plain_float32_linears_are_served_and_others_are_not() -> None:
 def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, active = torch.nn.Linear(800, 700), False
     served: list[int] = []
-    way = Way(lambda *args: served.append(1) or linear.blas(*args), compiles=False)
+    way = lambda *args: served.append(1) or linear.blas(*args)  # noqa: E731
     monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
     [(_, forward)] = few_token_forwards([layer], lambda: active)
     x = torch.randn(1, 3, 800)
@@ -176,7 +170,7 @@ def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypa
 @pytest.mark.usefixtures("everything_served")
 def test_gradients_of_a_prepared_model_come_from_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, served = tiny_llama(layers=2), []
-    way = Way(lambda *args: served.append(1) or linear.blas(*args), compiles=False)
+    way = lambda *args: served.append(1) or linear.blas(*args)  # noqa: E731
     monkeypatch.setattr(linear, "_fastest", LinearAutotuner([way]))
     target = Target(model, Anatomy.of(model), SpeculativeCache(2, 1, 16))
     tokens = torch.tensor([[5, 6, 7]])

@@ -31,20 +31,16 @@ from hf_selfspec.model import cache as cache_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import MaskSpec
 from hf_selfspec.model.cache import SpeculativeCache
-from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.partial import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
-
-
-def target_of(model: LlamaForCausalLM, rows: int = 1) -> Target:
-    return Target(model, Anatomy.of(model), SpeculativeCache(model.config.num_hidden_layers, rows, 64))
-
 
 # Anatomy and plans ---------------------------------------------------------------------------------------------------
 
 
 def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingError, match="takes a model type and an Architecture"):
+        register_architecture("llama", "model.layers")
     model = tiny_llama(layers=2)
     model.model.other = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     with pytest.raises(UnsupportedModelError, match=r"2 module lists of num_hidden_layers=2.*register_architecture"):
@@ -61,11 +57,6 @@ def test_unknown_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModelError, match="attention block of layer 2 was not found"):
         SkipLayers(attention=[2]).plan(Anatomy.of(model))
     assert SkipLayers(attention=[2], mlp=[2]).plan(Anatomy.of(model)).skipped_layers == {2}
-
-
-def test_register_architecture_checks_its_arguments() -> None:
-    with pytest.raises(SettingError, match="takes a model type and an Architecture"):
-        register_architecture("llama", "model.layers")
 
 
 # Partial forwards ----------------------------------------------------------------------------------------------------
@@ -106,23 +97,6 @@ def test_verification_does_not_recompute_the_exact_prefix(draft: EarlyExit | Ski
 # Cache ---------------------------------------------------------------------------------------------------------------
 
 
-def write(cache: SpeculativeCache, cursors: list[int], values: torch.Tensor) -> torch.Tensor:
-    """Writes ``[b, s]`` as one-headed, one-wide keys and values, and returns the keys that attention would see."""
-    cache.seek(cursors, values.shape[1])
-    states = values[:, None, :, None]
-    keys, _ = cache.update(states, states, 0)
-    return keys[:, 0, :, 0]
-
-
-def test_cache_writes_at_each_rows_cursor_and_overwrites_on_rollback() -> None:
-    cache = SpeculativeCache(1, 2, capacity=8)
-    write(cache, [0, 0], torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
-    seen = write(cache, [3, 1], torch.tensor([[7.0, 8], [9, 10]]))
-    assert seen.tolist() == [[1, 2, 3, 7, 8], [4, 9, 10, 0, 0]]
-    seen = write(cache, [3, 3], torch.tensor([[11.0], [12]]))
-    assert seen.tolist() == [[1, 2, 3, 11], [4, 9, 10, 12]]
-
-
 def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers begin as they come from memory; whatever that holds, no forward sees it."""
     make = torch.Tensor.new_empty
@@ -131,8 +105,9 @@ def test_nothing_unknown_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mo
     plain = llama.generate(**inputs, max_new_tokens=24)
     for spec in (new_spec(), SelfSpec.lookup(), SelfSpec(EarlyExit(3), FixedLength(3), TopKTree(((1.0, 3),)))):
         assert torch.equal(llama.generate(**inputs, max_new_tokens=24, assistant=spec), plain)
-    cache = SpeculativeCache(1, 2, capacity=8)
-    assert write(cache, [3, 1], torch.ones(2, 1)).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
+    cache, states = SpeculativeCache(1, 2, capacity=8), torch.ones(2, 1, 1, 1)
+    cache.seek([3, 1], 1)
+    assert cache.update(states, states, 0)[0].view(2, 4).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
     assert cache.buffers()[0].isfinite().all()
 
 
@@ -158,21 +133,6 @@ def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytes
 # Masks and attention -------------------------------------------------------------------------------------------------
 
 
-def test_tree_logits_equal_those_of_each_path_alone(llama: LlamaForCausalLM) -> None:
-    batch = ragged_batch((6, 6), seed=4)["input_ids"]
-    nodes = TreeLayout(parents=[[-1, 0, 1, 0, 1]], depths=[[0, 1, 2, 1, 2]])
-    tree = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
-    target = target_of(llama, rows=2)
-    with torch.no_grad(), target.prepared():
-        target.prefill(batch, [0, 0], [6, 4])
-        logits = target.step(tree, [6, 4], nodes=nodes).logits
-    assert logits is not None
-    for row, length in enumerate((6, 4)):
-        for path in ([0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 4]):
-            alone = llama(torch.cat([batch[row : row + 1, :length], tree[row : row + 1, path]], dim=1)).logits[0, -1]
-            torch.testing.assert_close(logits[row, path[-1]], alone)
-
-
 def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would make one of a boolean mask in each layer."""
     sdpa, masks = attention.scaled_dot_product_attention, []
@@ -182,7 +142,7 @@ def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM, monkeypa
         return sdpa(*args, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", recording)
-    target = target_of(llama)
+    target = Target(llama, Anatomy.of(llama), SpeculativeCache(6, 1, 64))
     with torch.no_grad(), target.prepared():
         target.step(torch.tensor([[5, 6, 7]]), [0])
     assert len(masks) == llama.config.num_hidden_layers

@@ -20,7 +20,7 @@ from hf_selfspec import (
     TopKTree,
 )
 from hf_selfspec.batch import Text
-from hf_selfspec.model import given_cache
+from hf_selfspec.model import cache
 from hf_selfspec.model.cache import SpeculativeCache
 
 PROMPT, NEW, LAYERS = 9, 10, 6
@@ -46,7 +46,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ensure(self, columns)
         found.append(self.ids.shape[1])
 
-    monkeypatch.setattr(given_cache, "SpeculativeCache", Watched)
+    monkeypatch.setattr(cache, "SpeculativeCache", Watched)
     monkeypatch.setattr(Text, "ensure", watched)
     return found
 
@@ -77,21 +77,15 @@ def test_room_for_a_text_that_ends_early(reserved: list[int]) -> None:
     llama = tiny_llama()  # its drafts end early too
     ends = llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=NEW, do_sample=False)[0, -1].item()
     spec = SelfSpec(EarlyExit(3), FixedLength(1024), TopKTree(((1.0, 256),)), max_draft=1024)
-    llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=400, do_sample=False, eos_token_id=ends, assistant=spec)
-    assert reserved[0] <= PROMPT + 2 * 400 + VOCABULARY
+    llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=100, do_sample=False, eos_token_id=ends, assistant=spec)
+    assert reserved[0] <= PROMPT + 2 * 100 + VOCABULARY
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda n: SelfSpec(max_draft=n), r"SelfSpec\(max_draft\) must be at most 1024"),
-        (lambda n: SelfSpec.layerskip(max_draft=n), r"layerskip\(max_draft\) must be at most 1024"),
-        (lambda n: FixedLength(n), r"FixedLength\(num_tokens\) must be at most 1024"),
-        (lambda n: TopKTree(((1.0, n),)), r"TopKTree\(widths\): k must be at most 256"),
-        (lambda n: CostTree(most=n), r"CostTree\(most\) must be at most 256"),
-    ],
-)
 @pytest.mark.parametrize("number", [1025, 10**5000], ids=["1025", "1e5000"])
-def test_numbers_that_nobody_can_use(make: Any, words: str, number: int) -> None:
-    with pytest.raises(SettingError, match=words):
-        make(number)
+def test_numbers_that_nobody_can_use(number: int) -> None:
+    with pytest.raises(SettingError, match=r"layerskip\(max_draft\) must be at most 1024"):
+        SelfSpec.layerskip(max_draft=number)
+    with pytest.raises(SettingError, match=r"FixedLength\(num_tokens\) must be at most 1024"):
+        FixedLength(number)
+    with pytest.raises(SettingError, match=r"CostTree\(most\) must be at most 256"):
+        CostTree(most=number)

@@ -12,6 +12,7 @@ import torch
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import ClosestLayers, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.control.controller import LEAST_SPEEDUP
+from hf_selfspec.draft import searching
 from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.draft.partial import PartialDraft
 from hf_selfspec.draft.probe import ProbingDraft
@@ -71,7 +72,7 @@ class Watched:
         self.timed = self.tokens = 0
         monkeypatch.setattr(modules, "perf_counter", clock)
         propose, traces, measure = ControlledDrafter.propose, SearchingDraft._traces, Stopwatch.measure
-        propose_layers = SearchingDraft._propose_layers
+        closest = searching.closest_layers
 
         def proposed(draft: Any, text: Any, room: list[int]) -> Any:
             found = propose(draft, text, room)
@@ -83,9 +84,9 @@ class Watched:
             self.trials.append(window)
             return traces(draft, text, plan, window)
 
-        def layers_proposed(draft: Any, text: Any, most: int) -> Any:
+        def layers_found(target: Any, text: Any, layers: Any, most: int) -> Any:
             self.take(1 + 0.1 * most)
-            return propose_layers(draft, text, most)
+            return closest(target, text, layers, most)
 
         def timed(stopwatch: Any, *args: Any) -> bool:
             *others, may_run = args
@@ -106,7 +107,7 @@ class Watched:
 
         monkeypatch.setattr(ControlledDrafter, "propose", proposed)
         monkeypatch.setattr(SearchingDraft, "_traces", tried)
-        monkeypatch.setattr(SearchingDraft, "_propose_layers", layers_proposed)
+        monkeypatch.setattr(searching, "closest_layers", layers_found)
         monkeypatch.setattr(Stopwatch, "measure", timed)
         monkeypatch.setattr(costs_module, "seconds_of", seconds_of)
         # By these no draft pays, so that each call has as many rounds.
@@ -133,7 +134,7 @@ def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch, clo
     assert max(shares) <= 0.12 / 2  # by these costs no set pays
     assert shares[0] > 0.0
     found = spec._knowledge.latest(model)
-    assert found.timings.count >= 1
+    assert found.timings.texts >= 1
     assert len(watched.trials) >= 3
     assert min(watched.trials) >= _LEAST
     assert watched.timed >= 12

@@ -9,15 +9,14 @@ from helpers.search.searches import (
     CAREFUL,
     draft,
     draft_much,
-    no_layers,
     predicted,
     space,
     speedup,
     timed_search,
 )
 from hf_selfspec import FixedLength
-from hf_selfspec.search import feedback, skip_search
-from hf_selfspec.search.feedback import Feedback
+from hf_selfspec.search import estimates, skip_search
+from hf_selfspec.search.estimates import Feedback
 from hf_selfspec.search.on_the_fly import OnTheFlySearch
 from hf_selfspec.search.skip_search import SkipSearch
 
@@ -58,13 +57,13 @@ def test_a_search_begins_again_where_much_less_is_accepted(auto: bool) -> None:
     assert not search.is_over
     assert (search.phase, search.steps, search.best) == ("optimization", 0, BOLD)
     assert search.history == pytest.approx([0.9])
-    assert search.propose(no_layers) == BOLD
-    assert search.propose(no_layers) not in (None, BOLD)
+    assert search.propose() == BOLD
+    assert search.propose() not in (None, BOLD)
     search.register(BOLD, predicted(0.9))
     assert search.is_over  # once more after one step
     draft_much(search, 0.19)
     assert search.is_over  # which is the usual by now
-    rounds = feedback._WATCHED // 16
+    rounds = estimates._WATCHED // 16
     assert search.generated == rounds * sum(1 + accepted for accepted in (8, 8, 10, 8, 7, 3, 3))
 
 
@@ -74,7 +73,7 @@ def test_a_search_does_not_begin_again(what: str) -> None:
     search.register(BOLD, predicted(0.9))
     draft_much(search, 0.8)
     search.steps += 100  # a mark
-    for _ in range(2 if what == "too few" else feedback._WATCHED // 16):
+    for _ in range(2 if what == "too few" else estimates._WATCHED // 16):
         draft(search, 0.0, plan=CAREFUL if what == "of another set" else BOLD)
     search.begin_window()
     assert search.steps > 100
@@ -86,7 +85,7 @@ def test_a_search_that_begins_again_tries_what_was_best_before() -> None:
     search.register(BOLD, predicted(0.9))
     draft_much(search, 0.8)
     draft_much(search, 0.1)
-    assert [search.propose(no_layers) for _ in range(2)] == [BOLD, CAREFUL]
+    assert [search.propose() for _ in range(2)] == [BOLD, CAREFUL]
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
@@ -118,7 +117,7 @@ def test_a_set_whose_drafts_fared_badly_is_given_another_chance() -> None:
         for _ in range(32):
             search.watch(BOLD, 1, 0, 1)
         search.begin_window()
-        if search.propose(no_layers) is not None:
+        if search.propose() is not None:
             search.register(BOLD, predicted(0.9))
         assert windows < 6 * skip_search._IDLE
     assert windows >= skip_search._IDLE - 2

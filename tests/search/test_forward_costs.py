@@ -17,8 +17,7 @@ from hf_selfspec.draft.looking import LookingDraft
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.search.costs import ForwardCosts, Stopwatch
 from hf_selfspec.search.on_the_fly import OnTheFlySearch
-from hf_selfspec.search.skip_space import SkipSpace
-from hf_selfspec.selfspec import known_of
+from hf_selfspec.search.proposers import SkipSpace
 from hf_selfspec.verify.scoring import Scorer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -45,7 +44,7 @@ def test_timings_change_nothing_of_the_text(lengths: tuple[int, ...], before: in
     text = Text(text.ids[:, before:], [length - before for length in lengths], [before] * len(lengths), 0)
     stopwatch = Stopwatch(*SkipSpace.of(target.anatomy).timed_plans())
     scorer = Scorer(LogitsProcessorList(), len(lengths), False)
-    known = known_of(SelfSpec(), target.model)
+    known = SelfSpec()._known(target.model)
     session = Session(target, scorer, FixedLength(2), None, 25, frozenset(), 25, None, (), known)
     draft = LookingDraft(session, stopwatch.early, "a draft", 25)
     usual = keys_and_values(target, text)
@@ -67,7 +66,7 @@ def test_forwards_are_timed_again_when_a_set_is_tried_again(monkeypatch: pytest.
     generated(model, prompt(), 40, assistant=spec)
     found = search_of(spec, model)
     assert (found.is_over, found.choice.drafts) == (True, False)
-    timings = found.timings.count
+    timings = found.timings.texts
     for _ in range(8):
         generated(model, prompt(), 40, assistant=spec)
-    assert found.timings.count > timings
+    assert found.timings.texts > timings

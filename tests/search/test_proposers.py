@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.gaussian_process import GaussianProcessRegressor
 
-from helpers.search.searches import matchness_of, no_layers, predicted, skipping, space
+from helpers.search.searches import matchness_of, predicted, skipping, space
 from hf_selfspec import ClosestLayers, OnTheFlySearch
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.proposers import bayesian, first_sizes, next_sizes
@@ -19,7 +19,7 @@ def run_search(settings: OnTheFlySearch, known: frozenset[int], ratio: float = 0
     half = frozenset(range(1, 5))
     search = SkipSearch(settings, space(), ratio, LayerPlan(10, half, half))
     while not search.is_over:
-        plan = search.propose(no_layers)
+        plan = search.propose()
         assert plan is not None
         search.register(plan, predicted(matchness_of(known, plan)))
     return search
@@ -63,7 +63,7 @@ def test_a_search_that_matches_too_little_goes_on_with_smaller_sets(auto: bool) 
     search = SkipSearch(OnTheFlySearch(patience=3), space(), 0.5, skipping(*range(8)), auto)
     sizes = set()
     while not search.is_over:
-        plan = search.propose(no_layers)
+        plan = search.propose()
         assert plan is not None
         sizes.add(len(space().places(plan)))
         search.register(plan, predicted(0.5))
@@ -76,7 +76,7 @@ def test_a_search_that_matches_much_tries_larger_sets_before_still_larger_ones()
     for step in range(200):
         if step % 4 == 0:
             search.begin_window()
-        if (plan := search.propose(no_layers)) is None:
+        if (plan := search.propose()) is None:
             break
         sizes.append(len(search.space.places(plan)))
         search.register(plan, predicted(1.0 if sizes[-1] == 14 else 0.5))
@@ -97,17 +97,22 @@ def test_closest_layers_of_a_text(auto: bool) -> None:
     """One forward finds the sets of the first texts, another those of each later one; a given ratio is kept."""
     asked: list[int] = []
 
-    def closest(most: int) -> list[LayerPlan]:
-        asked.append(most)
-        return [LayerPlan(22, frozenset(range(1, n + 1)), frozenset(range(1, n + 1))) for n in range(1, most + 1)]
+    def proposed() -> LayerPlan | None:
+        if most := search.wants_closest:
+            asked.append(most)
+            layers = [frozenset(range(1, count + 1)) for count in range(1, most + 1)]
+            search.see_closest([LayerPlan(22, skipped, skipped) for skipped in layers])
+        return search.propose()
 
     search = SkipSearch(ClosestLayers(patience=100), space(22), 0.4, LayerPlan(22), auto)
-    search.begin(closest)
+    first = proposed()
+    assert first is not None
+    search.register(first, predicted(0.9))
     search.begin_window()
     sizes: list[list[int]] = []
     for _ in range(2):
         sizes.append([])
-        while (plan := search.propose(closest)) is not None:
+        while (plan := proposed()) is not None:
             sizes[-1].append(len(plan.skipped_layers))
             search.register(plan, predicted(0.9 if len(plan.skipped_layers) == 8 else 0.5))
         search.begin_window()

@@ -159,7 +159,7 @@ def test_calls_of_one_token_show_nothing() -> None:
     for seed in range(4):
         model.generate(**ragged_batch((20,), seed=seed), max_new_tokens=1, do_sample=False, assistant=spec)
     search = search_of(spec, model)
-    assert (search.steps, search.timings.count, search.search_seconds) == (0, 0, 0.0)
+    assert (search.steps, search.timings.texts, search.search_seconds) == (0, 0, 0.0)
 
 
 def test_trials_that_overflow_never_match(monkeypatch: pytest.MonkeyPatch) -> None:

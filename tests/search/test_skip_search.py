@@ -8,17 +8,15 @@ import pytest
 from helpers.search.searches import (
     BOLD,
     CAREFUL,
-    COSTS,
     DEAR,
     SHARES,
     draft,
-    no_layers,
     predicted,
     skipping,
     space,
     speedup,
     timed_search,
-    timings,
+    use_times,
 )
 from hf_selfspec import ConfidenceThreshold, FixedLength
 from hf_selfspec.model.plan import LayerPlan
@@ -32,12 +30,11 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 def test_search_begins_with_the_set_that_drafts() -> None:
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, start := LayerPlan(10, frozenset([3]), frozenset()))
-    search.begin(no_layers)
     assert search.choice.matchness == 0
-    assert search.propose(no_layers) == search.best == start
+    assert search.propose() == search.best == start
     search.register(start, predicted(0.4))
     assert search.choice.matchness == pytest.approx(0.4)
-    drawn = [search.propose(no_layers) for _ in range(20)]
+    drawn = [search.propose() for _ in range(20)]
     assert None not in drawn
     assert {len(search.space.places(plan)) for plan in drawn} == {8}
     assert len(set(drawn)) > 10
@@ -53,14 +50,14 @@ def test_a_lucky_set_is_found_out() -> None:
     """What scored best is tried again on later text, and it is believed only in part."""
     steady, lucky, other = (LayerPlan(10, frozenset([layer]), frozenset()) for layer in (1, 2, 3))
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, steady)
-    search.propose(no_layers)
+    search.propose()
     for plan, score in ((steady, 0.6), (lucky, 0.9), (other, 0.0)):
         search.register(plan, predicted(score))
     assert search.best == lucky
     assert 0.6 < search.choice.matchness < 0.89
     search.begin_window()
-    assert [search.propose(no_layers) for _ in range(3)] == [lucky, steady, other]
-    assert search.propose(no_layers) not in (steady, lucky, other)
+    assert [search.propose() for _ in range(3)] == [lucky, steady, other]
+    assert search.propose() not in (steady, lucky, other)
     for plan, score in ((lucky, 0.1), (steady, 0.6)):
         search.register(plan, predicted(score))
     assert search.best == steady
@@ -93,12 +90,12 @@ def test_the_faster_size_wins_over_the_one_that_matches_more(times_first: bool) 
     rules = [FixedLength(1), FixedLength(2), FixedLength(4)]
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, CAREFUL, auto=True, rules=rules)
     if times_first:
-        search.time(timings(space(), COSTS))
+        use_times(search)
     search.register(CAREFUL, predicted(0.9))
     search.register(BOLD, predicted(0.8))
     if not times_first:
         assert (search.best, search.choice.stop, search.choice.expected_speedup) == (CAREFUL, None, None)
-        search.time(timings(space(), COSTS))
+        use_times(search)
     speeds = {(plan, rule): speedup(predicted(share), plan, rule) for plan, share in SHARES for rule in rules}
     choice = search.choice
     assert (choice.plan, choice.stop) == (BOLD, FixedLength(2)) == max(speeds, key=lambda key: speeds[key])
@@ -111,7 +108,7 @@ def test_the_faster_size_wins_over_the_one_that_matches_more(times_first: bool) 
 
 def test_matchness_decides_where_the_ratio_is_given() -> None:
     search = SkipSearch(OnTheFlySearch(), space(), 0.5, CAREFUL)
-    search.time(timings(space(), COSTS))
+    use_times(search)
     for plan, share in SHARES:
         search.register(plan, predicted(share))
     assert (search.best, search.choice.stop, search.choice.expected_speedup) == (CAREFUL, None, None)
@@ -149,8 +146,8 @@ def test_a_set_that_does_not_pay_is_tried_again(pays: bool) -> None:
     tried = []
     for _ in range(2 * skip_search._IDLE):
         search.begin_window()
-        tried.append(search.propose(no_layers))
-        assert search.propose(no_layers) is None
+        tried.append(search.propose())
+        assert search.propose() is None
     assert tried.count(BOLD) == (0 if pays else 2)
     assert tried.count(None) == len(tried) - tried.count(BOLD)
     search.register(BOLD, predicted(1.0, 320))
@@ -167,7 +164,7 @@ def test_a_search_that_is_over_is_idle_until_it_tries_again() -> None:
     search.add_idle_call(32, 1.0)
     assert not search.is_idle
     search.begin_window()
-    assert search.propose(no_layers) == BOLD
+    assert search.propose() == BOLD
     search.register(BOLD, predicted(0.1))
     assert search.is_idle
 
@@ -187,4 +184,4 @@ def test_a_set_that_stops_to_pay_is_replaced() -> None:
     draft(later, 0.3, 160)
     later.begin_window()
     assert not later.is_over
-    assert later.propose(no_layers) == BOLD
+    assert later.propose() == BOLD

@@ -15,7 +15,7 @@ from hf_selfspec import FixedLength, SelfSpec, SettingError, SettingTypeError, S
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search.on_the_fly import ClosestLayers, OnTheFlySearch, usual_ratio
-from hf_selfspec.search.skip_space import SkipSpace
+from hf_selfspec.search.proposers import SkipSpace
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -27,8 +27,8 @@ from hf_selfspec import (
 )
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search.skip_space import SkipSpace
-from hf_selfspec.search.tuning import PROGRESS_NAME, _Runner
+from hf_selfspec.search.proposers import SkipSpace
+from hf_selfspec.search.tuning import PROGRESS_NAME, _Tuning
 
 TEXTS = ["def add(a, b):", "Once upon a time", "1 + 1 ="]
 SPEED = 0.01
@@ -61,7 +61,7 @@ class Timings:
         good, bad = len(skipped & self.known), len(skipped - self.known)
         return 1.0 - (1.0 - self.least) * good / len(self.known) + 0.1 * bad
 
-    def seconds(self, runner: _Runner, spec: SelfSpec | None, rows: Any = None) -> float:
+    def seconds(self, runner: _Tuning, spec: SelfSpec | None) -> float:
         self.drift *= 1.02
         if spec is None:
             return SPEED * self.drift
@@ -81,8 +81,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timings]:
 
     def begin(model: PreTrainedModel, known: set[int] | None = None, **settings: Any) -> Timings:
         times = Timings(model, known or {0, 3, 4}, **settings)
-        monkeypatch.setattr(_Runner, "seconds", lambda self, spec, rows=None: times.seconds(self, spec, rows))
-        monkeypatch.setattr(_Runner, "first_sets", lambda self: [])
+        monkeypatch.setattr(_Tuning, "seconds", lambda self, spec, rows=None: times.seconds(self, spec))
+        monkeypatch.setattr(_Tuning, "first_sets", lambda self: [])
         return times
 
     return begin

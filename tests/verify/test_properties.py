@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from helpers.verification import exact_marginal, orders
+from helpers.verification import orders, outcomes
 from hf_selfspec import (
     AdaptiveThreshold,
     Cascade,
@@ -53,14 +53,26 @@ LOGITS = st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.0, 0.5, 2.0]), min_s
 )
 
 
-@quick(20)
-@given(p=LOGITS, q=LOGITS, count=st.integers(0, 3))
-def test_tree_sampling_has_the_distribution_p(p: list[float], q: list[float], count: int) -> None:
-    """Siblings drawn without replacement from any ``q`` leave any ``p`` as it is."""
+# Candidates that are named in addition; they may follow from what was drawn, but not from the uniform numbers.
+NAMED = {
+    "none": lambda drawn: [],
+    "the same whatever was drawn": lambda drawn: [2, 0, 3],
+    "one": lambda drawn: [next(token for token in (1, 3, 0, 2) if token not in drawn)],
+    "by what was drawn": lambda drawn: [(sum(drawn) + token) % 4 for token in range(3)],
+    "all": lambda drawn: [3, 0, 1, 2],
+}
+
+
+@quick(60)
+@given(p=LOGITS, q=LOGITS, count=st.integers(0, 3), name=st.sampled_from(sorted(NAMED)))
+def test_candidates_leave_the_distribution_p(p: list[float], q: list[float], count: int, name: str) -> None:
+    """Averaged over all siblings that could have been drawn without replacement, and named ones beside them."""
     target, drawn_from = torch.tensor(p).softmax(-1), torch.tensor(q).softmax(-1)
-    drafts = list(orders(drawn_from, min(count, int((drawn_from > 0).sum()))))
+    marginal = torch.zeros(4)
     with pytest.MonkeyPatch.context() as patch:
-        marginal = exact_marginal(target, drawn_from, drafts, patch)
+        for drawn, probability in orders(drawn_from, min(count, int((drawn_from > 0).sum()))):
+            named = [token for token in NAMED[name](drawn) if token not in drawn]
+            marginal += probability * outcomes(target, [*drawn, *named], drawn_from, len(drawn), patch)
     torch.testing.assert_close(marginal, target, rtol=0, atol=2e-5)
 
 

@@ -37,11 +37,23 @@ from helpers.sampling import (
     peak,
     sample,
 )
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec.batch import Draft, Text
+from hf_selfspec.draft.controlled import ControlledDrafter
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graph
 from hf_selfspec.verify import walk
+from hf_selfspec.verify.sampling import choose_sampled
 
+# Free drafts beside others, with few nodes, so that not every token of the tiny vocabulary is named.
+NAMED: dict[str, SelfSpec] = {
+    "named": SelfSpec(Lookup(max_nodes=3)),
+    "drawn and named": SelfSpec(Cascade([Lookup(max_nodes=4), EarlyExit(1)]), FixedLength(2)),
+    "skipped layers and named": SelfSpec(Cascade([Lookup(max_nodes=3), SkipLayers((1, 2), (2,))])),
+    "drawn tree and named": SelfSpec(
+        Cascade([Lookup(max_nodes=6), EarlyExit(1)]), FixedLength(2), TopKTree(((1.0, 2),))
+    ),
+}
 # Processors that do not look at the text are one mechanism, so each is tested with one draft.
 CASES = [
     *((spec, options) for spec in SPECS for options in ("plain", "repetition_penalty")),
@@ -51,6 +63,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_run("early exit-plain|skipped layers-temperature|tree-plain|tree-repetition_penalty")
 @pytest.mark.parametrize(("spec", "options"), CASES)
 def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -> None:
     named, processors = OPTIONS[options]
@@ -58,9 +71,46 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
     check_exact(sample(SPECS[spec], rows=rows, **named), exact_joint(llama(), processors))
 
 
-@pytest.mark.parametrize("spec", ["early exit", "tree"])
+@pytest.mark.every_run("named-top_k|drawn tree and named-plain")
+@pytest.mark.usefixtures("verification_is_free")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("named", "top_k"),
+        ("named", "temperature"),
+        ("drawn and named", "top_p"),
+        ("drawn and named", "temperature"),
+        ("skipped layers and named", "plain"),
+        ("drawn tree and named", "plain"),
+    ],
+)
+def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several calls, which draft with what those before have shown, drawn tokens and named ones side by side."""
+    mixed: list[tuple[int, int]] = []
+    propose = ControlledDrafter.propose
+
+    def watched(self: Any, text: Text, max_new: list[int]) -> Draft:
+        draft = propose(self, text, max_new)
+        for row in range(0, text.batch_size, 10):
+            for node in range(draft.size + 1):
+                children = draft.children(row, node)
+                if len(children) > 1:
+                    _, drawn = draft.candidates(row, node, children)
+                    mixed.append((drawn, len(children) - drawn))
+        return draft
+
+    monkeypatch.setattr(ControlledDrafter, "propose", watched)
+    given, processors = OPTIONS[options]
+    check_exact(sample(replace(NAMED[name]), rows=400, calls=3, **given), exact_joint(llama(), processors))
+    drawn = {"named": 0, "drawn tree and named": 2}.get(name, 1)
+    assert sum(one == drawn and named >= 1 for one, named in mixed) > 30
+
+
+@pytest.mark.every_run("early exit|tree")
+@pytest.mark.usefixtures("verification_is_free")
+@pytest.mark.parametrize("spec", ["early exit", "tree", "named", "drawn and named"])
 def test_joint_distribution_of_calls_with_one_row(spec: str) -> None:
-    sampled = sample(SPECS[spec], rows=1, calls=100, top_k=2)
+    sampled = sample(replace((SPECS | NAMED)[spec]), rows=1, calls=100, top_k=2)
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(2)]))
 
 
@@ -76,7 +126,7 @@ def test_joint_distribution_of_compiled_forwards(spec: str, monkeypatch: pytest.
     monkeypatch.setattr(graphs, "_USES", 2)
     monkeypatch.setattr(Graph, "faster_of", by_graph)
     compiled = replace(SPECS[spec], compile=CompileConfig(backend="eager", mode="default"))
-    sampled = sample(compiled, rows=SAMPLES // 4, calls=4, top_k=3)
+    sampled = sample(compiled, rows=SAMPLES // 4, calls=3, top_k=3)
     assert 1 in served  # steps of drafts
     assert max(served) > 1  # verifications
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))
@@ -124,50 +174,55 @@ class Bigrams(CandidateGenerator):
         pass
 
 
-@pytest.mark.parametrize(
-    "says_q",
-    [lambda call: True, lambda call: False, lambda call: call % 2 == 0],
-    ids=["always", "never", "every second call"],
-)
-def test_joint_distribution_with_a_candidate_generator(says_q: Callable[[int], bool]) -> None:
-    sampled = sample(SelfSpec(draft=Bigrams(says_q)), rows=SAMPLES // 2, top_p=0.9)
+@pytest.mark.parametrize("every", [1, 2, 1 << 30], ids=["always", "every second call", "never"])
+def test_joint_distribution_with_a_candidate_generator(every: int) -> None:
+    sampled = sample(SelfSpec(draft=Bigrams(lambda call: call % every == 0)), rows=SAMPLES // 2, top_p=0.9)
     check_exact(sampled, exact_joint(llama(), [TopPLogitsWarper(0.9)]))
 
 
 def test_the_distributions_of_a_candidate_generator_are_made_use_of() -> None:
     knowing, guessing = (SelfSpec(draft=Bigrams(lambda call, says_q=says_q: says_q)) for says_q in (True, False))
-    assert sample(knowing, rows=1000)[1] > sample(guessing, rows=1000)[1] + 0.02
+    assert sample(knowing, rows=500)[1] > sample(guessing, rows=500)[1] + 0.02
 
 
 # The test itself ---------------------------------------------------------------------------------------------------
 
 
+def asks_with_the_same_p(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int) -> Choice:
+    for index, token in enumerate(drafted):
+        if choose_sampled(scores, [token], q, int(index < num_drawn))[1] is not None:
+            return token, index
+    return choose_sampled(scores, [], None, 0)
+
+
+@pytest.mark.every_run("early exit-.*|tree-.*")
+@pytest.mark.usefixtures("verification_is_free")
 @pytest.mark.parametrize(
     ("spec", "biased"),
     [
         ("early exit", accepts_everything),
         ("early exit", draws_from_p_after_a_rejection),
         ("tree", does_not_take_siblings_out_of_q),
+        ("named", accepts_everything),
+        ("named", draws_from_p_after_a_rejection),
+        ("named", asks_with_the_same_p),
+        ("drawn and named", accepts_everything),
+        ("drawn and named", asks_with_the_same_p),
     ],
 )
 def test_a_biased_acceptance_rule_is_detected(
     spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(walk, "choose_sampled", biased)
-    sequences, _ = sample(SPECS[spec])
-    assert p_value(sequences, exact_joint(llama(), [])) < SIGNIFICANCE / 1000
+    sequences, _ = sample(replace((SPECS | NAMED)[spec]), rows=500, calls=4)
+    assert p_value(sequences, exact_joint(llama(), [])) < SIGNIFICANCE / 100
 
 
-# Seeds -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_seed_fixes_the_output(spec: str) -> None:
+def test_a_seed_fixes_the_output() -> None:
     def draw(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return llama().generate(
-            PROMPT, do_sample=True, max_new_tokens=12, num_return_sequences=4, assistant=SPECS[spec]
-        )
+        options = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 4}
+        return llama().generate(PROMPT, **options, assistant=SPECS["tree"])
 
     first = draw(7)
     assert torch.equal(first, draw(7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,10 +12,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from helpers.verification import ALMOST_ONE, exact_marginal, fix_uniform, orders
+from helpers.verification import ALMOST_ONE, fix_uniform, orders
 from hf_selfspec import NumericalError, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text, Verdict
-from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.verify import walk
 from hf_selfspec.verify.greedy import choose_greedy
 from hf_selfspec.verify.sampling import accept_line, choose_sampled, draw_without_replacement
@@ -25,31 +25,59 @@ from hf_selfspec.verify.walk import verify
 # Choosing one token ------------------------------------------------------------------------------------------------
 
 
-def random_distribution(seed: int, zero: int) -> torch.Tensor:
-    logits = 1.5 * torch.randn(4, generator=torch.Generator().manual_seed(seed))
-    logits[zero] = -math.inf
-    return logits.softmax(-1)
+HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
-def test_sampled_token_has_the_distribution_p(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, q = random_distribution(seed, zero=0), random_distribution(seed + 10, zero=3)
-    marginal = exact_marginal(p, q, list(orders(q, count)), monkeypatch)
-    torch.testing.assert_close(marginal, p, rtol=0, atol=1e-5)
+@pytest.mark.parametrize(
+    ("uniform", "p", "drafted", "q", "tokens"),
+    [
+        ([0.0, 0.0], [0.0, 0.0, 1.0], [0, 1], [0.5, 0.4, 0.1], [2]),
+        # Fewer tokens have a probability than siblings were asked for: the rest of the list is padding.
+        ([ALMOST_ONE, 0.0], [0.2, 0.8], [0, 1], [1.0, 0.0], [1]),
+        # p and q are equal but for rounding; even then a token that p rules out must not come through.
+        ([ALMOST_ONE], [0.5, 0.5], [1], [0.5000001, 0.5000001], BOTH),
+        ([1.0], HALVES, [0], [0.5, 0.5, 0.0], BOTH),
+        ([1.0], HALVES, [2], [0.5, 0.5, 1e-9], BOTH),
+    ],
+)
+def test_what_cannot_be_is_never_accepted(
+    uniform: list[float],
+    p: list[float],
+    drafted: list[int],
+    q: list[float],
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fix_uniform(monkeypatch, *uniform)
+    token, index = choose_sampled(torch.tensor(p).log(), drafted, torch.tensor(q), len(drafted))
+    assert token in tokens
+    assert index is None
 
 
-@pytest.mark.parametrize("drafted", [[2], [0], [1, 0, 2]])
-def test_named_tokens_leave_the_distribution_p(drafted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    p = random_distribution(0, zero=0)
-    marginal = exact_marginal(p, None, [(drafted, 1.0)], monkeypatch)
-    torch.testing.assert_close(marginal, p, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("token", range(4))
+def test_a_named_candidate_that_is_drawn_is_accepted(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.0, 0.9, 0.1, 0.0])
+    monkeypatch.setattr(torch, "multinomial", lambda residual, count: torch.tensor([token]))
+    fix_uniform(monkeypatch, *[ALMOST_ONE] * 4)
+    assert choose_sampled(p.log(), [3, 2], None, 2) == (token, {3: 0, 2: 1}.get(token))
+    assert choose_sampled(p.log(), [1, 3, 0], q, 1) == (token, {3: 1, 0: 2}.get(token))
 
 
-def test_token_without_probability_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix_uniform(monkeypatch, 0.0, 0.0)
-    p = torch.tensor([0.0, 0.0, 1.0])
-    assert choose_sampled(p.log(), [0, 1], torch.tensor([0.5, 0.4, 0.1]), 2) == (2, None)
+def test_candidates_of_a_draft() -> None:
+    """Children beyond the drawn nodes are named, also where a node has both, and lines have their own."""
+    q = torch.rand(1, 2, 5)
+    draft = Draft(torch.tensor([[3, 4, 1, 2, 0]]), [3], [[0, 1, 0, 1, 2]], q, num_drawn=2)
+    children = [draft.children(0, node) for node in range(6)]
+    assert children == [[1, 3], [2, 4], [5], [], [], []]
+    for node, drawn in ((0, 1), (1, 1)):
+        found, count = draft.candidates(0, node, children[node])
+        assert torch.equal(found, q[0, node])
+        assert count == drawn
+    assert draft.candidates(0, 2, [5]) == (None, 0)
+    assert draft.candidates(0, 3, []) == (None, 0)
+    line = Draft(torch.tensor([[3, 4]]), [2], q=q)
+    assert line.candidates(0, 1, line.children(0, 1))[1] == 1
+    assert Draft(torch.tensor([[3, 4]]), [2]).candidates(0, 0, [1]) == (None, 0)
 
 
 def test_a_line_never_accepts_a_token_without_probability(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,29 +102,6 @@ def test_tokens_that_are_drawn_at_all_nodes_at_once() -> None:
     chosen = walk._chosen(scores, drawn, do_sample=True)
     assert chosen is not None
     assert [found.tolist() for found in chosen] == [tokens.tolist(), [[True, True]] * 2, tokens[:, :2].tolist()]
-
-
-def test_nothing_is_left_where_p_and_q_are_equal_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix_uniform(monkeypatch, ALMOST_ONE)
-    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.5000001, 0.5000001])
-    token, index = choose_sampled(p.log(), [1], q, 1)
-    assert token in (0, 1)
-    assert index is None
-
-
-def test_token_that_the_draft_could_not_draw_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Fewer tokens have a probability than siblings were asked for: the rest of the list is padding.
-    fix_uniform(monkeypatch, ALMOST_ONE, 0.0)
-    p, q = torch.tensor([0.2, 0.8]), torch.tensor([1.0, 0.0])
-    assert choose_sampled(p.log(), [0, 1], q, 2) == (1, None)
-
-
-@pytest.mark.parametrize(("token", "q"), [(0, [0.5, 0.5, 0.0]), (2, [0.5, 0.5, 1e-9])])
-def test_rejection_without_residual_draws_from_p(token: int, q: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    # p and q are equal but for rounding; even then a token that p rules out must not come through.
-    fix_uniform(monkeypatch, 1.0)
-    p = torch.tensor([0.5, 0.5, 0.0])
-    assert choose_sampled(p.log(), [token], torch.tensor(q), 1)[0] in (0, 1)
 
 
 def test_drawing_without_replacement_is_drawing_in_turn() -> None:
@@ -134,29 +139,20 @@ def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("widths", "message"),
+    ("widths", "error", "message"),
     [
-        ([(1.0, 3)], "must be a tuple of (confidence, k) pairs"),
-        (((1.0, 3, 2),), "must be a tuple of (confidence, k) pairs"),
-        ((), "rise from above 0 to 1, got []"),
-        (((0.8, 3), (0.5, 2), (1.0, 1)), "rise from above 0 to 1, got [0.8, 0.5, 1.0]"),
-        (((0.5, 3), (0.5, 2), (1.0, 1)), "rise from above 0 to 1"),
-        (((0.0, 3), (1.0, 1)), "rise from above 0 to 1"),
-        (((0.5, 3),), "rise from above 0 to 1"),
-        (((0.5, 3), (1.5, 1)), "rise from above 0 to 1"),
-        (((1.0, 0),), "k must be at least 1, got 0"),
+        ([(1.0, 3)], SettingError, "must be a tuple of (confidence, k) pairs"),
+        (((1.0, 3, 2),), SettingError, "must be a tuple of (confidence, k) pairs"),
+        ((), SettingError, "rise from above 0 to 1, got []"),
+        (((0.8, 3), (0.5, 2), (1.0, 1)), SettingError, "rise from above 0 to 1, got [0.8, 0.5, 1.0]"),
+        (((0.5, 3), (1.5, 1)), SettingError, "rise from above 0 to 1"),
+        (((1.0, 0),), SettingError, "k must be at least 1, got 0"),
+        (((1.0, True),), SettingTypeError, "k must be a whole number of at least 1, got "),
     ],
 )
-def test_tree_refuses_widths(widths: object, message: str) -> None:
-    with pytest.raises(SettingError) as error:
+def test_tree_refuses_widths(widths: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         TopKTree(widths)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize("width", [2.0, True, "3"])
-def test_tree_refuses_widths_that_are_not_whole_numbers(width: object) -> None:
-    with pytest.raises(SettingTypeError, match="k must be a whole number of at least 1, got "):
-        TopKTree(((1.0, width),))
 
 
 def tree_draft() -> Draft:
@@ -165,34 +161,17 @@ def tree_draft() -> Draft:
     return Draft(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), lengths=[3, 1], parents=parents)
 
 
-def test_structure_of_a_tree() -> None:
+def test_structure_of_drafts() -> None:
+    """Of trees that differ by row, of a line, and of nothing."""
     draft = tree_draft()
     assert (draft.size, draft.is_tree) == (6, True)
     assert [draft.children(0, node) for node in range(7)] == [[1, 4, 5], [2], [3, 6], [], [], [], []]
-
-
-def test_rows_have_trees_of_their_own() -> None:
-    assert [tree_draft().children(1, node) for node in range(7)] == [[1, 4, 5], [], [], [], [], [], []]
-
-
-def test_structure_of_a_line() -> None:
-    draft = Draft(torch.tensor([[7, 8]]), lengths=[2])
-    assert not draft.is_tree
-    assert [draft.children(0, node) for node in range(3)] == [[1], [2], []]
-
-
-def test_structure_of_nothing() -> None:
-    draft = Draft(torch.empty(1, 0), lengths=[0])
-    assert (draft.size, draft.is_tree, draft.children(0, 0)) == (0, False, [])
-
-
-def test_layout_of_trees() -> None:
-    layout = TreeLayout.of_tree(tree_draft().parents)
-    assert layout.depths == [[0, 1, 2, 3, 1, 1, 3], [0, 1, 0, 0, 1, 1, 0]]
-    ancestry = layout.ancestry(torch.device("cpu"))
-    seen = [[node.nonzero()[:, 0].tolist() for node in row] for row in ancestry]
-    assert seen[0] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 4], [0, 5], [0, 1, 2, 6]]
-    assert seen[1] == [[0], [0, 1], [2], [3], [0, 4], [0, 5], [6]]
+    assert [draft.children(1, node) for node in range(7)] == [[1, 4, 5], [], [], [], [], [], []]
+    line = Draft(torch.tensor([[7, 8]]), lengths=[2])
+    assert not line.is_tree
+    assert [line.children(0, node) for node in range(3)] == [[1], [2], []]
+    nothing = Draft(torch.empty(1, 0), lengths=[0])
+    assert (nothing.size, nothing.is_tree, nothing.children(0, 0)) == (0, False, [])
 
 
 # Walking a draft ---------------------------------------------------------------------------------------------------
@@ -227,21 +206,15 @@ def walked(
     return verify(text_of(*[[0, 0, 0]] * rows), draft, logits, scorer, stopper, done or [False] * rows, recorded)
 
 
-def test_walk_follows_the_line_and_adds_the_full_models_token() -> None:
+def test_walk_goes_down_a_line_or_to_siblings_and_adds_the_full_models_token() -> None:
     first, second = walked(Draft(torch.tensor([[1, 2], [1, 2]]), lengths=[2, 2]), logits_for([1, 2, 9], [1, 7, 9]))
     assert (first.tokens, first.nodes, first.sources, first.stopped) == ([1, 2, 9], [1, 2, -1], [0, 1, 2], False)
     assert (second.tokens, second.nodes, second.sources) == ([1, 7], [1, -1], [0, 1])
-
-
-def test_walk_goes_through_siblings_and_ends_there() -> None:
     first, second = walked(tree_draft(), logits_for([1, 2, 6, 9, 9, 9, 8], [5, 9, 9, 9, 9, 8, 9]))
     assert (first.tokens, first.nodes, first.sources) == ([1, 2, 6, 8], [1, 2, 6, -1], [0, 1, 2, 6])
     assert (second.tokens, second.nodes, second.sources) == ([5, 8], [5, -1], [0, 5])
-
-
-def test_walk_does_not_go_past_a_rows_draft() -> None:
     second = walked(tree_draft(), logits_for([9] * 7, [1, 2, 3, 9, 9, 9, 9]))[1]
-    assert (second.tokens, second.nodes) == ([1, 2], [1, -1])
+    assert (second.tokens, second.nodes) == ([1, 2], [1, -1])  # not past this row's draft
 
 
 @pytest.mark.parametrize(
@@ -420,12 +393,9 @@ def test_prefix_constraints_keep_their_batch_ids() -> None:
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 def test_logits_that_cannot_be_chosen_from(bad: list[float]) -> None:
+    check_highest(torch.tensor([[0.0, -math.inf]]).amax(-1).tolist(), "Tiny")  # ruled out tokens are fine
     with pytest.raises(NumericalError, match="Tiny returned NaN or infinite logits"):
         check_highest(torch.tensor([[0.0, 1.0], bad]).amax(-1).tolist(), "Tiny")
-
-
-def test_ruled_out_tokens_are_fine() -> None:
-    check_highest(torch.tensor([[0.0, -math.inf]]).amax(-1).tolist(), "Tiny")
 
 
 # Stopping criteria -------------------------------------------------------------------------------------------------

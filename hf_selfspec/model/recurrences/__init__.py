@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .linear_attention import GatedDelta, KimiDelta, StateSpace
-from .recurrence import Recurrence
-from .selective_scan import SelectiveScan
+from .recurrence import Recurrence, SelectiveScan
 
 # Model types whose states are proven to roll back exactly, each with its recurrence; None for convolutions alone.
 SERVED: dict[str, type[Recurrence] | None] = {

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +65,19 @@ def turns() -> Iterator[None]:
         turn.check()
 
 
-@contextmanager
-def served_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Installs the functions, for all threads that use them, and removes them afterwards."""
-    with ExitStack() as stack:
-        if model.config.model_type in SERVED:
-            recurrence = SERVED[model.config.model_type]
-            for module in _modules(model):
-                stack.enter_context(_served.of(module, functools.partial(_serve, module, recurrence)))
-        yield
+def served_kernels(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Returns a context in which the functions are installed, for all threads that use them."""
+    if model.config.model_type not in SERVED:
+        return nullcontext()
+    [module] = _modules(model)
+    recurrence = SERVED[model.config.model_type]
+    names = {"convolution": CONVOLUTION} | ({} if recurrence is None else {"recurrence": recurrence.kernel})
+
+    def serve(forwards: InstanceForwards) -> None:
+        for kind, name in names.items():
+            forwards.set(module, name, _redirected(getattr(module, name), kind))
+
+    return _served.of(module, serve)
 
 
 def check_kernels(model: PreTrainedModel) -> None:
@@ -106,18 +110,11 @@ def _parameters(module: Any, name: str) -> tuple[str, ...]:
     return () if found is None else tuple(inspect.signature(found).parameters)
 
 
-def _serve(module: Any, recurrence: Any, forwards: InstanceForwards) -> None:
-    forwards.set(module, CONVOLUTION, _redirected(getattr(module, CONVOLUTION), "convolution"))
-    if recurrence is not None:
-        forwards.set(module, recurrence.kernel, _redirected(getattr(module, recurrence.kernel), "recurrence"))
-
-
 def _redirected(kernel: Run, kind: str) -> Run:
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
         turn = _turns.now
-        run = None if turn is None else getattr(turn, kind)
-        if turn is None or run is None:
+        if turn is None or (run := getattr(turn, kind)) is None:
             return kernel(*args, **kwargs)
         if kind == "convolution":
             turn.convolution = None

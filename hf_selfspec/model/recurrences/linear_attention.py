@@ -22,7 +22,6 @@ class LinearAttention(Recurrence):
     """What all kinds have in common. Entries are keys ``[b, k, t, n]``, ``u`` and decays ``[b, k, t, 1 or n]``."""
 
     def advance(self, state: torch.Tensor, entries: Entries, kept: torch.Tensor | None) -> torch.Tensor:
-        """See :meth:`Recurrence.advance`."""
         key, known, decay = entries
         if kept is not None:
             here = kept[:, None, :, None]
@@ -56,7 +55,7 @@ class GatedDelta(LinearAttention):
         beta: torch.Tensor,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Recurrence.prefill`; ``g = beta = 0`` leaves the state as it is."""
+        # g = beta = 0 leaves the state as it is.
         if kept is not None:
             g = g * kept.view(*kept.shape, *[1] * (g.dim() - 2))
             beta = beta * kept[..., None]
@@ -77,7 +76,7 @@ class GatedDelta(LinearAttention):
         use_qk_l2norm_in_kernel: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor, Entries]:
-        """See :meth:`Recurrence.step`; queries and keys ``[b, t, k, n]``, values ``[b, t, k, h]``."""
+        # Queries and keys [b, t, k, n], values [b, t, k, h].
         dtype = query.dtype
         query, key, value, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
@@ -91,7 +90,6 @@ class GatedDelta(LinearAttention):
         return output.transpose(1, 2).contiguous().to(dtype), entries
 
     def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
-        """See :meth:`Recurrence.outputs`."""
         query, key, value, decay, beta = inputs
         output, known = attend(state, query, key, value, decay, beta, nodes)
         return output, (key, known, decay)
@@ -125,7 +123,7 @@ class StateSpace(LinearAttention):
         *args: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Recurrence.prefill`; ``Δ = 0`` leaves the state as it is."""
+        # Δ = 0 leaves the state as it is.
         options |= {"initial_states": None if state is None else self.store(state), "return_final_states": True}
         if kept is not None:
             dt = time_steps(dt, options.get("dt_bias"), options.get("dt_softplus", False))
@@ -148,10 +146,7 @@ class StateSpace(LinearAttention):
         dt_softplus: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor, Entries]:
-        """See :meth:`Recurrence.step`; ``x`` ``[b, t, k, h]``, ``B`` and ``C`` ``[b, t, groups, n]``.
-
-        As in transformers' one-token steps, ``dt_limit`` has no effect.
-        """
+        # x [b, t, k, h], B and C [b, t, groups, n]; as in transformers' one-token steps, `dt_limit` has no effect.
         group = hidden_states.shape[2] // b.shape[2]
         x = hidden_states.transpose(1, 2).float()
         dt = time_steps(dt, dt_bias, dt_softplus).float().transpose(1, 2)[..., None]
@@ -163,15 +158,13 @@ class StateSpace(LinearAttention):
         return output.transpose(1, 2).contiguous().to(hidden_states.dtype), entries
 
     def load(self, state: torch.Tensor, part: int) -> torch.Tensor:
-        """See :meth:`Recurrence.load`; transformers has the dimensions of keys and values in the other order."""
+        # Transformers has the dimensions of keys and values in the other order.
         return state.float().transpose(2, 3).contiguous()
 
     def store(self, state: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Recurrence.store`."""
         return state.transpose(2, 3).contiguous()
 
     def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
-        """See :meth:`Recurrence.outputs`."""
         query, key, value, decay = inputs
         output, _ = attend(state, query, key, value, decay, None, nodes)
         return output, (key, value, decay)

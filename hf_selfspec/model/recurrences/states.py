@@ -1,4 +1,9 @@
-"""The layer of our cache for recurrent states and the inputs of convolutions."""
+"""Recurrent states in our cache, addressed by slots as keys and values are.
+
+What tokens feed into a state is kept in a log after a checkpoint at each row's root. The state at any slot of the log
+follows from the checkpoint and the log, without a forward, so rolling back rejected tokens only means dropping their
+entries. Rows may be at different slots.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,128 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...errors import UnsupportedModelError
 from ..layout import TreeLayout
 from .kernels import current_turn
-from .recurrence import Convolution, Entries, Recurrence
-from .state_log import StateLog
+from .recurrence import Advance, Convolution, Entries, Recurrence
+
+
+@dataclass
+class _Point:
+    """A state, and for each row the slot of the token that comes next."""
+
+    slots: list[int]
+    state: torch.Tensor
+
+
+class StateLog:
+    """The checkpoint and the log of one state, empty before :meth:`restart`."""
+
+    floor: _Point  # the beginning of the log, the first slot before which the state is known
+    root: _Point
+    _latest: _Point  # where the last forward began
+
+    def __init__(self, advance: Advance) -> None:
+        self.advance = advance
+        self._entries: Entries = ()  # [b, c, t, ...]: the first is that of the floor's slot in each row
+        self._ends: list[int] = []  # for each row the slot after the last entry
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no state is known yet."""
+        return not self._ends
+
+    def restart(self, slots: list[int], state: torch.Tensor) -> None:
+        """Starts over with a state before these slots."""
+        self.floor = self.root = self._latest = _Point(list(slots), state)
+        self._entries, self._ends = (), list(slots)
+
+    def state_at(self, slots: Sequence[int]) -> torch.Tensor:
+        """The state before the tokens at these slots; for slots older than the log, before its first entry."""
+        floors = self.floor.slots
+        slots = [max(slot, floor) for slot, floor in zip(slots, floors, strict=True)]
+        point = next(p for p in (self._latest, self.root, self.floor) if _is_before(p.slots, slots))
+        if point.slots == slots:
+            return point.state
+        assert _is_before(slots, self._ends), "the log of a state has a gap"
+        spans = [(start - floor, end - floor) for start, end, floor in zip(point.slots, slots, floors, strict=True)]
+        low, high = min(start for start, end in spans if end > start), max(end for _, end in spans)
+        entries, kept = tuple(values[:, :, low:high] for values in self._entries), None
+        if any(span != (low, high) for span in spans):
+            counted = [[start <= t < end for t in range(low, high)] for start, end in spans]
+            kept = torch.tensor(counted, device=entries[0].device)
+        state = self.advance(point.state, entries, kept)
+        if _is_before(self.root.slots, slots):
+            self._latest = _Point(slots, state)
+        return state
+
+    def add(self, starts: Sequence[int], entries: Entries) -> None:
+        """Adds what a forward fed into the state, in place of the entries there and after it, from the roots on."""
+        floors, count = self.floor.slots, entries[0].shape[2]
+        assert _is_before(floors, starts), "a forward begins before the first state that is known"
+        firsts = [max(start, root) for start, root in zip(starts, self.root.slots, strict=True)]
+        assert _is_before(firsts, self._ends), "the log of a state has a gap"
+        if not _is_before(self._latest.slots, firsts):
+            self._latest = self.root
+        known = [first - floor for first, floor in zip(firsts, floors, strict=True)]
+        skipped = [first - start for first, start in zip(firsts, starts, strict=True)]
+        self._ends = [max(start + count, first) for start, first in zip(starts, firsts, strict=True)]
+        before = self._entries or tuple(values[:, :, :0] for values in entries)
+        if max(skipped) == 0 and min(known) == max(known):
+            self._entries = tuple(
+                torch.cat([old[:, :, : known[0]], new], 2) if known[0] else new
+                for old, new in zip(before, entries, strict=True)
+            )
+            return
+        size, width = before[0].shape[2], max(end - floor for end, floor in zip(self._ends, floors, strict=True))
+        columns = [
+            [t if t < here else min(size + t - here + skip, size + count - 1) for t in range(width)]
+            for here, skip in zip(known, skipped, strict=True)
+        ]
+        joined = (torch.cat([old, new], 2) for old, new in zip(before, entries, strict=True))
+        self._entries = _picked(tuple(joined), columns)
+
+    def keep_path(self, moves: list[tuple[int, int, int]]) -> None:
+        """Moves entries of the last forward; see :meth:`SpeculativeCache.keep_path`."""
+        for row, source, target in moves:
+            floor = self.floor.slots[row]
+            for values in self._entries:
+                values[row, :, target - floor] = values[row, :, source - floor]
+
+    def commit(self, roots: Sequence[int], history: int) -> None:
+        """Makes the state at these slots the checkpoint; at least ``history`` slots before them stay in the log."""
+        if self.is_empty:
+            return
+        state = self.state_at(roots)
+        if not history:
+            self.restart(list(roots), state)
+            return
+        self.root = self._latest = _Point(list(roots), state)
+        # A row that has ended stays where it is, while the others continue.
+        floors = self.floor.slots
+        first = [
+            root - history if root - floor >= 2 * history else floor for root, floor in zip(roots, floors, strict=True)
+        ]
+        if first != floors:
+            self.floor = _Point(first, self.state_at(first))
+            last = self._entries[0].shape[2] - 1
+            width = max(end - new for end, new in zip(self._ends, first, strict=True))
+            gone = [new - old for new, old in zip(first, floors, strict=True)]
+            self._entries = _picked(self._entries, [[min(t + less, last) for t in range(width)] for less in gone])
+
+    def keep_rows(self, kept: list[int]) -> None:
+        for point in {id(point): point for point in (self.floor, self.root, self._latest)}.values():
+            point.slots, point.state = [point.slots[row] for row in kept], point.state[kept]
+        self._ends = [self._ends[row] for row in kept]
+        self._entries = tuple(values[kept] for values in self._entries)
+
+
+def _picked(entries: Entries, columns: list[list[int]]) -> Entries:
+    """For each row these of its entries."""
+    device = entries[0].device
+    rows, places = torch.arange(len(columns), device=device)[:, None], torch.tensor(columns, device=device)
+    return tuple(values[rows, :, places].transpose(1, 2) for values in entries)
+
+
+def _is_before(slots: Sequence[int], others: Sequence[int]) -> bool:
+    return all(slot <= other for slot, other in zip(slots, others, strict=True))
 
 
 @dataclass
@@ -47,7 +172,8 @@ class StateUpdate:
         if self.counts is None or log.is_empty:
             return self.starts
         return [
-            start if count else slot for start, count, slot in zip(self.starts, self.counts, log.slots, strict=True)
+            start if count else slot
+            for start, count, slot in zip(self.starts, self.counts, log.root.slots, strict=True)
         ]
 
     def ends(self, starts: Sequence[int], length: int) -> list[int]:
@@ -83,7 +209,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._given: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def logs(self) -> list[StateLog]:
-        """The logs of all states."""
         recurrent = (log for states in self._recurrent.values() for _, log in states)
         return [*(log for _, log in self._convolutions.values()), *recurrent]
 
@@ -150,7 +275,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
                 "of its own, so they cannot be rolled back. Call generate without `assistant`."
             )
-        self._has_parts = recurrent_states.dim() > states[0][1].state.dim()
+        self._has_parts = recurrent_states.dim() > states[0][1].root.state.dim()
         return recurrent_states
 
     def _run(self, state_idx: int, original: Any, *args: Any, **kwargs: Any) -> Any:

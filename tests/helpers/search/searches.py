@@ -9,12 +9,12 @@ import numpy as np
 
 from hf_selfspec import FixedLength
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.search import feedback
+from hf_selfspec.search import estimates
 from hf_selfspec.search.costs import MANY, ForwardCosts, Stopwatch
 from hf_selfspec.search.on_the_fly import Search
+from hf_selfspec.search.proposers import SkipSpace
 from hf_selfspec.search.replay import Rule, Trace, replays
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.search.skip_space import SkipSpace
 
 
 def space(layers: int = 10) -> SkipSpace:
@@ -41,13 +41,15 @@ def timings(space: SkipSpace, costs: ForwardCosts) -> Stopwatch:
     return Stopwatch(early, attention, {name: [time] for name, time in seconds.items()})
 
 
+def use_times(search: SkipSearch, costs: ForwardCosts = COSTS) -> None:
+    """Forwards were timed on a text."""
+    search.timings.seconds = timings(space(), costs).seconds
+    search.time()
+
+
 def predicted(share: float, tokens: int = 32) -> list[Trace]:
     """Of a text of 32 tokens by default a set predicts this share, equally likely everywhere."""
     return [Trace(np.full((1, tokens), share), np.full((1, tokens), 0.9))]
-
-
-def no_layers(most: int) -> list[LayerPlan]:
-    raise AssertionError("nothing should search for the closest layers")
 
 
 def skipping(*places: int) -> LayerPlan:
@@ -69,7 +71,7 @@ def timed_search(
 ) -> SkipSearch:
     """A search for a ratio, too, where forwards have been timed."""
     search = SkipSearch(settings, space(), 0.5, start, auto=True, rules=rules)
-    search.time(timings(space(), costs))
+    use_times(search, costs)
     search.begin_window()
     return search
 
@@ -86,6 +88,6 @@ def draft(search: SkipSearch, share: float, drafted: int = 16, plan: LayerPlan =
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
-    for _ in range(feedback._WATCHED // 16):
+    for _ in range(estimates._WATCHED // 16):
         draft(search, share)
     search.begin_window()

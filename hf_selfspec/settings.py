@@ -1,57 +1,117 @@
-"""The papers' methods as settings: ``SelfSpec.layerskip(...)`` and others."""
+"""The settings of a ``SelfSpec``: what they are, what is allowed, and the papers' methods as settings."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from transformers import CompileConfig, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from .draft.adapter import EarlyExitAdapter
+from .draft.candidates import Candidates
+from .draft.cascade import Cascade
 from .draft.early_exit import EarlyExit, EarlyExitOnly
 from .draft.exit_heads import DynamicExit
 from .draft.lookup import Lookup
 from .draft.skip_layers import SkipLayers
-from .errors import SettingError
+from .draft.source import DraftSource
+from .errors import SettingError, SettingTypeError
+from .learned import saving
+from .learned.knowledge import Knowledge, KnowledgeOfCall
+from .learned.saving import Kind
 from .modules.adapter import Adapter
 from .modules.heads import ExitHeads
 from .modules.probe import LinearProbe
-from .search.on_the_fly import OnTheFlySearch, Search
+from .search.on_the_fly import ClosestLayers, OnTheFlySearch, Search
 from .stop.adaptive import AdaptiveThreshold
-from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, StopRule
+from .stop.rules import Confidence, ConfidenceThreshold, FixedLength, ProductThreshold, RememberingRule, StopRule
 from .validation import MOST_DRAFT, check_count
 from .verify.tree import Tree
 
-SelfSpecT = TypeVar("SelfSpecT", bound="Presets")
+# Characters in the name of a task: at four bytes each, the name of its file stays within the limit of file systems.
+_LONGEST_TASK = 50
+
+SettingsT = TypeVar("SettingsT", bound="Settings")
 
 
-class Presets:
-    """Base class of ``SelfSpec``: each method returns an instance of the class with the settings of a paper."""
+@dataclass(frozen=True)
+class Settings:
+    """Base class of ``SelfSpec``: its arguments, and class methods that return those of a paper.
 
-    if TYPE_CHECKING:
-        # The constructor of ``SelfSpec``, which checks its arguments.
-        def __init__(
-            self, draft: Any, stop: StopRule | None = None, tree: Tree | None = None, max_draft: int = ...
-        ) -> None: ...
+    All raise a ``SettingError`` or ``SettingTypeError`` for a setting that is not allowed.
+    """
+
+    draft: DraftSource | CandidateGenerator = field(
+        default_factory=lambda: Cascade((Lookup(), SkipLayers(search=ClosestLayers())))
+    )
+    stop: StopRule | None = None
+    tree: Tree | None = None
+    max_draft: int = 25
+    cache_dir: str | os.PathLike[str] | None = None
+    task: str = "default"
+    compile: bool | CompileConfig = field(default=False, hash=False)
+    _knowledge: Knowledge = field(default_factory=Knowledge, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_types(self.draft, self.stop, self.tree)
+        if why := self._source.fixed_because:
+            for name, value in (("stop", self.stop), ("tree", self.tree)):
+                if value is not None:
+                    raise SettingError(f"SelfSpec({name}={value!r}) has no effect here: {why}. Leave {name} out.")
+        check_count("SelfSpec(max_draft)", self.max_draft, most=MOST_DRAFT)
+        if self.cache_dir is not None:
+            if not isinstance(self.cache_dir, (str, os.PathLike)):
+                raise SettingTypeError(f"SelfSpec(cache_dir) must be a path or None, got {self.cache_dir!r}.")
+            self._saved(checked=True)
+        task = self.task
+        if not isinstance(task, str) or not re.fullmatch(r"[\w.-]+", task) or len(task) > _LONGEST_TASK:
+            raise SettingError(
+                "SelfSpec(task) names a file: give letters, digits, dots, dashes and underscores, at most "
+                f"{_LONGEST_TASK} of them, got {task!r}."
+            )
+        if not isinstance(self.compile, (bool, CompileConfig)):
+            raise SettingTypeError(
+                f"SelfSpec(compile) must be True, False or a transformers.CompileConfig, got {self.compile!r}."
+            )
+
+    @property
+    def _source(self) -> DraftSource:
+        """What drafts; a generator of candidates becomes one."""
+        return self.draft if isinstance(self.draft, DraftSource) else Candidates(self.draft)
+
+    def _known(self, model: PreTrainedModel, kind: Kind = (False, False)) -> KnowledgeOfCall:
+        """What was learned of a model, for calls that draw tokens (``kind[0]``) or have several rows (``kind[1]``)."""
+        return KnowledgeOfCall(self._knowledge, model, kind, self._saved, self.cache_dir, self.task)
+
+    def _saved(self, checked: bool = False) -> Mapping[str, Any]:
+        """The settings that are saved; with ``checked``, raises an error if they cannot be."""
+        settings = {"draft": self.draft, "stop": self.stop, "tree": self.tree, "max_draft": self.max_draft}
+        if checked:
+            for name, value in settings.items():
+                saving.encode(value, f"SelfSpec({name})")
+        return settings
 
     @classmethod
-    def lookup(cls: type[SelfSpecT], stored_tokens: int = 65_536) -> SelfSpecT:
+    def lookup(cls: type[SettingsT], stored_tokens: int = 65_536) -> SettingsT:
         """Free drafts only, from the text, earlier texts and the model's own logits; for any model.
 
         Args:
             stored_tokens: tokens of earlier texts to keep, see :class:`Lookup`; 0 for none.
-
-        Raises:
-            SettingError, SettingTypeError: ``stored_tokens`` is not such a number.
         """
         return cls(draft=Lookup(stored_tokens))
 
     @classmethod
     def layerskip(
-        cls: type[SelfSpecT],
+        cls: type[SettingsT],
         exit_layer: int | None = None,
         num_draft: int | None = None,
         stop: StopRule | None = None,
         max_draft: int = 12,
-    ) -> SelfSpecT:
+    ) -> SettingsT:
         """LayerSkip's self-speculation, for models trained with :class:`EarlyExitLoss` and :class:`LayerDropout`.
 
         Settings that are not given are chosen for each model by a timed probe on the first 1,024 tokens that it
@@ -62,11 +122,8 @@ class Presets:
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``.
             num_draft: tokens in a draft (LayerSkip §4.3).
-            stop: another stop rule, in place of ``num_draft``.
+            stop: another stop rule; only one of this and ``num_draft`` is allowed.
             max_draft: maximum number of tokens in a draft (12 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed, or both ``num_draft`` and ``stop`` are given.
         """
         if num_draft is not None and stop is not None:
             raise SettingError(
@@ -81,13 +138,13 @@ class Presets:
 
     @classmethod
     def swift(
-        cls: type[SelfSpecT],
+        cls: type[SettingsT],
         ratio: float | Literal["auto"] = "auto",
         search: Search | None = None,
         stop: StopRule | None = None,
         tree: Tree | None = None,
         max_draft: int = 25,
-    ) -> SelfSpecT:
+    ) -> SettingsT:
         """SWIFT: needs no training and no preparation; the blocks to skip are found while text is generated.
 
         Args:
@@ -97,20 +154,17 @@ class Presets:
             stop: when a draft ends, at a confidence below 0.8 by default.
             tree: siblings at each depth, e.g. ``TopKTree()`` with the paper's widths, or ``CostTree()``.
             max_draft: maximum number of tokens in a draft (25 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed.
         """
         draft = SkipLayers(search=OnTheFlySearch() if search is None else search, ratio=ratio)
         return cls(draft, stop or ConfidenceThreshold(), tree, max_draft)
 
     @classmethod
     def adaspeed(
-        cls: type[SelfSpecT],
+        cls: type[SettingsT],
         exit_layer: int | str | os.PathLike[str] | LinearProbe | None = None,
         probe: Confidence | str | os.PathLike[str] | None = None,
         max_draft: int = 12,
-    ) -> SelfSpecT:
+    ) -> SettingsT:
         """AdaSPEED: early exit until the product of the draft's confidences falls below a threshold that adapts.
 
         As in the paper the threshold begins at 0.8 and follows the acceptance rate (its appendix A).
@@ -122,9 +176,6 @@ class Presets:
                 returns the probability that a drafted token is accepted, from its logits ``[b, v]`` and the hidden
                 state ``[b, d]`` they were computed from. ``None`` for the top-1 probability.
             max_draft: maximum number of tokens in a draft.
-
-        Raises:
-            SettingError, SettingTypeError: a setting is not allowed.
         """
         if isinstance(exit_layer, (str, os.PathLike, LinearProbe)):
             if probe is not None:
@@ -143,32 +194,29 @@ class Presets:
 
     @classmethod
     def kangaroo(
-        cls: type[SelfSpecT],
+        cls: type[SettingsT],
         adapter: Adapter | str | os.PathLike[str],
         stop: StopRule | None = None,
         max_draft: int = 6,
-    ) -> SelfSpecT:
+    ) -> SettingsT:
         """Kangaroo: a shallow exit followed by an adapter, until the confidence falls below 0.6.
 
         Args:
             adapter: what ``fit_adapter`` returned, or the folder or Hub repository that holds it.
             stop: when a draft ends, at a confidence below 0.6 by default.
             max_draft: maximum number of tokens in a draft (6 in the paper).
-
-        Raises:
-            SettingError, SettingTypeError: there is no such adapter, or a setting is not allowed.
         """
         draft = EarlyExitAdapter(adapter)
         return cls(draft=draft, stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
 
     @classmethod
     def dssd(
-        cls: type[SelfSpecT],
+        cls: type[SettingsT],
         heads: ExitHeads | str | os.PathLike[str],
         epsilon: float = 0.9,
         metric: str | None = None,
         max_draft: int = 32,
-    ) -> SelfSpecT:
+    ) -> SettingsT:
         """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
 
         Args:
@@ -180,22 +228,21 @@ class Presets:
             max_draft: maximum number of tokens in a draft (32 in the paper).
 
         Raises:
-            SettingError, SettingTypeError: there are no such heads, they do not reach ``epsilon``, or a setting is not
-                allowed.
+            SettingError: there are no such heads, or they do not reach ``epsilon``.
         """
         draft = DynamicExit(heads, epsilon, metric)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
 
     @classmethod
     def early_exit_only(
-        cls: type[SelfSpecT],
+        cls: type[SettingsT],
         layer: int | None = None,
         *,
         heads: ExitHeads | str | os.PathLike[str] | None = None,
         epsilon: float = 0.9,
         metric: str | None = None,
         max_draft: int = 32,
-    ) -> SelfSpecT:
+    ) -> SettingsT:
         """Generates with a part of the model, without verification. **The output is not the model's own.**
 
         The papers compare with it: the first ``layer`` layers (LayerSkip, Tables 1, 2 and 11), or each token from the
@@ -206,10 +253,6 @@ class Presets:
             heads, metric, max_draft: in place of a layer, see :meth:`dssd`; the whole model processes the tokens of
                 early exits together with the next token of its own, and after ``max_draft`` tokens at the latest.
             epsilon: how often each head has to be right where its token is taken (DSSD §3.4).
-
-        Raises:
-            SettingError, SettingTypeError: both or neither of ``layer`` and ``heads`` are given, or a setting is not
-                allowed.
         """
         if (layer is None) == (heads is None):
             raise SettingError(
@@ -218,6 +261,23 @@ class Presets:
             )
         if heads is None:
             assert layer is not None
-            return cls(draft=EarlyExitOnly(layer), stop=None)
+            return cls(draft=EarlyExitOnly(layer))
         draft = DynamicExit(heads, epsilon, metric, lossless=False)
         return cls(draft=draft, stop=FixedLength(max_draft), max_draft=max_draft)
+
+
+def _check_types(draft: Any, stop: Any, tree: Any) -> None:
+    if not isinstance(draft, (DraftSource, CandidateGenerator)):
+        raise SettingTypeError(
+            "SelfSpec(draft) must be EarlyExit(layer), SkipLayers(...), EarlyExitAdapter(...), EarlyExitLora(...), "
+            f"DynamicExit(...), another DraftSource or a CandidateGenerator, got {draft!r}."
+        )
+    is_rule = callable(stop) or isinstance(stop, RememberingRule)
+    if stop is not None and (not is_rule or isinstance(stop, type)):
+        raise SettingTypeError(
+            "SelfSpec(stop) must be FixedLength(n), ConfidenceThreshold(p), ProductThreshold(p), "
+            "AdaptiveThreshold(rule) or a function of (input_ids, logits, hidden_states), or None to have it "
+            f"chosen, got {stop!r}."
+        )
+    if tree is not None and not isinstance(tree, Tree):
+        raise SettingTypeError(f"SelfSpec(tree) must be a TopKTree, a CostTree or None, got {tree!r}.")
