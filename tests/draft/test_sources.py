@@ -36,7 +36,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.draft import FixedDrafter
-from hf_selfspec.learned import registry
+from hf_selfspec.learned import saving
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.stop.rules import Memory, start
 
@@ -340,9 +340,9 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that did not import this module."""
     kept = {
         place: {name: kind for name, kind in kinds.items() if kind.__module__ != __name__}
-        for place, kinds in registry._places.items()
+        for place, kinds in saving._places.items()
     }
-    monkeypatch.setattr(registry, "_places", kept)
+    monkeypatch.setattr(saving, "_places", kept)
 
 
 @pytest.mark.parametrize("name", ["drawn, own rule", "free and all"])
@@ -462,7 +462,7 @@ class EchoDrafter(FixedDrafter):
 
 def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts, alone and in a cascade, is saved by its name, and is exact, with nothing but public names."""
-    monkeypatch.setattr(registry, "_places", {place: dict(kinds) for place, kinds in registry._places.items()})
+    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
     (tmp_path / "echo_source.py").write_text(ONE_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     echo = importlib.import_module("echo_source").Echo(2)
@@ -480,7 +480,7 @@ def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypat
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_places", {place: dict(kinds) for place, kinds in registry._places.items()})
+    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
 
     @dataclass(frozen=True)
     class Lookup(DraftSource):
