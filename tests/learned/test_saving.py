@@ -271,19 +271,15 @@ def test_a_peft_model(tmp_path: Path) -> None:
 # Fingerprints --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cast_is_the_same_model_and_one_other_weight_is_not() -> None:
+def test_fingerprints() -> None:
+    """A cast is the same model, one other weight is not, and weights that cannot be read do not set models apart."""
     model = tiny_llama(6)
     own = Fingerprint.of(model, 6)
     assert own.difference(Fingerprint.of(copy.deepcopy(model).to(torch.bfloat16), 6)) == ""
-    model.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
-    assert "weights" in own.difference(Fingerprint.of(model, 6))
-
-
-def test_weights_that_cannot_be_read_are_unknown() -> None:
-    """Offloaded ones are on the meta device; what is unknown does not set models apart."""
-    model = tiny_llama(6)
-    own = Fingerprint.of(model, 6)
-    model.model.layers[2].to("meta")
+    other = copy.deepcopy(model)
+    other.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0
+    assert "weights" in own.difference(Fingerprint.of(other, 6))
+    model.model.layers[2].to("meta")  # as offloaded ones are
     unknown = Fingerprint.of(model, 6)
     assert unknown.weights is None
     assert own.difference(unknown) == unknown.difference(own) == ""
@@ -417,19 +413,12 @@ class OwnRule(ConfidenceThreshold):
     """A user's own class of one of ours."""
 
 
-def own_class_of_our_name() -> Any:
-    def call(self: Any, *arguments: Any) -> torch.Tensor:
-        return never(*arguments)
-
-    return dataclass(frozen=True)(type("FixedLength", (), {"__call__": call}))()
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"stop": never}, r"SelfSpec\(stop\) is <function never"),
         ({"stop": OwnRule()}, r"SelfSpec\(stop\) is OwnRule"),
-        ({"stop": own_class_of_our_name()}, r"SelfSpec\(stop\) is "),
+        ({"stop": type("FixedLength", (OwnRule,), {})()}, r"SelfSpec\(stop\) is "),
         ({"draft": Own()}, r"SelfSpec\(draft\) is .*Own object"),
     ],
     ids=["function", "subclass", "class of the same name", "generator"],
