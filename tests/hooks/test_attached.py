@@ -16,27 +16,13 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import (
-    GenerationConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    StaticCache,
-    pipeline,
-)
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, StaticCache, pipeline
 
 import hf_selfspec
 from helpers.calls import Recorder, calls, new_spec
 from helpers.models import BATCH, ROW, character_tokenizer, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    NumericalError,
-    SelfSpec,
-    SettingTypeError,
-    attach,
-    detach,
-)
+from hf_selfspec import EarlyExit, FixedLength, NumericalError, SelfSpec, SettingTypeError, attach, detach
 
 pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
 
