@@ -207,7 +207,7 @@ class Graphs:
 
         if inputs[0].device.type == "cpu":
             function(*inputs)  # linear layers choose how to multiply this many tokens, for which they need values
-        with warnings.catch_warnings(), tracing():
+        with warnings.catch_warnings(), tracing.during(True):
             warnings.simplefilter("ignore")
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
             run: Run = torch.compile(graph, **_options(self.config))

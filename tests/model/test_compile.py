@@ -30,7 +30,7 @@ from hf_selfspec import (
 )
 from hf_selfspec.model import graphs
 from hf_selfspec.model.graphs import Graphs, graphs_of
-from hf_selfspec.model.traceable import is_tracing
+from hf_selfspec.model.traceable import tracing
 from hf_selfspec.verify import walk
 
 pytestmark = pytest.mark.usefixtures("always_graphs")
@@ -276,7 +276,7 @@ def test_graphs_do_not_run_while_one_is_made() -> None:
     thread = threading.Thread(target=lambda: found.append(graph.run(*inputs)[0].tolist()))
 
     def slow(values: torch.Tensor) -> list[torch.Tensor]:
-        if is_tracing():
+        if tracing.now:
             thread.start()
             thread.join(0.2)
         return [values * 3]
