@@ -78,7 +78,7 @@ def test_merged_adapters(kind: str) -> None:
     assert torch.equal(adapted.generate(**ROW, **OPTIONS, assistant=spec), adapted.generate(**ROW, **OPTIONS))
 
 
-@pytest.mark.every_run("default")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["default", "exit"])
 def test_the_distribution_is_that_of_the_weights_of_the_moment(kind: str) -> None:
     """Rollouts: what other weights have sampled is in the store, and drafts come from it."""
